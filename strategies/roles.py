@@ -25,7 +25,7 @@ from autopar.program.operators.bags import EMBEDDING_BAGS
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.program.program import Program, TensorInfo, tensor_inputs
-from autopar.sharding.operation import Call, OpRule, is_matmul
+from autopar.sharding.operation import Call, OpRule, is_product
 from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
 from autopar.strategies.ruled import RuledCall, ruled
 
@@ -133,9 +133,9 @@ class RoledProgram:
         return (call for call in self.calls.values() if call.learned)
 
     @property
-    def matmuls(self) -> frozenset[fx.Node]:
-        """The matmuls and convolutions."""
-        return frozenset(call.node for call in self.calls.values() if is_matmul(call.op, call.bound))
+    def products(self) -> frozenset[fx.Node]:
+        """The calls that multiply and sum: matmuls, convolutions and attention."""
+        return frozenset(call.node for call in self.calls.values() if is_product(call.op, call.bound))
 
     def is_activation(self, value: Value) -> bool:
         """Whether a tensor depends on a parameter and on an input."""

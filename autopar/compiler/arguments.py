@@ -36,7 +36,7 @@ from autopar.strategies.presets import preset_named
 from autopar.strategies.presets.data import OF_TRAINING
 from autopar.units import parse_bytes
 
-Recompute = Literal["auto", "none", "selective", "full"]
+Recompute = Literal["auto", "none", "selective", "full_save_collectives", "full"]
 Solver = Literal["auto", "ilp"]
 Prefetch = Literal["auto", 0, 1, 2]
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]

@@ -70,6 +70,11 @@ class MovedTensor:
     fixed: bool = False
     """What says where such rows are: true only where it was made, so that no move exists."""
 
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether it is a weight, a view of one, or made of weights and summed as their gradients are."""
+        return self.bucketed or self.view or self.reduced is not None
+
     def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
         """Bytes that each rank holds."""
         return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize

@@ -65,14 +65,35 @@ class ReshardTable:
     """
 
     def __init__(
-        self, layouts: tuple[Layout, ...], alone: _Ways, together: _Ways | None, tensor: MovedTensor, mesh: Mesh
+        self,
+        layouts: tuple[Layout, ...],
+        alone: _Ways,
+        together: _Ways | None,
+        tensor: MovedTensor,
+        mesh: Mesh,
+        forward: np.ndarray,
     ):
+        """`forward` are the seconds of the forward collectives of each single move that runs alone."""
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
         self._alone, self._together = alone, together
         self._tensor = tensor
         self._mesh = mesh
+        self._forward = forward
+
+    @functools.cached_property
+    def forward_seconds(self) -> np.ndarray:
+        """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
+        there = np.broadcast_to(np.arange(len(self.layouts)), self.seconds.shape)
+        here, total = there.T, np.zeros(self.seconds.shape)
+        while True:
+            on_way = np.isfinite(self._alone.seconds) & (here != there)
+            if not on_way.any():
+                return total
+            following = np.where(on_way, self._alone.following[here, there], here)
+            total += np.where(on_way, self._forward[here, following], 0.0)
+            here = following
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """The cheapest path; the layouts must be connected."""
@@ -110,8 +131,8 @@ def reshard_table(
     local = shapes if tensor.padded else list(map(math.prod, shapes))
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
-    together = alone.copy()
-    priced: dict[object, tuple[float, float]] = {}
+    together, forward = alone.copy(), np.zeros_like(alone)
+    priced: dict[object, tuple[float, float, float]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
         if not tensor.can_move(move.source, move.target):
@@ -121,17 +142,19 @@ def reshard_table(
         if kind not in priced:
             found = transfers(move, tensor, mesh, tensor.regather)
             shared = in_bucket(move, tensor)
-            by_itself = math.inf if move.is_joined else sum(transfer_seconds(t, mesh, hardware) for t in found)
+            each = [] if move.is_joined else [transfer_seconds(t, mesh, hardware) for t in found]
+            by_itself = math.inf if move.is_joined else sum(each)
+            there = sum(s for t, s in zip(found, each, strict=False) if not t.backward)
             in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared is not None else math.inf
-            priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
-        alone[i, j], together[i, j] = priced[kind]
+            priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS, there
+        alone[i, j], together[i, j], forward[i, j] = priced[kind]
     ways = _all_pairs(alone)
     if not tensor.bucketed:
-        return ReshardTable(layouts, ways, None, tensor, mesh)
+        return ReshardTable(layouts, ways, None, tensor, mesh, forward)
     in_buckets = _all_pairs(together)
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following)
-    return ReshardTable(layouts, ways, in_buckets, tensor, mesh)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward)
 
 
 def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:

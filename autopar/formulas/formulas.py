@@ -21,10 +21,10 @@ The choices, and the moves between layouts, are those of the plan; at other size
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TypeVar, cast
+from typing import cast
 
 from torch import fx
 
@@ -35,9 +35,10 @@ from autopar.cost.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.full_rate import full_rate_formula
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
-from autopar.formulas.memory import Leaving, leaving, memory_formulas, rerun
+from autopar.formulas.memory import Leaving, Rerun, leaving, memory_formulas, rerun
 from autopar.formulas.repetition import Repetition, stacks_of
 from autopar.formulas.reprice import exposed_share, rate
+from autopar.formulas.sums import Sum, grouped, multiplied
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
 from autopar.hardware.beside import GATHERING, Message
@@ -56,8 +57,6 @@ from autopar.space.space import Decision, Space, Wire, without_gradient
 from autopar.space.strategy import Strategy
 from autopar.strategies import rule_of
 
-Item = TypeVar("Item")
-
 
 def formulas_of(
     space: Space, choices: Sequence[int], memory: MemoryModel | None = None, modes: Mapping[str, str] | None = None
@@ -74,7 +73,7 @@ def formulas_of(
     axes = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
     symbols.update({name: size for name, size in axes if size > 1})
     sizes, repetition = LocalSizes(space, shapes), Repetition(space, stacks)
-    again = rerun(memory, choices, modes or {}) if memory is not None else frozenset()
+    again = rerun(memory, choices, modes or {}) if memory is not None else Rerun()
     ledger = _Ledger(space, choices, sizes, repetition, again)
     if memory is not None:
         ledger.leave(leaving(memory, choices, modes or {}, sizes, repetition))
@@ -109,51 +108,6 @@ class _Work:
     """Seconds of the whole call on one device, without the latency."""
 
 
-class _Sum:
-    """A sum of functions, written as text, times polynomials; equal functions are joined."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, list[Polynomial]] = defaultdict(list)
-
-    def add(self, count: Polynomial, function: str = "") -> None:
-        self._counts[function].append(count)
-
-    def __str__(self) -> str:
-        parts = []
-        for function, counts in self._counts.items():
-            count = str(Polynomial.sum(counts))
-            if count == "0":
-                continue
-            one_term = " " not in count
-            factor = count if one_term else f"({count})"
-            parts.append(factor if not function else function if count == "1" else f"{factor}*{function}")
-        return _added(parts)
-
-
-def _times(share: str, function: str) -> str:
-    return f"{share}*{function}" if share else function
-
-
-def _added(parts: list[str]) -> str:
-    """A sum in groups, as parsers go down one level for each term of a long one."""
-    while len(parts) > _GROUP:
-        parts = [f"({' + '.join(parts[i : i + _GROUP])})" for i in range(0, len(parts), _GROUP)]
-    return " + ".join(parts) or "0"
-
-
-_GROUP = 40
-
-
-def _grouped(items: Iterable[Item], same: Callable[[Item], Hashable]) -> list[tuple[Item, int]]:
-    """The first of all items that are the same, and how many they are."""
-    found: dict[Hashable, tuple[Item, int]] = {}
-    for item in items:
-        key = same(item)
-        first, times = found.get(key, (item, 0))
-        found[key] = (first, times + 1)
-    return list(found.values())
-
-
 class _Ledger:
     """The sums of one plan, filled by one walk over its decisions and one over its wires."""
 
@@ -163,25 +117,25 @@ class _Ledger:
         choices: Sequence[int],
         sizes: LocalSizes,
         repetition: Repetition,
-        rerun: frozenset[int],
+        rerun: Rerun,
     ) -> None:
         self.space, self.choices, self.sizes, self.repetition, self.rerun = space, choices, sizes, repetition, rerun
-        self.seconds, self.flops = _Sum(), _Sum()
-        self.stored: dict[str, _Sum] = defaultdict(_Sum)
+        self.seconds, self.flops = Sum(), Sum()
+        self.stored: dict[str, Sum] = defaultdict(Sum)
         self.traffic: dict[tuple[str, str], list[Polynomial]] = defaultdict(list)
         self.rates: dict[str, str] = {}
-        self.beside = {name: _Sum() for name in BESIDE}
+        self.beside = {name: Sum() for name in BESIDE}
 
     def formulas(self) -> dict[str, str]:
         unused = without_gradient(self.space)
         numbers = range(len(self.space.decisions))
         kinds = [decision.kind for decision in self.space.decisions]
-        for number, times in _grouped((n for n in numbers if kinds[n] == "parameter"), self._same_decision):
+        for number, times in grouped((n for n in numbers if kinds[n] == "parameter"), self._same_decision):
             self._parameter(number, times)
         calls = (n for n in numbers if kinds[n] == "call")
-        for number, times in _grouped(calls, lambda number: (self._same_decision(number), number in unused)):
+        for number, times in grouped(calls, lambda number: (self._same_decision(number), number in unused)):
             self._call(number, times, number in unused)
-        for wire, times in _grouped(self.space.wires, lambda wire: (*self._same_wire(wire), wire.target in unused)):
+        for wire, times in grouped(self.space.wires, lambda wire: (*self._same_wire(wire), wire.target in unused)):
             self._wire(wire, times, wire.target in unused)
         found = {"seconds": str(self.seconds), "flops": str(self.flops)}
         found.update({name: str(each) for name, each in self.stored.items()})
@@ -205,7 +159,8 @@ class _Ledger:
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
-        return (id(decision.menu), self.choices[number], number in self.rerun, count, share, *shapes)
+        again = number in self.rerun.calls, number in self.rerun.communicating
+        return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
         """The tensors that a decision takes and makes."""
@@ -259,24 +214,30 @@ class _Ledger:
             self.beside["backward_latency"].add(latency * (passes - 1))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
         if work.roofline:
-            computed = count * (passes + (number in self.rerun))
-            self.seconds.add(computed, _times(share, work.roofline))
+            computed = count * (passes + (number in self.rerun.calls))
+            self.seconds.add(computed, multiplied(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
-        self._own_waits(work, passes, count, share)
-        for transfer in work.transfers:
+        again = [each for each in work.transfers if not each.backward and number in self.rerun.communicating]
+        self._own_waits(work, again, passes, count, share)
+        for transfer in (*work.transfers, *again):
             if not (unused and transfer.backward):
                 self._count(transfer, count)
 
-    def _own_waits(self, work: _Work, passes: Fraction, count: Polynomial, share: str) -> None:
+    def _own_waits(
+        self, work: _Work, again: Sequence[Transfer], passes: Fraction, count: Polynomial, share: str
+    ) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
         if not work.hidden:
-            for transfer in work.transfers:
-                self.seconds.add(count, _times(share, self._seconds_of(transfer)))
+            for transfer in (*work.transfers, *again):
+                self.seconds.add(count, multiplied(share, self._seconds_of(transfer)))
         elif work.transfers:
             total = " + ".join(self._seconds_of(transfer) for transfer in work.transfers)
             computing = f"{passes}*({work.roofline} + {work.launches * self.space.hardware.op_latency_s!r})"
-            self.seconds.add(count, _times(share, f"Max({1 - work.hidden!r}*({total}), {total} - {computing})"))
+            self.seconds.add(count, multiplied(share, f"Max({1 - work.hidden!r}*({total}), {total} - {computing})"))
+            for transfer in again:
+                waits = f"Max({1 - work.hidden!r}, 1 - {computing}/({total}))"
+                self.seconds.add(count, multiplied(share, f"{self._seconds_of(transfer)}*{waits}"))
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
         num_bytes = []
@@ -334,7 +295,8 @@ class _Ledger:
         menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_wire(wire)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
-        return menus, wire.tensor, share, id(shape), id(self.repetition.of_wire(wire))
+        again = (wire.target, wire.target_input) in self.rerun.wires
+        return menus, wire.tensor, share, again, id(shape), id(self.repetition.of_wire(wire))
 
     def _wire(self, wire: Wire, times: int, unused: bool) -> None:
         path = self.space.path(wire, self.choices)
@@ -349,9 +311,12 @@ class _Ledger:
         for move, twice in zip(path.moves, path.regathered, strict=True):
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor) if path.together else None
-                self.seconds.add(count, _times(share, self._seconds_of(transfer, message)))
+                self.seconds.add(count, multiplied(share, self._seconds_of(transfer, message)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
+                    self._count(transfer, count)
+                if not transfer.backward and (wire.target, wire.target_input) in self.rerun.wires:
+                    self.seconds.add(count, self._seconds_of(transfer))
                     self._count(transfer, count)
 
     def _moved_weight(self, node: fx.Node, elements: Polynomial, count: Polynomial) -> None:

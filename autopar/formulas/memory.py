@@ -32,11 +32,11 @@ from autopar.memory.moments import (
     is_ahead,
     moment_of,
 )
-from autopar.memory.parts import brings_weight
+from autopar.memory.parts import brings_weight, parts_of, parts_on
 from autopar.memory.peak import memory_use
-from autopar.memory.tensor_bytes import SLICED
+from autopar.memory.tensor_bytes import SLICED, Modes
 from autopar.plans.rows import ACTIVATIONS, KEPT_WEIGHTS
-from autopar.program.recompute_segments import MODES, OFFLOAD
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, largest_split_input
@@ -58,15 +58,30 @@ def memory_formulas(
     return {"memory": str(Polynomial.sum(parts.values())), **{f"memory/{name}": str(p) for name, p in parts.items()}}
 
 
-def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> frozenset[int]:
-    """The calls whose forward runs again in the backward."""
-    found = set()
-    for number, choice in enumerate(choices):
-        seconds = memory.recompute_seconds(number)
-        mode = 0 if seconds is None else mode_of(memory, number, modes, len(seconds))
-        if seconds is not None and MODES[mode] != OFFLOAD and seconds[mode][choice] > 0:
-            found.add(number)
-    return frozenset(found)
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What runs again in the backward."""
+
+    calls: frozenset[int] = frozenset()
+    communicating: frozenset[int] = frozenset()
+    """Calls whose own collectives run again."""
+    wires: frozenset[tuple[int, int]] = frozenset()
+    """Wires whose collectives run again, by target and input position."""
+
+
+def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Rerun:
+    """Return what runs again in the backward under choices and modes."""
+    second, numbers = memory.second_forward, range(len(choices))
+    offloaded = {number for number in numbers if modes.get(memory.lifetimes.segment[number]) == OFFLOAD}
+    return Rerun(
+        frozenset(n for n in numbers if n not in offloaded and second.at(n, choices, modes) > 0),
+        frozenset(n for n in numbers if second.collectives_of(n, choices, modes)),
+        frozenset(
+            (wire.target, wire.target_input)
+            for wire in memory.space.wires
+            if second.collectives_on(wire, choices, modes)
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +193,10 @@ class _Moment:
             self.choices[number],
             self.repetition.of_decision(number),
         )
-        place, own = self.memory.lifetimes.position[number], self.memory.own(number)
-        if own is not None and self._is_kept(place):
-            kept = int(own[self._mode(number, len(own))][choice])
-            if kept:
-                self._add(ACTIVATIONS, self._kept(number, kept), count, self.space.rows.get(number))
+        place, held = self.memory.lifetimes.position[number], parts_of(self.memory, number)
+        kept = self._of_mode(number, held.own, held.rerun, (choice,)) if self._is_kept(place) else 0
+        if kept:
+            self._add(ACTIVATIONS, self._kept(number, kept), count, self.space.rows.get(number))
         working, handed_on = self.memory.working(number), self.memory.handed_on(number)
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
@@ -239,9 +253,10 @@ class _Moment:
         share = self.sizes.share(rows, self.choices)
         return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
 
-    def _mode(self, number: int, count: int) -> int:
-        """A segment that is computed again holds all of its own while it is, one that is offloaded while it is near."""
-        return self.at.mode(self.memory, number, mode_of(self.memory, number, self.modes, count))
+    def _of_mode(self, number: int, kept: Modes | None, rerun: Modes | None, choices: tuple[int, ...]) -> int:
+        """Return the bytes at the moment of what a decision keeps, in the mode of its segment."""
+        there = self.at.of_modes(self.memory, number, kept, rerun)
+        return 0 if there is None else int(there[mode_of(self.memory, number, self.modes, len(there))][choices])
 
     def _kept(self, number: int, kept: int) -> Size:
         """Outputs and hidden tensors that make this many bytes."""
@@ -254,7 +269,8 @@ class _Moment:
             for i, (info, layout) in enumerate(zip(call.outputs, layouts, strict=True))
         ]
         hidden = self._hidden(number, saved.other_bytes)
-        for positions in (saved.outputs, range(len(outputs))):
+        alone = {i for i in range(len(outputs)) if not self.memory.lifetimes.needs_output(number, i)}
+        for positions in (saved.outputs, range(len(outputs)), saved.outputs | alone):
             found = Size.of(sum((outputs[i] for i in positions), hidden))
             if found == kept:
                 return found
@@ -270,17 +286,20 @@ class _Moment:
         """What leaves for the host on account of a wire."""
         left = self.memory.host_copies.bytes_on(wire) if self._leaves(wire.target) else None
         ends = self.choices[wire.source], self.choices[wire.target]
-        return self._kept_on(wire) if left is not None and left[ends] else None
+        return self._kept_on(wire, int(left[ends])) if left is not None and left[ends] else None
 
     def _leaves(self, number: int) -> bool:
         return self.modes.get(self.memory.lifetimes.segment[number]) == OFFLOAD
 
-    def _kept_on(self, wire: Wire) -> Size:
-        """A tensor as it is kept where a wire brings it."""
+    def _kept_on(self, wire: Wire, kept: int) -> Size:
+        """Return the size of a tensor of which a wire keeps so many bytes, as it arrives or as it was before."""
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
         unmoved = self.memory.kinds(wire)[self.choices[wire.source], self.choices[wire.target]] <= SLICED
-        layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
-        return self._local(self.sizes.of_wire(wire), layout) * wire.tensor.dtype.itemsize
+        before, after = (
+            self._local(self.sizes.of_wire(wire), layout) * wire.tensor.dtype.itemsize
+            for layout in (source.outputs[wire.source_output], target.inputs[wire.target_input])
+        )
+        return before if unmoved or before == kept != after else after
 
     def _hidden(self, number: int, num_bytes: int) -> Size:
         """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input that can be."""
@@ -334,13 +353,14 @@ class _Moment:
         if place >= len(memory.lifetimes.calls):
             return
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
-        kept, unreduced = memory.wire(wire), memory.weights.unreduced(wire)
+        found, unreduced = parts_on(memory, wire), memory.weights.unreduced(wire)
         last_made, sent_off = memory.weights.last_made(wire), memory.weights.sent_off(wire)
         gathered = memory.weights.gathered(wire) if self.at.kind == FORWARD else memory.weights.gathered_again(wire)
         shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
-        if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
+        there = self._of_mode(wire.target, found.kept, found.rerun, ends) if self._is_kept(place) else 0
+        if there:
             name = KEPT_WEIGHTS if brings_weight(self.space, wire) else ACTIVATIONS
-            self._add(name, self._kept_on(wire), count, self.space.rows_on(wire))
+            self._add(name, self._kept_on(wire, there), count, self.space.rows_on(wire))
         whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
         on_way = memory.weights.on_way(wire, self.at.kind == FORWARD)
         if on_way is not None and on_way[ends] and is_ahead(memory, memory.lifetimes.layer[wire.target], self.at):

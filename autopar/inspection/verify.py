@@ -70,14 +70,12 @@ def check(plan: Plan, context: PlanContext) -> Verification:
 
 
 def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mapping[str, str]) -> float:
-    """Seconds of everything that is computed again in the backward, or copied to the host and back."""
+    """Return the seconds of everything that runs again in the backward, or is copied to the host and back."""
     model = context.memory_model
-    total = sum(model.host_copies.exposed_on(wire, choices, modes) for wire in model.space.wires)
-    for number, choice in enumerate(choices):
-        again = model.recompute_seconds(number)
-        if again is not None:
-            share = model.space.share(model.space.rows.get(number), choices)
-            total += share * float(again[model.lifetimes.mode_of(number, modes)][choice])
+    again, space = model.second_forward, model.space
+    total = sum(again.at_wire(wire, choices, modes) for wire in space.wires)
+    for number in range(len(choices)):
+        total += again.at(number, choices, modes) * space.share(space.rows.get(number), choices)
     return total
 
 

@@ -56,13 +56,6 @@ class HostCopies:
         """Seconds of copies on account of a wire, as far as nothing hides them."""
         return self._seconds(self.bytes_on(wire), wire.target)
 
-    def exposed_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> float:
-        """Seconds of copies on account of a wire under choices and modes."""
-        if modes.get(self.lifetimes.segment[wire.target]) != OFFLOAD:
-            return 0.0
-        seconds = self.seconds_on(wire)
-        return 0.0 if seconds is None else float(seconds[choices[wire.source], choices[wire.target]])
-
     @property
     def bytes_per_s(self) -> float:
         """What a device copies to its host, or back, each second."""

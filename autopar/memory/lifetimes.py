@@ -39,9 +39,9 @@ class Lifetimes:
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
         self._saved_by_node = saved_in(space.program)
-        matmuls = RoledProgram.of(space.program).matmuls
+        products = RoledProgram.of(space.program).products
         for segment in segments_of(space.program):
-            again = {mode: recomputation(space.program, segment, mode, matmuls) for mode in modes}
+            again = {mode: recomputation(space.program, segment, mode, products) for mode in modes}
             self._again[segment.name] = again
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
@@ -142,6 +142,10 @@ class Lifetimes:
     def num_modes(self, number: int) -> int:
         """How many modes of recomputation a decision's segment has: one where it has no segment."""
         return len(self.recomputations(number))
+
+    def is_inside(self, wire: Wire) -> bool:
+        """Return whether a wire lies inside a segment."""
+        return self.segment[wire.source] == self.segment[wire.target]
 
     def leaves(self, number: int) -> bool:
         """Whether what a call or hub gives may leave for the host with what a segment saves."""

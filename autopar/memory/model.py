@@ -9,9 +9,9 @@ storage layout. Between forward and backward a call holds what autograd keeps fo
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
 A view counts where its memory was made. What weights and their gradients take on their way, `weights` says. Under
-recomputation (`program.recompute_segments`) a segment holds only what its second run begins with: tensors from outside,
-results of collectives and, if selective, of contractions. What leaves for the host (`host_copies`) a segment holds
-while it runs, and while the calls behind it do, up to the next segment.
+recomputation (`program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`):
+tensors from outside, results of collectives unless these run again, and, if selective, results of products. What leaves
+for the host (`host_copies`) a segment holds while it runs, and while the calls behind it do, up to the next segment.
 
 A program without gradients keeps nothing; what is alive in it, `live` says.
 
@@ -33,6 +33,7 @@ from autopar.memory.host_copies import HostCopies
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.live import Live
 from autopar.memory.microbatches import Microbatches
+from autopar.memory.second_forward import FULL_MODE, SecondForward
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
 from autopar.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
@@ -61,6 +62,7 @@ class MemoryModel(TensorBytes):
         """How many layers ahead of their use weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
         self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
+        self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self.parts: dict[object, Any] = {}
         """What `parts` looked up of decisions and wires."""
@@ -124,17 +126,23 @@ class MemoryModel(TensorBytes):
 
     # What is held between forward and backward.
 
-    def own(self, number: int) -> Modes | None:
-        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing."""
+    def own(self, number: int, with_rerun: bool = False) -> Modes | None:
+        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing.
+
+        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their wires.
+        """
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return None
         saved, again = self.lifetimes.saved(decision), self.lifetimes.recomputations(number)
-        outputs = frozenset(range(len(_call(decision).outputs)))
+        outputs, gone = frozenset(range(len(_call(decision).outputs))), (frozenset[int](), False)
+        if with_rerun:
+            alone = {output for output in outputs if not self.lifetimes.needs_output(number, output)}
+            outputs, gone = saved.outputs | alone, (saved.outputs, True)
         states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
         for mode, each in zip(self.lifetimes.modes[1:], again[1:], strict=False):
             if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.leaves(number)):
-                states.append((frozenset(), False))
+                states.append(gone)
             elif decision.node in each.kept:
                 states.append((outputs, True))
             else:
@@ -143,10 +151,11 @@ class MemoryModel(TensorBytes):
         if not any(outputs or (hidden and besides) for outputs, hidden in states):
             return None
         arrays = tuple(self._own(decision, saved, *state) for state in states)
-        talking = self._talks(decision)
-        if talking.any():  # a call that communicates by itself is never run again: what it gives is held
+        talking = self.second_forward.communicates(decision)
+        if talking.any():  # a call that communicates by itself runs again in the mode full alone: else its results stay
             given = self._own(decision, saved, outputs, True)
-            held = [given if decision.node in each.rerun else arrays[0] for each in again]
+            held = [given if decision.node in e.rerun else array for e, array in zip(again, arrays, strict=True)]
+            held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
             if len(again) == len(MODES):  # what it saves leaves as that of any other
                 held[-1] = arrays[-1]
             key = ("talks", id(decision.menu), tuple(map(id, (*arrays, *held))))
@@ -162,14 +171,6 @@ class MemoryModel(TensorBytes):
             (says, id(decision.menu)), lambda: np.array([bool(says(s)) for s in decision.menu.strategies])
         )
         return bool(made.any())
-
-    def _talks(self, decision: Decision) -> np.ndarray:
-        """Which strategies of a call run collectives of their own in the forward."""
-        strategies = decision.menu.strategies
-        return self.cached(
-            ("talking", id(decision.menu)),
-            lambda: np.array([s.communicates for s in strategies]),
-        )
 
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
         outputs = outputs - saved.aliases
@@ -217,7 +218,7 @@ class MemoryModel(TensorBytes):
             return None
         needed, there = self.lifetimes.needs_input(wire), self.lifetimes.is_there_anyway(wire)
         found = [self._kept_by_target(wire, there) if needed else None]
-        inside = self.lifetimes.segment[wire.source] == self.lifetimes.segment[wire.target]
+        again, inside = self.second_forward.moves_again(wire), self.lifetimes.is_inside(wire)
         for mode in range(1, self.lifetimes.num_modes(wire.target)):
             if self.lifetimes.modes[mode] == OFFLOAD:
                 found.append(None if self.lifetimes.leaves(wire.source) else found[0])
@@ -227,15 +228,24 @@ class MemoryModel(TensorBytes):
             elif not needed and not self.lifetimes.reruns(wire.target, mode):
                 found.append(None)
             elif inside:
-                found.append(self.sent(wire))
+                found.append(self.sent(wire) if mode != FULL_MODE or again is None else None)
             else:
-                found.append(self.kept(wire, source.kind in ("input", "buffer") and there))
+                is_input = source.kind in ("input", "buffer") and there
+                found.append(self._entering(wire, is_input, again if mode == FULL_MODE else None))
         if all(each is None for each in found):
             return None
         nothing = self.nothing(
             tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
         )
         return self.modes([nothing if each is None else each for each in found])
+
+    def _entering(self, wire: Wire, there: bool, again: np.ndarray | None) -> Bytes:
+        """Bytes that a segment saves of a tensor from outside; as it was before the collectives that run `again`."""
+        kept = self.kept(wire, there)
+        if again is None:
+            return kept
+        before = self.nothing(()) if there else self.wire_ends(wire)[0][:, None]
+        return self.cached(("entering", id(kept), id(again)), lambda: np.where(again, before, kept))
 
     def _kept_by_target(self, wire: Wire, there: bool) -> Bytes:
         """Bytes of a tensor that is kept as it arrives, by those strategies of its target that keep it."""
@@ -338,24 +348,6 @@ class MemoryModel(TensorBytes):
                 continue
             total += self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
         return total
-
-    def recompute_seconds(self, number: int) -> Modes | None:
-        """Seconds of a call's second forward, by mode; None where it has none in any mode.
-
-        Where what it saves leaves for the host: seconds of these copies, as far as nothing hides them.
-        """
-        decision = self.space.decisions[number]
-        if decision.kind != "call" or not self.lifetimes.segment[number]:
-            return None
-        forward = decision.menu.forward_seconds
-        nothing = self.cached(("no seconds", len(forward)), lambda: np.zeros(len(forward)))
-        again, copying = self.lifetimes.recomputations(number), self.host_copies.seconds_of(number)
-        if copying is None and not any(decision.node in each.rerun for each in again):
-            return None
-        key = ("second forward", id(decision.menu))
-        second = self.cached(key, lambda: np.where(self._talks(decision), 0.0, forward))
-        found = [second if decision.node in each.rerun else nothing for each in again]
-        return tuple(found) if copying is None else (*found[:-1], copying)
 
     def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
         """What arrays of this model come to over several moments, each (weight, arrays that add up), mode by mode.

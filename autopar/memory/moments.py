@@ -10,9 +10,8 @@ from autopar.memory.live import Interval
 from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.parts import ManyParts, WeightParts, parts_of, parts_on
-from autopar.memory.tensor_bytes import Bytes, Modes
-from autopar.memory.uneven_rows import beside
-from autopar.program.recompute_segments import MODES, OFFLOAD
+from autopar.memory.tensor_bytes import Bytes, Modes, beside
+from autopar.program.recompute_segments import MODES
 from autopar.space.space import Wire
 
 
@@ -69,11 +68,11 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
         if at.phase.end:
             there = memory.stepped(number) if at.phase.steps else [gradients]
             parts += [(array,) for array in there if array is not None]
-            moments.append((weight, [*parts, *_while_kept(memory, at, number, own)]))
+            moments.append((weight, [*parts, *_while_kept(memory, at, number, own, held.rerun)]))
             continue
         if gradients is not None and gradient_is_there(memory, at, first_use):
             parts.append((gradients,))
-        parts += _while_kept(memory, at, number, own)
+        parts += _while_kept(memory, at, number, own, held.rerun)
         if at.place == first_use and at.kind != GATHERING:
             works_on = WORKS_ON[at.kind](memory, number)
             steps_on = memory.works_on(number) if at.kind == UPDATING else None
@@ -96,7 +95,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         parts: list[Modes] = [] if many is None else _of_many(memory, many, at, place)
-        parts += _while_kept(memory, at, wire.target, kept)
+        parts += _while_kept(memory, at, wire.target, kept, found.rerun)
         if sent is not None and (at.phase.others or not at.phase.end):
             parts.append(more.waiting(sent, at.phase.others + (not at.phase.end)))
         if of_weight is not None and not at.phase.end:
@@ -180,15 +179,15 @@ def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[
 
 
 def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
-    """Bytes of a call in a row on account of rows of experts beside a share of them (see `uneven_rows`)."""
+    """Bytes of a call in a row on account of rows of experts beside a share of them (see `tensor_bytes.beside`)."""
     if memory.live is not None:
         return None
-    rows, own = memory.space.rows[number], memory.own(number)
-    more = None if own is None else beside(memory, rows, own)
+    rows, held = memory.space.rows[number], parts_of(memory, number)
+    more, rerun = (None if each is None else beside(memory, rows, each) for each in (held.own, held.rerun))
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        parts = _while_kept(memory, at, number, more)
+        parts = _while_kept(memory, at, number, more, rerun)
         if at.place == memory.lifetimes.position[number] and not at.phase.end:
             if at.kind == COMPUTING and memory.working(number) is not None:
                 parts.append(beside(memory, rows, (memory.working_rows(number),)))
@@ -200,24 +199,24 @@ def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes
 
 def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     """Bytes of a wire in a row on account of rows of experts beside a share of them."""
-    rows, kept = memory.space.rows_on(wire), memory.wire(wire)
-    if rows is None or kept is None:
+    rows, found = memory.space.rows_on(wire), parts_on(memory, wire)
+    if rows is None or found.kept is None:
         return None
-    more, moments = beside(memory, rows, kept), [(moment_of(memory, moment), weight) for moment, weight in row.weights]
+    more, rerun = (None if each is None else beside(memory, rows, each) for each in (found.kept, found.rerun))
+    moments = [(moment_of(memory, moment), weight) for moment, weight in row.weights]
     return memory.total(
-        [(weight, _while_kept(memory, at, wire.target, more)) for at, weight in moments],
+        [(weight, _while_kept(memory, at, wire.target, more, rerun)) for at, weight in moments],
         row.worst,
     )
 
 
-def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None) -> list[Modes]:
+def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None, rerun: Modes | None) -> list[Modes]:
     """What is kept for the backward of a decision's first use, by each micro-batch that has yet to run it."""
-    if kept is None:
-        return []
     parts: list[Modes] = []
     if not at.phase.end and at.keeps(memory.lifetimes.position[number]):
-        parts.append(at.of_modes(memory, number, kept))
-    if at.phase.others:
+        there = at.of_modes(memory, number, kept, rerun)
+        parts += [] if there is None else [there]
+    if at.phase.others and kept is not None:
         parts.append(memory.accumulation.waiting(kept, at.phase.others))
     return parts
 
@@ -261,17 +260,14 @@ class Moment:
         """Whether what a decision's segment keeps is on the device, though it leaves for the host."""
         return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
 
-    def of_modes(self, memory: MemoryModel, number: int, kept: Modes) -> Modes:
-        """What is there of what a decision keeps, by mode, given what it keeps by mode."""
+    def of_modes(self, memory: MemoryModel, number: int, kept: Modes | None, rerun: Modes | None) -> Modes | None:
+        """Return what is there of what a decision keeps, by mode; `rerun` is there while its own segment runs again."""
         if not self.frees(memory, number):
-            return kept[:1]
+            return rerun
+        if kept is None:
+            return None
         is_back = len(kept) == len(MODES) and self.is_near(memory, number)
         return (*kept[:-1], kept[0]) if is_back else kept
-
-    def mode(self, memory: MemoryModel, number: int, mode: int) -> int:
-        """Whose bytes those are of a decision whose segment has that mode."""
-        is_back = MODES[mode] == OFFLOAD and self.is_near(memory, number)
-        return 0 if is_back or not self.frees(memory, number) else mode
 
 
 def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:

@@ -24,6 +24,8 @@ class NodeParts:
     stored: tuple[tuple[str, Bytes], ...]
     gradients: Bytes | None
     own: Modes | None
+    rerun: Modes | None
+    """What is there of `own` while the segment runs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class WireParts:
     """Of a wire; None where it has no such part."""
 
     kept: Modes | None
+    rerun: Modes | None
+    """What is there of `kept` while the segment runs again."""
     sent: Modes | None
     weight: WeightParts | None
     many: ManyParts | None
@@ -66,7 +70,8 @@ def parts_of(memory: MemoryModel, number: int) -> NodeParts:
     found = memory.parts.get(number)
     if found is None:
         stored = tuple(memory.stored(number).items())
-        found = NodeParts(stored, memory.accumulation.gradients(number), memory.own(number))
+        own = memory.own(number), memory.own(number, with_rerun=True)
+        found = NodeParts(stored, memory.accumulation.gradients(number), *own)
         memory.parts[number] = found
     return found
 
@@ -78,7 +83,9 @@ def parts_on(memory: MemoryModel, wire: Wire) -> WireParts:
     if found is None:
         weight = _of_weight(memory, wire) if memory.space.is_weight(wire.source) else None
         many = _of_many(memory, wire) if memory.accumulation.holds(wire) else None
-        found = WireParts(memory.wire(wire), memory.accumulation.sent(wire), weight, many)
+        kept = memory.wire(wire)
+        rerun = None if kept is None else memory.with_rerun(kept)
+        found = WireParts(kept, rerun, memory.accumulation.sent(wire), weight, many)
         memory.parts[end] = found
     return found
 
@@ -168,9 +175,9 @@ BY_PLACE = (
     *("kept", "whole", "weights kept", "weights whole", "born", "arrived", "fresh"),
     *("working", "working forward", "handed on", "unreduced", "sent off", "last made", "alive"),
 )
-"""Sums over the places of calls: kept for the backward by place of use, as the modes say and as without recomputation,
-and the gathered weights among them; gradients as they are stored, and as they are made; what calls
-work on and hand on; what is more from a place on."""
+"""Sums over the places of calls: kept for the backward by place of use, as the modes say and while its segment runs
+again, and the gathered weights among them; gradients as they are stored, and as they are made; what calls work on and
+hand on; what is more from a place on."""
 BY_LAYER = ("gathered", "gathered again", "copied", "on way", "on way again")
 """Sums over layers, by number: gathered weights, of these such as are gathered again for the backward, of these, or in
 a forward alone of all, such as are copied out of a message; weights that may be fetched ahead, forward and backward."""
@@ -208,8 +215,8 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
             yield Part("stepped", 0, (array,), ends)
         if held.gradients is not None:
             yield Part("born", min(place, count), (held.gradients,), ends)
-        if held.own is not None and place < count:
-            yield from _kept(place, held.own, ends, number, rows)
+        if place < count:
+            yield from _kept(place, held.own, held.rerun, ends, number, rows)
         if (working := memory.working(number)) is not None:
             yield Part("working", place, (working,), ends)
             if rows is not None:
@@ -228,9 +235,9 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
             yield from _for_many(found.many, place, ends, count)
         if found.kept is not None and place < count:
             rows = space.rows_on(wire) if beside_share else None
-            yield from _kept(place, found.kept, ends, wire.target, rows)
+            yield from _kept(place, found.kept, found.rerun, ends, wire.target, rows)
             if brings_weight(space, wire):
-                yield from _kept(place, found.kept, ends, wire.target, rows, "weights ")
+                yield from _kept(place, found.kept, found.rerun, ends, wire.target, rows, "weights ")
         if found.weight is not None and place < count:
             yield from _moved(memory, wire, found.weight, found.weight.copied)
 
@@ -256,11 +263,18 @@ def brings_weight(space: Space, wire: Wire) -> bool:
 
 
 def _kept(
-    place: int, modes: Modes, ends: tuple[int, ...], of: int, rows: ExpertRows | None, what: str = ""
+    place: int,
+    kept: Modes | None,
+    rerun: Modes | None,
+    ends: tuple[int, ...],
+    of: int,
+    rows: ExpertRows | None,
+    what: str = "",
 ) -> Iterator[Part]:
     for each in (None,) if rows is None else (None, rows):
-        yield Part(f"{what}kept", place, modes, ends, of, each)
-        yield Part(f"{what}whole", place, modes[:1], ends, rows=each)
+        for name, modes in (("kept", kept), ("whole", rerun)):
+            if modes is not None:
+                yield Part(f"{what}{name}", place, modes, ends, of, each)
 
 
 def _for_many(many: ManyParts, place: int, ends: tuple[int, ...], count: int) -> Iterator[Part]:

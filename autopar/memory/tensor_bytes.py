@@ -20,7 +20,7 @@ import numpy as np
 from autopar.cost.messages import worth_a_message
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, Placement, R
-from autopar.space.space import Decision, Space, Wire
+from autopar.space.space import Decision, ExpertRows, Space, Wire
 
 SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
 Bytes = np.ndarray
@@ -188,6 +188,16 @@ class TensorBytes:
         """No bytes, whatever is chosen."""
         return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
 
+    def with_rerun(self, kept: Modes) -> Modes:
+        """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
+        each = [
+            array
+            if array is kept[0]
+            else self.cached(("rerun", id(kept[0]), id(array)), partial(np.maximum, kept[0], array))
+            for array in kept
+        ]
+        return self.modes(each)
+
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:
         """An array per mode; one where all modes agree."""
@@ -199,3 +209,34 @@ def _encode(layouts: Sequence[Layout]) -> np.ndarray:
     codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
     codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
     return np.array([[codes[p] for p in each] for each in layouts])
+
+
+def excess(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
+    """Return how many more rows than its share the busiest device has, in shares.
+
+    It has an entry per strategy of the decision on their counts, where rows that follow from routing depend on those
+    (`space.expert_rows`).
+    """
+    space = tensors.space
+    menu = space.decisions[rows.counts].menu
+
+    def make() -> np.ndarray:
+        choices = range(len(menu.strategies))
+        return np.array([space.excess_at(rows, choice, space.imbalance) for choice in choices])
+
+    return tensors.cached(("excess", id(menu), rows.position), make)
+
+
+def beside(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
+    """Return the bytes of the busiest device beside its share of the rows of experts, for each mode.
+
+    They are excess · bytes of a share, rounded up; a dim in front stands for the strategies of the counts' decision.
+    """
+    shares = excess(tensors, rows)
+    return tuple(
+        tensors.cached(("beside", id(shares), id(array)), lambda a=array: _outer(shares, a)) for array in modes
+    )
+
+
+def _outer(shares: np.ndarray, array: Bytes) -> Bytes:
+    return np.ceil(np.multiply.outer(shares, array)).astype(np.int64)

@@ -2,8 +2,8 @@
 
 Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with
 the modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls.
-What rows of experts cost beside an equal share of them (`memory.uneven_rows`) lies on edges between the decision on
-their counts and the calls and wires that they pass.
+What rows of experts cost beside an equal share of them (`memory.tensor_bytes.excess`) lies on edges between the
+decision on their counts and the calls and wires that they pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.memory.model import MemoryModel, Modes
 from autopar.memory.moments import MemoryRow, Priced, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
-from autopar.memory.uneven_rows import excess
+from autopar.memory.tensor_bytes import excess
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.space.space import Decision, ExpertRows, Space, Wire
 
@@ -140,7 +140,7 @@ class Formulation:
                 seconds = self._pinned(seconds, pins[number])
             nothing = self.memory.nothing(seconds.shape)
             segment = segments.get(self.memory.lifetimes.segment[number])
-            again = self.memory.recompute_seconds(number) if segment is not None else None
+            again = self.memory.second_forward.seconds_of(number) if segment is not None else None
             is_by_mode = segment is not None and (again is not None or number in by_mode[NODE])
             found.nodes.append((self._names[number], seconds, nothing if is_by_mode else None))
             if is_by_mode:
@@ -155,11 +155,11 @@ class Formulation:
         for number, wire in enumerate(self.space.wires):
             seconds, ends = self._reshard(wire), (wire.source, wire.target)
             segment = segments.get(self.memory.lifetimes.segment[wire.target])
-            copying = None if segment is None else self.memory.host_copies.seconds_on(wire)
-            if segment is None or (copying is None and number not in by_mode[WIRE]):
+            again = None if segment is None else self.memory.second_forward.seconds_on(wire)
+            if segment is None or (again is None and number not in by_mode[WIRE]):
                 found.edges.append((ends, seconds, (WIRE, number, False)))
             else:
-                seconds = self._stacked(self._with_copies(seconds, copying), float)
+                seconds = self._stacked(self._with_more(seconds, again), float)
                 found.edges.append(((segment, *ends), seconds, (WIRE, number, True)))
             if self.space.imbalance > 1 and self.space.rows_on(wire) is not None:
                 found.edges.extend(self._uneven_wire(number, wire, segment, number in by_mode[UNEVEN_WIRE]))
@@ -268,15 +268,16 @@ class Formulation:
     def _num_modes(self) -> int:
         return len(self.memory.lifetimes.modes)
 
-    def _with_copies(self, seconds: np.ndarray, copying: np.ndarray | None) -> Modes:
-        """Seconds of a wire, by mode of its target's segment where some of what it brings leaves for the host."""
-        if copying is None:
-            return (seconds,)
-        key = ("copying", id(seconds), id(copying))
+    def _with_more(self, seconds: np.ndarray, again: Modes | None) -> Modes:
+        """Seconds of a wire by mode of its target's segment: with those of what runs again, or leaves for the host."""
+        return (seconds,) if again is None else tuple(self._sum(seconds, each) for each in again)
+
+    def _sum(self, seconds: np.ndarray, more: np.ndarray) -> np.ndarray:
+        key = ("sum", id(seconds), id(more))
         if key not in self._matrices:
-            self._matrices[key] = seconds + copying
-            self._stacks[key, "held"] = seconds, copying  # type: ignore[assignment]  # an id means something while its object lives
-        return (*(seconds,) * (self._num_modes - 1), self._matrices[key])
+            self._matrices[key] = seconds + more
+            self._stacks[key, "held"] = seconds, more  # type: ignore[assignment]  # an id means something while its object lives
+        return self._matrices[key]
 
     def _stacked(self, arrays: Modes, kind: type) -> np.ndarray:
         """One array with the modes as its first dim; equal arrays stay one object."""

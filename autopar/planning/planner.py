@@ -59,7 +59,7 @@ def make_plan(
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
-    `recompute` is "auto" (where the limit asks for it), "none", "selective" or "full" for every segment. The space is
+    `recompute` is "auto" (where the limit asks for it), or one of RECOMPUTATIONS for every segment. The space is
     that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
     that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
     Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one

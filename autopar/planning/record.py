@@ -71,7 +71,8 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     space, choices = context.space, answer.choices
     moved: dict[int, list[tuple[Transfer, float]]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
-    copied: dict[int, float] = defaultdict(float)
+    again: dict[int, float] = defaultdict(float)
+    second = context.memory_model.second_forward
     held: dict[int, int] = defaultdict(int)
     unused = without_gradient(space)
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
@@ -86,7 +87,13 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         transfers, seconds = paths[key]
         moved[wire.target].extend(each for each in transfers if not (each[0].backward and wire.target in unused))
         waits[wire.target] += seconds
-        copied[wire.target] += context.memory_model.host_copies.exposed_on(wire, choices, answer.modes)
+        more, rerun = second.at_wire(wire, choices, answer.modes), second.collectives_on(wire, choices, answer.modes)
+        if rerun:
+            timed = [(t, transfer_seconds(t, space.mesh, space.hardware)) for t in rerun]
+            moved[wire.target].extend((replace(t, backward=True), s) for t, s in timed)
+            waits[wire.target] += more
+        else:
+            again[wire.target] += more
         kept = context.memory_model.wire(wire)
         if kept is not None:
             mode = context.memory_model.lifetimes.mode_of(wire.target, answer.modes) if len(kept) > 1 else 0
@@ -101,11 +108,15 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         every = (
             *moved[number],
             *((t, wait * share) for t, wait in mine if not (t.backward and number in unused)),
+            *(
+                (replace(t, backward=True), wait * share)
+                for t, wait in second.collectives_of(number, choices, answer.modes)
+            ),
         )
         for transfer, _ in every:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or module_of(decision.node)
-        rows.append(_row(context, answer, number, module, every, waits[number], copied[number], held[number]))
+        rows.append(_row(context, answer, number, module, every, waits[number], again[number], held[number]))
     rows = marked(rows, space, context.annotations)
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
@@ -190,7 +201,7 @@ def _row(
     module: str,
     transfers: Sequence[tuple[Transfer, float]],
     wait: float,
-    copied: float,
+    again: float,
     held: int,
 ) -> PlanRow:
     space, model = context.space, context.memory_model
@@ -199,9 +210,10 @@ def _row(
     share = space.share(space.rows.get(number), answer.choices)
     forward = float(decision.menu.forward_seconds[choice]) * share
     mode = model.lifetimes.mode_of(number, answer.modes)
-    again, own = model.recompute_seconds(number), model.own(number)
+    own, rerun = model.own(number), model.second_forward.collectives_of(number, answer.choices, answer.modes)
     gradients = None if model.frees_gradients else model.gradients(number)
-    recomputed = (float(again[mode][choice]) * share if again else 0.0) + copied
+    waits = sum(each for _, each in rerun) * share
+    recomputed = model.second_forward.at(number, answer.choices, answer.modes) * share - waits + again
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())
     return PlanRow(
@@ -211,7 +223,7 @@ def _row(
         operation=call.name if call else decision.kind,
         roles=tuple(decision.role(choice, axis) for axis in range(space.mesh.ndim)),
         layout=str(strategy.outputs[0]) if strategy.outputs else "",
-        seconds=float(decision.menu.seconds[choice]) * share + wait + recomputed,
+        seconds=float(decision.menu.seconds[choice]) * share + wait + waits + recomputed,
         transfers=tuple(Moved(t.collective, t.axis, t.num_bytes, s, t.backward) for t, s in transfers),
         forward_seconds=forward,
         backward_seconds=forward * backward_share(call, decision.menu.op) if call and decision.menu.op else 0.0,

@@ -1,7 +1,7 @@
 """What of a stage's predicted step is done for each micro-batch, and what once.
 
 forward     calls, the collectives and moves of activations, weights that are gathered again for the backward
-backward    calls, what is computed again or copied to the host and back, collectives of the backward
+backward    calls, what runs again or is copied to the host and back, collectives of the backward
 once        optimizer, casts of weights, moves of weights that are held, and the reduction of their gradients
 """
 
@@ -58,15 +58,14 @@ def parts_by_decision(
         return transfer_seconds(transfer, space.mesh, space.hardware, message)
 
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        again = memory.recompute_seconds(number)
-        recomputed = float(again[memory.lifetimes.mode_of(number, modes)][choice]) if again else 0.0
+        recomputed = memory.second_forward.at(number, choices, modes)
         share = space.share(space.rows.get(number), choices, imbalance)
         whole = float(decision.menu.seconds[choice])
         if more.once(number):
             found.append(StepSeconds(0.0, 0.0, whole + recomputed))
             continue
         own = decision.menu.strategies[choice]
-        waits = sum(wait for t, wait in zip(own.transfers, own.waits, strict=True) if not t.backward)
+        waits = sum(wait for _, wait in own.forward_collectives)
         there = float(decision.menu.forward_seconds[choice]) + waits
         found.append(StepSeconds(there * share, (whole - there + recomputed) * share, 0.0))
     for wire in space.wires:
@@ -79,6 +78,6 @@ def parts_by_decision(
         pairs = zip(path.transfers, path.messages, strict=True)
         back = sum(seconds_of(t, message) for t, message in pairs if t.backward)
         forward = parts.forward + (path.seconds - back) * share
-        back += memory.host_copies.exposed_on(wire, choices, modes)
-        found[wire.target] = parts._replace(forward=forward, backward=parts.backward + back * share)
+        backward = parts.backward + back * share + memory.second_forward.at_wire(wire, choices, modes)
+        found[wire.target] = parts._replace(forward=forward, backward=backward)
     return found

@@ -77,7 +77,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
-    """Segment → "none", "selective", "full" or "offload"; empty where the search had no need of any but the first."""
+    """Segment → "none", "selective", "full_save_collectives", "full" or "offload"; empty if the search needed none."""
     prefetch: int = 0
     """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
     mode: str = "auto"

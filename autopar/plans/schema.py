@@ -49,7 +49,7 @@ PLAN = Record(
         "memory_limit": Maybe(BYTES),
         "imbalance": Real(1),
         "unruled": Maybe(Table(TEXT)),
-        "recompute": Table(OneOf(("none", "selective", "full", "offload"))),
+        "recompute": Table(OneOf(("none", "selective", "full_save_collectives", "full", "offload"))),
         "prefetch": Whole(0, 2),
         "mode": OneOf(("auto", "semi_auto", "manual")),
         "reduce_each": Flag(),

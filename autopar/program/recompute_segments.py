@@ -2,16 +2,19 @@
 
 A segment is a contiguous run of calls whose module path begins alike, up to its first number ("model.layers.3").
 
-none        nothing is computed again; what autograd keeps is kept
-selective   contractions (linear, matmul, convolution) are kept; norms, attention and elementwise calls computed again
-full        everything is computed again from the segment's inputs
-offload     nothing is computed again; what autograd keeps leaves for the host, and comes back for the backward
+none                    nothing is recomputed; what autograd saves stays
+selective               products (linear, matmul, convolution, attention) and results of collectives are saved; norms,
+                        activations, casts and other elementwise calls are recomputed
+full_save_collectives   everything is recomputed from the segment's inputs and the results of its collectives
+full                    everything is recomputed from the segment's inputs alone; its collectives run again
+offload                 nothing is recomputed; what autograd saves goes to the host, and comes back for the backward
 
-Only what a segment alone uses leaves, and no weights: what others use, too, would have to stay for them. Results of
-collectives are kept in every mode that computes again: nothing communicates twice. Nor does a call run again that has
-made its gradients in the forward.
+Only what a segment alone uses leaves, and no weights: what others use, too, would have to stay for them. A call that
+has made its gradients in the forward never runs again. In the mode full a segment saves its inputs as they arrive from
+outside, before a collective that enlarges them: with sequence parallelism a part of the positions.
 
-Chen et al. 2016 (full), Korthikanti et al. 2022 (selective), Rhu et al. 2016 (offload).
+Chen et al. 2016 (full), Korthikanti et al. 2022 (full with tensor parallelism; selective, which here saves attention,
+as FlashAttention saves no scores), Rhu et al. 2016 (offload).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from autopar.program.program import Program, tensor_inputs
 from autopar.program.saved_tensors import saved_in
 
 OFFLOAD = "offload"
-RECOMPUTATIONS = ("none", "selective", "full")
+FULL = "full"
+RECOMPUTATIONS = ("none", "selective", "full_save_collectives", FULL)
 MODES = (*RECOMPUTATIONS, OFFLOAD)
 """The modes of a segment; where nothing may leave for the host, the last of them is not offered."""
 GRADIENTS_IN_FORWARD = (LINEAR_CROSS_ENTROPY,)
@@ -46,7 +50,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """The calls of a segment that run again in the backward, and those whose outputs are kept instead."""
+    """The calls of a segment that run again in the backward, and those whose outputs are saved instead."""
 
     rerun: frozenset[fx.Node]
     kept: frozenset[fx.Node]
@@ -73,10 +77,10 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collection[fx.Node]) -> Recomputation:
-    """What a mode runs again and keeps: only what the backward, or something that runs again, asks for.
+def recomputation(program: Program, segment: Segment, mode: str, products: Collection[fx.Node]) -> Recomputation:
+    """Return what a mode runs again and saves: only what the backward, or something that runs again, asks for.
 
-    `matmuls` are the calls whose outputs the selective mode keeps.
+    `products` are the calls whose outputs the selective mode saves.
     """
     if mode in ("none", OFFLOAD):
         return Recomputation(frozenset(), frozenset())
@@ -94,7 +98,7 @@ def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collec
         needed.update(inputs[i] for i in saved.inputs)
         if node not in needed and not saved.outputs and not saved.other_bytes:
             continue
-        if is_kept(node, mode, matmuls):
+        if is_kept(node, mode, products):
             kept.add(node)
         else:
             rerun.add(node)
@@ -102,9 +106,9 @@ def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collec
     return Recomputation(frozenset(rerun), frozenset(kept))
 
 
-def is_kept(node: fx.Node, mode: str, matmuls: Collection[fx.Node]) -> bool:
-    """Whether a call of a segment never runs again, whether it communicates or not."""
-    return node.target in GRADIENTS_IN_FORWARD or (mode == "selective" and node in matmuls)
+def is_kept(node: fx.Node, mode: str, products: Collection[fx.Node]) -> bool:
+    """Return whether a call of a segment never runs again, whether it communicates or not."""
+    return node.target in GRADIENTS_IN_FORWARD or (mode == "selective" and node in products)
 
 
 def leaving(program: Program) -> frozenset[fx.Node]:

@@ -93,6 +93,8 @@ class Implementation:
     """Bytes on one device that it keeps for its backward beside inputs and outputs."""
     unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
     """Positions of the inputs that it does not keep for its backward, though the ATen call does."""
+    saves_moved: bool = False
+    """Whether it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
     efficiency: Efficiency | None = None
     forward_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
@@ -255,11 +257,6 @@ def is_contraction(bound: BoundRule) -> bool:
 def is_product(op: OpRule, bound: BoundRule) -> bool:
     """Whether a call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
     return op.flops is not None or is_contraction(bound)
-
-
-def is_matmul(op: OpRule, bound: BoundRule) -> bool:
-    """Whether a call is a matmul or a convolution, as selective recomputation keeps; attention is not."""
-    return is_product(op, bound) and op.efficiency == "matmul"
 
 
 def largest_split_input(call: Call, bound: BoundRule | None) -> int:

@@ -42,9 +42,19 @@ class Strategy:
         return self.implementation is not None
 
     @property
+    def saves_moved(self) -> bool:
+        """Whether its implementation saves what its collectives bring."""
+        return self.implementation is not None and self.implementation.saves_moved
+
+    @property
     def communicates(self) -> bool:
         """Whether a call runs collectives of its own in the forward, or has a part in those of another."""
         return self.shared or any(not transfer.backward for transfer in self.transfers)
+
+    @property
+    def forward_collectives(self) -> tuple[tuple[Transfer, float], ...]:
+        """Its own collectives of the forward, each with the seconds that computing does not hide."""
+        return tuple(each for each in zip(self.transfers, self.waits, strict=True) if not each[0].backward)
 
     def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
         """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.cost.operations import backward_launches, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
-from autopar.program.recompute_segments import MODES, OFFLOAD
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
@@ -75,7 +75,7 @@ class _Step:
         self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], once: bool = True
     ) -> None:
         self.memory, self.space, self.choices, self.once = memory, memory.space, choices, once
-        self.modes = {segment: MODES.index(mode) for segment, mode in modes.items()}
+        self.modes = modes
         order = order_of(self.space, choices)
         self.entries = [each for each in order.entries if once or self._is_each_time(each)]
         self.reduced = order.reduced if once else ()
@@ -189,9 +189,11 @@ class _Step:
         for bucket in self.reduced:
             last_gradient[min(self.uses.first(end) for end, _ in bucket.ends)].append(bucket)
         made = self._gradients_made()
-        again: dict[str, list[int]] = defaultdict(list)
-        for number in self.places:
-            again[self.memory.lifetimes.segment[number]].append(number)
+        again: dict[str, list[Call | Moved]] = defaultdict(list)
+        for entry in self.entries:
+            if not isinstance(entry, Gathered):
+                number = entry.number if isinstance(entry, Call) else entry.wire.target
+                again[self.memory.lifetimes.segment[number]].append(entry)
         left_running: list[int] = []
         scattered: list[int] = []
         for place, entry in reversed(list(enumerate(self.entries))):
@@ -204,8 +206,8 @@ class _Step:
                 self._reduce(entry.bucket, left_running, scattered)
             else:
                 self.copies.enter_backward(entry.number)
-                for number in again.pop(self.memory.lifetimes.segment[entry.number], ()):
-                    self._compute_again(number, weights, kept_by)
+                for each in again.pop(self.memory.lifetimes.segment[entry.number], ()):
+                    self._run_again(each, weights, kept_by)
                 for bucket in kept_by.get(entry.number, ()):
                     weights.use(bucket)
                 self._call(entry.number, backward=True)
@@ -215,19 +217,22 @@ class _Step:
                 self.on_host.take(number)
         self.tasks.wait(left_running)
 
-    def _compute_again(self, number: int, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
-        again = self.memory.recompute_seconds(number)
-        mode = self.modes.get(self.memory.lifetimes.segment[number], 0)
-        seconds = float(again[mode][self.choices[number]]) if again else 0.0
-        if not seconds or MODES[mode] == OFFLOAD:
-            return
-        for bucket in kept_by.get(number, ()):
-            weights.use(bucket)
-        self.tasks.phase = "recomputation"
-        decision = self.space.decisions[number]
-        share = self.space.share(self.space.rows.get(number), self.choices)
-        self.tasks.compute(_name(decision.menu.call), seconds * share, decision.name)
+    def _run_again(self, entry: Call | Moved, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
+        """Run what the mode of its segment says of an entry again."""
+        if isinstance(entry, Moved):
+            collectives = self.memory.second_forward.collectives_on(entry.wire, self.choices, self.modes)
+            self.tasks.phase = "recomputation"
+            self.tasks.move(collectives, self.space.decisions[entry.wire.target].name, self._share(entry))
+        elif self._is_computed_again(entry.number):
+            for bucket in kept_by.get(entry.number, ()):
+                weights.use(bucket)
+            self.tasks.phase = "recomputation"
+            self._call(entry.number, backward=False)
         self.tasks.phase = "backward"
+
+    def _is_computed_again(self, number: int) -> bool:
+        offloaded = self.modes.get(self.memory.lifetimes.segment[number]) == OFFLOAD
+        return not offloaded and self.memory.second_forward.at(number, self.choices, self.modes) > 0
 
     def _reduce(self, bucket: Bucket, left_running: list[int], scattered: list[int]) -> None:
         """Reduce the gradients of a bucket."""
@@ -283,12 +288,15 @@ class _Step:
         for entry in self.entries:
             if isinstance(entry, Moved) and entry.wire.target not in self.unused:
                 yield from (each for each in entry.path.transfers if each.backward)
+                yield from self.memory.second_forward.collectives_on(entry.wire, self.choices, self.modes)
             elif isinstance(entry, Gathered):
                 if entry.bucket.regathered:
                     yield from self.messages[id(entry.bucket)].gathers(entry.bucket.regathered)
             elif isinstance(entry, Call) and entry.number not in self.unused:
                 own = self.space.decisions[entry.number].menu.strategies[self.choices[entry.number]]
                 yield from (each for each in own.transfers if each.backward)
+                again = self.memory.second_forward.collectives_of(entry.number, self.choices, self.modes)
+                yield from (each for each, _ in again)
         for messages in self.messages.values():
             yield from (each.transfer for each in messages.reductions)
 

@@ -68,6 +68,9 @@ def _recomputation(plan: Plan, lost: list[str]) -> list[str]:
     mode = max(modes, key=lambda each: modes[each], default="none")
     if len(modes) > 1:
         lost.extend(f"{each}; here all are {mode!r}" for each in recomputed(plan))
+    if mode == "full_save_collectives":
+        lost.append("recompute: results of collectives are saved here; torchtitan's full mode gathers again")
+        mode = "full"
     op = ["--activation_checkpoint.selective_ac_option=op"] if mode == "selective" else []
     return [f"--activation_checkpoint.mode={mode}", *op]
 

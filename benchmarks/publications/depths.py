@@ -93,15 +93,6 @@ def standing_bytes(plan: Plan, runs: Microbatches, known: np.ndarray | None = No
     return int(found[end, 0]) - made
 
 
-def repeated_seconds(plan: Plan, tasks: Sequence[Task]) -> float:
-    """Seconds of the collectives of activations in layers' forwards, which a layer that is computed again repeats."""
-    memory = context_of(plan).memory_model
-    segment, index = memory.lifetimes.segment, memory.space.index
-    return sum(
-        task.seconds for task in tasks if task.phase == "forward" and task.axis == "tp" and segment[index[task.row]]
-    )
-
-
 def _made(plan: Plan, make: Make) -> tuple[Task, ...]:
     context = context_of(plan)
     return make(context.memory_model, context.choices, plan.recompute)

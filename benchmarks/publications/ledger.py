@@ -27,7 +27,7 @@ from autopar.steps.tasks import lateness
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks.publications import planning
-from benchmarks.publications.depths import Depths, repeated_seconds
+from benchmarks.publications.depths import Depths
 from benchmarks.publications.rows import Row
 from benchmarks.publications.strategies import cuts, pinned
 
@@ -56,10 +56,10 @@ class Passes:
 class Ledger:
     """The tasks of one plan on the hardware that it was made for, with what each of its calls computes."""
 
-    def __init__(self, plan: Plan, hardware: Hardware, repeats: bool = False) -> None:
+    def __init__(self, plan: Plan, hardware: Hardware) -> None:
         context = context_of(plan)
         self.hardware, self.mesh = hardware, context.space.mesh
-        self.plan, self.repeats = plan, repeats
+        self.plan = plan
         self.microbatch = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
         self.step = step_tasks(context.memory_model, context.choices, plan.recompute)
         self.computed: dict[str, tuple[Strategy, Work]] = {}
@@ -78,8 +78,7 @@ class Ledger:
         found = simulate(microbatch, share)
         forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
         once = sum(each.seconds for each in step) - sum(each.seconds for each in microbatch)
-        again = repeated_seconds(self.plan, microbatch) if self.repeats else 0.0
-        return Passes(forward, found.seconds - forward + again, simulate(step, share).seconds + again, max(0.0, once))
+        return Passes(forward, found.seconds - forward, simulate(step, share).seconds, max(0.0, once))
 
     def _ratio(self, strategy: Strategy, work: Work, hardware: Hardware) -> float:
         before = computing_seconds(strategy, work, self.mesh, self.hardware)
@@ -127,7 +126,7 @@ class RowLedger:
         asked = pinned(row)
         if asked.pipeline == 1:
             depths = planning.depths_alone(asked, hardware)
-            return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0), asked.repeats),))
+            return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0)),))
         search = planning.stage_search(asked, hardware)
         schedule = search.planned.request.schedule
         known: dict[tuple[bool, bool, int], int] = {}
@@ -138,7 +137,7 @@ class RowLedger:
                 known[key] = len(kinds)
                 depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, asked.gathered)
                 sent = messages(search.planned, context_of(depths.longer).space.program)
-                kinds.append(_kind(depths, hardware, sent, asked.repeats))
+                kinds.append(_kind(depths, hardware, sent))
             order.append(known[key])
         return cls(row, hardware, tuple(kinds), tuple(order), schedule, search.planned.request.mesh)
 
@@ -159,10 +158,10 @@ class RowLedger:
 
 
 def _kind(
-    depths: Depths, hardware: Hardware, sent: tuple[float, float], repeats: bool
+    depths: Depths, hardware: Hardware, sent: tuple[float, float]
 ) -> tuple[Ledger, Ledger | None, int, tuple[float, float]]:
-    shorter = None if depths.shorter is None else Ledger(depths.shorter, hardware, repeats)
-    return Ledger(depths.longer, hardware, repeats), shorter, depths.times, sent
+    shorter = None if depths.shorter is None else Ledger(depths.shorter, hardware)
+    return Ledger(depths.longer, hardware), shorter, depths.times, sent
 
 
 def _passes(longer: Ledger, shorter: Ledger | None, times: int, hardware: Hardware) -> Passes:

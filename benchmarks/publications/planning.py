@@ -35,7 +35,7 @@ from autopar.program.program import Program
 from autopar.solver.deadline import NEVER
 from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
-from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths, repeated_seconds, standing_bytes
+from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths, standing_bytes
 from benchmarks.publications.models import decoder
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Shape
@@ -116,9 +116,8 @@ def depths_alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Dept
 def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
     depths, share = depths_alone(asked, hardware, whole), hardware.communication_share
     runs = context_of(depths.longer).memory_model.microbatches
-    again = repeated_seconds(depths.longer, depths.microbatch()) if asked.repeats else 0.0
-    step = simulate(depths.step(), share).seconds + again
-    further = sum(forward_and_backward(depths.microbatch(), share)) + again if runs.several else 0.0
+    step = simulate(depths.step(), share).seconds
+    further = sum(forward_and_backward(depths.microbatch(), share)) if runs.several else 0.0
     return Predicted(step, further, *depths.peak_and_standing(runs), depths.shorter is not None)
 
 
@@ -166,7 +165,7 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
         if kind not in known:
             depths = Depths.of(partial(plan_of_stage, search, stage, last), layers, asked.gathered)
             sent = messages(search.planned, context_of(depths.longer).space.program)
-            seconds = _seconds(depths, sent, hardware.communication_share, asked.repeats)
+            seconds = _seconds(depths, sent, hardware.communication_share)
             known[kind] = depths, waited(seconds) if asked.waits else seconds
         stages.append(known[kind])
     peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, request_of(asked, hardware)))
@@ -221,12 +220,11 @@ def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Pl
     return plan_of(search.solve(search.splitter.between(first, end), stage, {}))[0]
 
 
-def _seconds(depths: Depths, sent: tuple[float, float], share: float, repeats: bool) -> StageSeconds:
+def _seconds(depths: Depths, sent: tuple[float, float], share: float) -> StageSeconds:
     """As `stage_seconds` of autopar, at all layers."""
     tasks = depths.microbatch()
     forward, backward = forward_and_backward(tasks, share)
     weight = depths.line(lambda plan: weight_seconds(context_of(plan).memory_model, context_of(plan).choices))
     weight = min(weight, backward)
-    again = repeated_seconds(depths.longer, tasks) if repeats else 0.0
     once = depths.line(lambda plan: step_parts(plan).once)
-    return StageSeconds(forward, backward - weight + again, weight, *sent, once)
+    return StageSeconds(forward, backward - weight, weight, *sent, once)

@@ -64,8 +64,6 @@ class Pinned:
     chunks: int
     accumulation: int
     """Micro-batches of a step on a pipeline; without one 1 or 2."""
-    repeats: bool
-    """Whether what is computed again communicates again, too: with Megatron a layer does, with autopar nothing."""
     waits: bool = False
     """Whether ranks wait for their messages, as Megatron's do where stages are interleaved."""
 
@@ -106,7 +104,6 @@ def pinned(row: Row) -> Pinned:
         row.schedule if on_pipeline else "",
         row.chunks if on_pipeline else 1,
         row.accumulation if on_pipeline else min(row.accumulation, 2),
-        row.recompute == "full" and row.tp > 1,
         on_pipeline and row.schedule == "interleaved_1f1b" and row.framework in MEGATRON,
     )
 

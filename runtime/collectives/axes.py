@@ -183,7 +183,7 @@ def num_parts_of(axes: Sequence[Axis]) -> int:
     return parts
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Traffic:
     """Every collective that ran: (collective, axis) → bytes in NCCL's convention, and how often."""
 

@@ -342,4 +342,4 @@ def replicated_to_invariant(x: Tensor, axis: str) -> Tensor:
 
 
 COMMUNICATING = frozenset((all_reduce, all_gather, all_gather_invariant, reduce_scatter, all_to_all))
-"""The moves that communicate in their forward; none of them runs twice."""
+"""The moves that communicate in their forward."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.program.recompute_segments import OFFLOAD
+from autopar.errors import PlanError
+from autopar.program.program import Program
+from autopar.program.recompute_segments import MODES, OFFLOAD, segments_of
 
 MARK = "autopar_mode"
 """The key of `Mark` in a call's meta; "recompute" is one of PyTorch's own, which torch.compile prints."""
@@ -27,7 +30,7 @@ class Mark:
     segment: str
     mode: str
     kept: bool
-    """Whether the call never runs again: it communicates, or the mode keeps its result."""
+    """Whether the call never runs again: the mode saves its result."""
     weight: bool = False
     """Whether the call casts a parameter, perhaps long before its segment runs: it is computed again on its own."""
 
@@ -41,3 +44,21 @@ def is_offloaded(node: fx.Node) -> bool:
     """Whether what a call saves for its backward leaves for the host."""
     role = role_of(node)
     return role is not None and role.mode == OFFLOAD
+
+
+def modes_of_calls(program: Program, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[str, str]]:
+    """Return the segment and mode of every call whose segment has a mode other than none.
+
+    Raises PlanError if the program has no such segment, or recomputation no such mode.
+    """
+    segments = {segment.name: segment for segment in segments_of(program)}
+    found: dict[fx.Node, tuple[str, str]] = {}
+    for name, mode in recompute.items():
+        if name not in segments or mode not in MODES:
+            raise PlanError(
+                f'recompute says "{mode}" for segment "{name}"; the program has segments '
+                f"{', '.join(segments) or 'none'}, and modes are {', '.join(MODES)}. Plan the model anew."
+            )
+        if mode != "none":
+            found.update(dict.fromkeys(segments[name].nodes, (name, mode)))
+    return found

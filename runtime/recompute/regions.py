@@ -3,8 +3,8 @@
 torch.compile does not see what autograd saves: its partitioner decides what a backward keeps, and it honours
 `torch.utils.checkpoint`, with a policy for every operation. So these become regions, each a module of its own:
 
-    a segment that is computed again    its results that no call may make twice (of collectives, of random draws, in
-                                        the selective mode of contractions) are saved; all else runs again
+    a segment that is computed again    its results that the mode saves (of products, of collectives), and those of
+                                        random draws, are saved; all else runs again
     a gather, or a cast, of weights     everything runs again, from the parts that are stored
     that is done again
 

@@ -3,9 +3,9 @@
 While a call of such a segment runs, what autograd saves is replaced by claims: on a value that the segment has made
 (whose memory the claim does not hold), or on something that the call has made for its own backward. When the segment
 has run, the claims say which calls must run again, and these what must be held for them: tensors from outside, and
-results that no call may make twice (`Role.kept`: of collectives, and of contractions in mode "selective"). The first
-claim that the backward makes runs the calls again, one by one, each on detached inputs and in the surroundings of the
-first run. A value is freed when its last claim has been met, and a second backward runs the segment once more.
+results that the mode saves (`Mark.kept`: of products in the mode "selective", of collectives unless it is "full"). The
+first claim that the backward makes runs the calls again, one by one, each on detached inputs and in the surroundings
+of the first run. A value is freed when its last claim has been met, and a second backward runs the segment once more.
 
 Gathered weights are held as `Regather` says, what leaves for the host as `on_host` does.
 """

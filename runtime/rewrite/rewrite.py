@@ -19,16 +19,16 @@ from torch.fx.node import map_arg
 
 from autopar.cost.messages import joined_layers, layers_in_order
 from autopar.cost.moves import Move, MovedTensor
-from autopar.errors import PlanError
+from autopar.cost.reshard import ReshardPath
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.paths import layer_of
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import MODES, OFFLOAD, is_kept, leaving, segments_of
+from autopar.program.recompute_segments import FULL, OFFLOAD, is_kept, leaving, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
-from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark
-from autopar.runtime.rewrite.moves import MoveCall, move_call
+from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark, modes_of_calls
+from autopar.runtime.rewrite.moves import MoveCall, enlarges, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
 from autopar.runtime.rewrite.sharing import IS_SHARED, share_gathers
@@ -36,7 +36,7 @@ from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.space.buckets import Bucket, buckets_of, late_casts
-from autopar.space.space import Space
+from autopar.space.space import Space, Wire
 from autopar.strategies.roles import RoledProgram
 
 Value = tuple[int, int]
@@ -64,22 +64,7 @@ def rewrite(
 
     Raises PlanError where the program has no such segment, or recomputation no such mode.
     """
-    return _Rewriter(space, choices, _modes(space, recompute or {}), first_key).run()
-
-
-def _modes(space: Space, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[str, str]]:
-    """Segment and mode of every call that is not kept as it is."""
-    segments = {segment.name: segment for segment in segments_of(space.program)}
-    found: dict[fx.Node, tuple[str, str]] = {}
-    for name, mode in recompute.items():
-        if name not in segments or mode not in MODES:
-            raise PlanError(
-                f'recompute says "{mode}" for segment "{name}"; the program has segments '
-                f"{', '.join(segments) or 'none'}, and modes are {', '.join(MODES)}. Plan the model anew."
-            )
-        if mode != "none":
-            found.update(dict.fromkeys(segments[name].nodes, (name, mode)))
-    return found
+    return _Rewriter(space, choices, modes_of_calls(space.program, recompute or {}), first_key).run()
 
 
 class _Rewriter:
@@ -101,9 +86,11 @@ class _Rewriter:
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
+        self.hub_segments: dict[int, tuple[str, str] | None] = {}
+        """Hub → name and mode of the segment that it is emitted in."""
         self.segment: tuple[str, str] | None = None
         """Name and mode of the segment whose calls are emitted; None where nothing is computed again."""
-        self.matmuls = RoledProgram.of(space.program).matmuls
+        self.products = RoledProgram.of(space.program).products
         self.segment_of: dict[fx.Node, str] = {}
         self.leaving: frozenset[fx.Node] = frozenset()
         if any(mode == OFFLOAD for _, mode in modes.values()):
@@ -215,7 +202,8 @@ class _Rewriter:
             if node in self.modes and self.modes[node][1] != OFFLOAD:
                 new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
         elif self.segment is not None:
-            self._mark(new, strategy.communicates or is_kept(node, self.segment[1], self.matmuls))
+            communicates = strategy.communicates and self.segment[1] != FULL
+            self._mark(new, communicates or is_kept(node, self.segment[1], self.products))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, output = source_of(node)
@@ -248,9 +236,21 @@ class _Rewriter:
         wire = self.space.inbound[decision, position]
         value = self._value(wire.source, wire.source_output)
         path = self.space.path(wire, self.choices)
-        for move, again in zip(path.moves, path.regathered, strict=True):
-            value = (self._gather_alone if again else self._move)(value, move, wire.tensor)
+        again = self._moves_again(wire, path)
+        for move, regathered in zip(path.moves, path.regathered, strict=True):
+            if regathered:
+                value = self._gather_alone(value, move, wire.tensor)
+            else:
+                value = self._move(value, move, wire.tensor, again)
         return value
+
+    def _moves_again(self, wire: Wire, path: ReshardPath) -> bool:
+        """Return whether the collectives of a path run again in the backward (see `memory.second_forward`)."""
+        if self.segment is None or self.segment[1] != FULL or wire.tensor.is_of_weights:
+            return False
+        source = self.space.decisions[wire.source]
+        segment = self.hub_segments.get(wire.source) if source.kind == "hub" else self.modes.get(source.node)
+        return segment == self.segment or enlarges(path, wire.tensor, self.mesh)
 
     def _value(self, decision: int, output: int) -> fx.Node:
         """A decision's output; a hub is emitted when it is first asked for."""
@@ -260,10 +260,11 @@ class _Rewriter:
                 self._call(missing.node)
             else:
                 assert missing.kind == "hub", f"{missing.name} is not there yet"
+                self.hub_segments[decision] = self.segment
                 self.values[decision, 0] = self._input(decision, 0)
         return self.values[decision, output]
 
-    def _move(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
+    def _move(self, value: fx.Node, move: Move, tensor: MovedTensor, again: bool) -> fx.Node:
         if move.num_parts(self.mesh.sizes) == 1:
             return value
         if tensor.reduced is not None and move.target is R and (move.source is I or move.source.is_split):
@@ -272,9 +273,9 @@ class _Rewriter:
         if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
             key = (value, move.axes, move.target)
             if key not in self.slices:
-                self.slices[key] = self._emit_move(call, value, move.after)
+                self.slices[key] = self._emit_move(call, value, move.after, again)
             return self.slices[key]
-        return self._emit_move(call, value, move.after)
+        return self._emit_move(call, value, move.after, again)
 
     def _summed_as(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
         """Move a weight by itself whose gradient is summed in another dtype than its own."""
@@ -331,14 +332,14 @@ class _Rewriter:
             if cast is not None:
                 self.casts_left[end] = cast, layout
 
-    def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout) -> fx.Node:
-        """A move of a tensor."""
+    def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout, again: bool) -> fx.Node:
+        """Emit a move of a tensor, whose collectives run `again` in the backward or are saved."""
         new = self._emit(call.function, (value, *call.args), call.kwargs, layout)
         new.meta[LEAVES] = value.meta.get(LEAVES, False)
         if value in self.weights:
             self.weights.add(new)
         elif self.segment is not None:
-            self._mark(new, call.function in COMMUNICATING)
+            self._mark(new, call.function in COMMUNICATING and not again)
         return new
 
     def _emit_weight(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:

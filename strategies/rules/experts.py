@@ -113,7 +113,7 @@ def combine(call: Call) -> OpRule:
     weights = f"{names} _, " if weighted else ""
     return OpRule(
         f"~({names} k) d, {weights}{names} _, x, _ -> {names} d",
-        (Implementation("experts:combine", factors=None, traffic=combine_traffic),),
+        (Implementation("experts:combine", factors=None, traffic=combine_traffic, saves_moved=True),),
         choices=(*split, choice(EXPERTS, S(0), R, S(0), P)),
     )
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.models.named import named
+from autopar.program.recompute_segments import RECOMPUTATIONS
 from autopar.runtime.module.module import ParallelModule
 from tests.support.ranks import Ranks, mesh
 
@@ -66,6 +67,20 @@ def test_ranks_hold_what_the_plan_predicts(
     world = torch.Size(shape).numel()
     for found, predicted in ranks.run(_measured, name, shape, strategy, batch, sequence, world_size=world):
         assert predicted == pytest.approx(found, rel=0.05)
+
+
+def _recomputed(strategy: str, modes: tuple[str, ...]) -> list[tuple[int, int]]:
+    return [_measured("tiny-llama", (2,), strategy, 4, 512, recompute=mode) for mode in modes]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("strategy", ["megatron_sequence", "megatron_regather", "ring"])
+def test_ranks_hold_what_the_plan_predicts_in_every_mode_of_recomputation(ranks: Ranks, strategy: str) -> None:
+    for every in ranks.run(_recomputed, strategy, RECOMPUTATIONS, timeout=240):
+        for found, predicted in every:
+            assert predicted == pytest.approx(found, rel=0.07)
+        none, *_, saving_collectives, full = [found for found, _ in every]
+        assert none > saving_collectives > full or (strategy == "ring" and none > saving_collectives >= full)
 
 
 class Dropping(nn.Module):

@@ -217,7 +217,10 @@ def test_a_decision_without_a_choice_is_refused() -> None:
         ({"peak_bytes": 1.5}, "peak_bytes is 1.5; needed a whole number of at least 0"),
         ({"peak_bytes": True}, "peak_bytes is True; needed a whole number"),
         ({"peak_bytes": 10**400}, "a number of 401 digits, 1000000000…, larger than any float"),
-        ({"recompute": {"0": "some"}}, "recompute.0 is 'some'; needed one of 'none', 'selective', 'full'"),
+        (
+            {"recompute": {"0": "some"}},
+            "recompute.0 is 'some'; needed one of 'none', 'selective', 'full_save_collectives', 'full'",
+        ),
         ({"rows": [ROW_JSON | {"roles": []}]}, r"rows\[0\]\.roles has 0 words for the 1 axes of the mesh"),
         ({"rows": [ROW_JSON | {"layout": "I I"}]}, r"rows\[0\]\.layout is 'I I' for the 1 axes of the mesh"),
         ({"rows": [ROW_JSON | {"transfers": [["x"]]}]}, r"rows\[0\]\.transfers\[0\] is \['x'\]; needed a list of 5"),

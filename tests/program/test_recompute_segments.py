@@ -123,9 +123,9 @@ def test_only_what_the_backward_asks_for_runs_again_or_is_kept(
 ) -> None:
     program = program_of(function)
     (segment,) = segments_of(program)
-    assert names(recomputation(program, segment, "full", RoledProgram.of(program).matmuls)) == full
-    assert names(recomputation(program, segment, "selective", RoledProgram.of(program).matmuls)) == selective
-    assert recomputation(program, segment, "none", RoledProgram.of(program).matmuls) == Recomputation(
+    assert names(recomputation(program, segment, "full", RoledProgram.of(program).products)) == full
+    assert names(recomputation(program, segment, "selective", RoledProgram.of(program).products)) == selective
+    assert recomputation(program, segment, "none", RoledProgram.of(program).products) == Recomputation(
         frozenset(), frozenset()
     )
 
@@ -133,20 +133,19 @@ def test_only_what_the_backward_asks_for_runs_again_or_is_kept(
 def test_a_call_of_several_outputs_runs_again_with_its_parts() -> None:
     program = program_of(lambda y, x: y.sort(-1)[0].sin())
     (segment,) = segments_of(program)
-    found = {node.name for node in recomputation(program, segment, "full", RoledProgram.of(program).matmuls).rerun}
+    found = {node.name for node in recomputation(program, segment, "full", RoledProgram.of(program).products).rerun}
     assert {"sort_default", "getitem"} <= found or {"sort", "getitem"} <= found
 
 
-def test_attention_is_no_contraction_and_products_are() -> None:
+def test_selective_saves_attention_as_it_saves_products() -> None:
     def attention(y: Tensor, x: Tensor) -> Tensor:
         query = y.view(1, 2, 4, 4)
         return F.scaled_dot_product_attention(query, query, query).view(4, 8) @ torch.ones(8, 8)
 
     program = program_of(attention)
     (attended,) = calls(program, aten.scaled_dot_product_attention.default)
-    assert attended not in RoledProgram.of(program).matmuls
-    products = [n for n in program.graph.nodes if n in RoledProgram.of(program).matmuls]
-    assert [str(n.target) for n in products] == ["aten.linear.default", "aten.linear.default", "aten.matmul.default"]
-    selective = recomputation(program, segments_of(program)[0], "selective", RoledProgram.of(program).matmuls)
-    assert attended in selective.rerun
-    assert products[1] in selective.kept
+    products = [n for n in program.graph.nodes if n in RoledProgram.of(program).products]
+    names_of_products = ("linear", "linear", "scaled_dot_product_attention", "matmul")
+    assert [str(n.target) for n in products] == [f"aten.{name}.default" for name in names_of_products]
+    selective = recomputation(program, segments_of(program)[0], "selective", RoledProgram.of(program).products)
+    assert {attended, products[1]} <= selective.kept and attended not in selective.rerun

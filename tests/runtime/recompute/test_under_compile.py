@@ -138,6 +138,17 @@ def test_what_is_computed_or_gathered_again_is_so_when_compiled(
     assert all(tuple(each) == gathers for _, each in found.values())
 
 
+def _communicates_again() -> list[int]:
+    options = {"strategy": "megatron_sequence"}
+    return [_same("llama", {**options, "recompute": mode}, True)[0] for mode in ("full_save_collectives", "full")]
+
+
+@pytest.mark.slow
+def test_collectives_run_again_when_compiled(ranks: Ranks) -> None:
+    saving_collectives, full = ranks.run(_communicates_again, timeout=240)[0]
+    assert full < saving_collectives
+
+
 def _draws_and_frozen() -> None:
     _same("gpt2", {"strategy": "data_parallel", "recompute": "full"}, in_place=False, dropout=0.1)
     _same("lora", {"strategy": "zero3", "recompute": "full"}, in_place=True)
