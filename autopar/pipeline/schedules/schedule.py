@@ -43,6 +43,8 @@ _CLASSES: dict[str, str | None] = {
 NAMES = tuple(_CLASSES)
 KINDS = ("F", "B", "I", "W")
 """Forward, whole backward, gradient of the input, gradient of the weights."""
+RECEIVES = ("RECV_F", "RECV_B")
+"""What a forward reads of the stage before, and a backward of the stage after, where that is on another rank."""
 _ONE_STAGE = ("gpipe", "1f1b", "pipedream")
 _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 _V = ("zbv", "dualpipev")
@@ -54,7 +56,7 @@ _STAGES_FULL = ("1f1b", "dualpipev")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of a stage on one micro-batch; `kind` is one of KINDS."""
+    """One computation or receive of a stage for one micro-batch; `kind` is one of KINDS or RECEIVES."""
 
     kind: str
     stage: int
@@ -126,6 +128,11 @@ class Schedule:
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank computes, in order."""
         return _orders(self)
+
+    @property
+    def orders_with_receives(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank computes, and the receives that it posts, in order."""
+        return _orders_with_receives(self)
 
     def rank_of(self, stage: int) -> int:
         """The rank that runs `stage`."""
@@ -208,13 +215,35 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 
 @cache
 def _orders(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b."""
+    """Return the computations alone."""
+    return tuple(tuple(step for step in each if step.kind in KINDS) for each in schedule.orders_with_receives)
+
+
+@cache
+def _orders_with_receives(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Return the orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b.
+
+    Schedules of one stage per rank post each receive directly before the computation that reads it.
+    """
+    ranks = range(schedule.num_ranks)
     if schedule.updates_each:
-        return tuple(_one_forward_one_backward(schedule, rank) for rank in range(schedule.num_ranks))
+        return tuple(_with_receives(schedule, _one_forward_one_backward(schedule, rank)) for rank in ranks)
     torch_class: Any = schedule.torch_class
     stages = [_stub(schedule, stage) for stage in schedule.stages_of(0)]
-    built = torch_class(stages[0] if schedule.name in _ONE_STAGE else stages, schedule.num_microbatches)
-    return tuple(_steps(built.pipeline_order[rank]) for rank in range(schedule.num_ranks))
+    if schedule.name in _ONE_STAGE:
+        order = torch_class(stages[0], schedule.num_microbatches).pipeline_order
+        return tuple(_with_receives(schedule, _steps(order[rank])) for rank in ranks)
+    order = torch_class(stages, schedule.num_microbatches).pipeline_order_with_comms
+    return tuple(_steps(order[rank]) for rank in ranks)
+
+
+def _with_receives(schedule: Schedule, steps: Iterable[Action]) -> tuple[Action, ...]:
+    found: list[Action] = []
+    for step in steps:
+        if step.stage != (0 if step.kind == "F" else schedule.num_stages - 1):
+            found.append(Action(f"RECV_{step.kind}", step.stage, step.microbatch))
+        found.append(step)
+    return tuple(found)
 
 
 def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
@@ -229,7 +258,7 @@ def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
 
 
 def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
-    """PyTorch's actions of one rank as steps: computations only, overlapped pairs one after the other.
+    """PyTorch's actions of one rank as steps: computations and receives, overlapped pairs one after the other.
 
     Micro-batches are counted anew: every class runs them in order, but the order that 1F1B prints begins the last
     rank's forwards at 1 (torch 2.13; what it runs begins at 0).
@@ -240,6 +269,8 @@ def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
     steps = []
     for action in flat:
         kind, stage = action.computation_type.value, action.stage_index
+        if kind in RECEIVES:
+            steps.append(Action(kind, stage, action.microbatch_index))
         if kind not in KINDS:
             continue
         backward = "F" if kind == "F" else "W" if kind == "W" else "B"  # B and I count the same micro-batches
