@@ -50,6 +50,8 @@ class Microbatches:
     """Of how many the received inputs are there at once; None: of those in flight."""
     gradients: int = 1
     """Of how many the received gradients are there at once."""
+    keeps_older: bool = False
+    """Whether the weights before the last update are kept, too, as they are stored (PipeDream-2BW)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:

@@ -92,7 +92,9 @@ class MemoryModel(TensorBytes):
             return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
         on_device = self.space.optimizer.offload is None
         kept = self.kept_by_optimizer(info, elements, self.space.is_matrix(number)) if on_device else {}
-        return {"parameters": self.times(elements, info.dtype.itemsize), **kept}
+        values = self.times(elements, info.dtype.itemsize)
+        older = {"older weights": values} if self.microbatches.keeps_older and info.requires_grad else {}
+        return {"parameters": values, **older, **kept}
 
     def stepped(self, number: int) -> list[Bytes]:
         """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""

@@ -101,6 +101,7 @@ class PipelineRequest:
             stashes=schedule.updates_each,
             inputs=buffers.inputs,
             gradients=buffers.gradients,
+            keeps_older=schedule.delays_updates,
         )
 
     def space(self, program: Program, received: Mapping[str, Layout]) -> Space:

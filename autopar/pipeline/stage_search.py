@@ -56,7 +56,7 @@ MOST_ASKED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
 """Of a stage that is planned within the tolerance where the first plan is not: of larger ones that takes minutes."""
-STORED = ("parameters", "optimizer", "master copies", "gradients")
+STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""

@@ -11,11 +11,15 @@ half of the stages runs back, and rank 0 has the first stage and the last.
     zbv                      the same on a V of two stages per rank (Qi et al., ICLR 2024, section 6)
     dualpipev                a V whose forwards overlap backwards (DeepSeek-V3, 2024)
     pipedream                1f1b that updates a stage after every backward (Narayanan et al., SOSP 2019)
+    pipedream_2bw            1f1b on the weights before the last update (PipeDream-2BW; Narayanan et al., ICML 2021)
 
 `pipedream` runs in the order of 1f1b and is not PyTorch's. A stage updates its weights after each micro-batch, so the
 forward of micro-batch i on rank r sees max(0, i + 1 - (ranks - r)) updates of this step. Its backward uses those same
 weights, which were stashed; its gradient is applied to the newest. Stages do not agree on a version (no vertical sync).
 The micro-batches of one step drain before the next step begins.
+
+`pipedream_2bw` keeps two versions of the weights: W(t+1) = W(t) - ν ∇f(W(t-1)), with one update per batch. All stages
+agree on a version. Its steps drain, too, so that its order is that of 1f1b.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ _CLASSES: dict[str, str | None] = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
     "pipedream": None,
+    "pipedream_2bw": "Schedule1F1B",
 }
 """Schedule → its class in torch.distributed.pipelining."""
 NAMES = tuple(_CLASSES)
@@ -45,12 +50,12 @@ KINDS = ("F", "B", "I", "W")
 """Forward, whole backward, gradient of the input, gradient of the weights."""
 RECEIVES = ("RECV_F", "RECV_B")
 """What a forward reads of the stage before, and a backward of the stage after, where that is on another rank."""
-_ONE_STAGE = ("gpipe", "1f1b", "pipedream")
+_ONE_STAGE = ("gpipe", "1f1b", "pipedream", "pipedream_2bw")
 _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 _V = ("zbv", "dualpipev")
 HALVING = ("interleaved_zero_bubble", *_V)
 """Make the gradients of inputs and those of weights apart."""
-_STAGES_FULL = ("1f1b", "dualpipev")
+_STAGES_FULL = ("1f1b", "pipedream_2bw", "dualpipev")
 """Need a micro-batch for every stage."""
 
 
@@ -123,6 +128,11 @@ class Schedule:
     def updates_each(self) -> bool:
         """Whether every micro-batch updates the weights, and keeps those of its forward for its backward."""
         return self.name == "pipedream"
+
+    @property
+    def delays_updates(self) -> bool:
+        """Whether a step runs on the weights before the last update, of which a second version is kept."""
+        return self.name == "pipedream_2bw"
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:

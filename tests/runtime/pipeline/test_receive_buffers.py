@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -109,7 +109,7 @@ def _held(schedule: str, axes: dict[str, int], options: dict[str, Any]) -> tuple
         if inputs or gradients:
             expected[number] = inputs, gradients
         # The plan counts a gradient that is handed over on one rank, too: the memory is the same.
-        planned = Microbatches(MICROBATCHES, runs.in_flight(number), False, False, False, *astuple(buffers))
+        planned = Microbatches(MICROBATCHES, runs.in_flight(number), **asdict(buffers))
         at_once = [planned.received(phase) for phase in planned.phases]
         counted = {there * one + gradients * back for there, gradients in at_once}
         memory = module.plan.stages[number].plan.memory
