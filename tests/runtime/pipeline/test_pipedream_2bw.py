@@ -160,7 +160,7 @@ def _memory(schedule: str) -> tuple[dict[str, int], int, int]:
     assert isinstance(model, PipelineModule)
     args, kwargs = batch_of(microbatches_of(case, 0))
     model.train_step(*args, **kwargs)
-    parts = dict.fromkeys(("parameters", "older weights"), 0)
+    parts: dict[str, int] = dict.fromkeys(("parameters", "older weights"), 0)
     for number in model._ready().executables:
         memory = model.plan.stages[number].plan.memory
         assert memory is not None
