@@ -317,19 +317,17 @@ class _Planner:
         check_stages(request)
         inner = stage_mesh(mesh, axis)
 
-        deadline, tileable = after(request.settings.time_limit), set[bool]()
+        tileable = set[bool]()
 
         def planned(tiles: Tiles) -> PipelinePlan:
-            left = seconds_until(deadline)
-            within = replace(request, settings=replace(request.settings, time_limit=left))
-
             def requested(schedule: Schedule) -> PipelineRequest:
                 program, arriving = self.arriving(schedule.num_microbatches, inner, tiles)
                 tileable.add(program.tileable)
-                return PipelineRequest.of(within, program, mesh, axis, schedule, arriving)
+                return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
 
-            limited = request.settings.memory is not None
-            chosen = best_schedule(Wish.of(request), self.samples(inner), mesh, axis, requested, limited, left, cutoff)
+            settings, size = request.settings, self.samples(inner)
+            limited, seconds = settings.memory is not None, settings.time_limit
+            chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited, seconds, cutoff)
             asked = requested(chosen.schedule)
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
             return chosen.plan or self.cache.pipeline_plan(asked)

@@ -70,7 +70,7 @@ def test_without_a_limit_that_binds_the_loss_stays_in_one_piece() -> None:
     assert _takes_tiles(_planned(2 * free.peak_bytes)) == [False, False]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", None])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_limit_that_leaves_nothing_takes_tiles_on_the_last_stage(schedule: str | None) -> None:
     limit = int(0.6 * _planned().peak_bytes)
     said: dict[str, Any] = {} if schedule else {"schedule": None, "microbatches": None}
