@@ -151,8 +151,9 @@ def compile(
             as many as suit a pipeline.
         pipeline: the mesh axis whose ranks run stages of the model one after the other; an axis called "pp" is taken by
             itself.
-        schedule: of the pipeline: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or
-            "pipedream"; by default the one with the shortest predicted step.
+        schedule: of the pipeline: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev",
+            "pipedream" or "pipedream_2bw"; by default the one with the shortest predicted step of those that compute
+            the gradients of gradient accumulation.
         chunks: stages per rank; by default as few as the schedule takes.
         stages: modules with which the second and later stages begin; by default the cuts of the shortest step.
         assume: branches on the values of tensors that capture need not follow, as a CaptureError names them: a check

@@ -34,7 +34,16 @@ PEERS = ("ddp", "fsdp2", "dtensor-tp", "dtensor-tp+sp", "transformers-ep", "tran
 """Trainers that `autopar bench` compares with."""
 EXPERT_PEERS = PEERS[-3:]
 OPTIMIZERS = ("adamw", "sgd", "adamw-8bit", "muon", "galore", "none")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "pipedream")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+    "pipedream",
+    "pipedream_2bw",
+)
 RECOMPUTATIONS = ("none", "selective", "full_save_collectives", "full")
 OFFLOADED = ("none", "optimizer", "activations", "both", "auto")
 PREFETCH_DEPTHS = (0, 1, 2)

@@ -68,6 +68,21 @@ def pins_of(
     return pins.masks
 
 
+def regather_pins(annotations: Sequence[Annotation], space: Space, storage: Mapping[str, Layout]) -> dict[int, Mask]:
+    """Return the pins on how weights are gathered, alone, of a space that is a part of the one that was annotated.
+
+    A weight that several calls share has no choice there; if one of them is left, it has. Annotations that match
+    nothing say nothing.
+    """
+    pins, catalog = _Pins(space, frozenset(storage)), Catalog(space)
+    said = (each for each in annotations if each.regather is not None)
+    for annotation in sorted(said, key=lambda each: bool(each.strategy)):
+        found = catalog.find(annotation)
+        if found is not None:
+            pins.regather(annotation, found)
+    return pins.masks
+
+
 class _Pins:
     """The pins so far, with who asked for them."""
 
@@ -96,7 +111,7 @@ class _Pins:
         if annotation.storage:
             self._storage(annotation, found)
         if annotation.regather is not None:
-            self._regather(annotation, found)
+            self.regather(annotation, found)
 
     def _role(self, annotation: Annotation, found: Found, axis: str, role: str) -> None:
         index = self.space.mesh.index(axis)
@@ -180,7 +195,7 @@ class _Pins:
             if number not in self.fixed:
                 self._add(number, annotation, mask)
 
-    def _regather(self, annotation: Annotation, found: Found) -> None:
+    def regather(self, annotation: Annotation, found: Found) -> None:
         """Parameters whose weight the backward does not need have no such choice, nor those that several calls share.
 
         Unless all of these take views, such as the pieces of a packed weight.

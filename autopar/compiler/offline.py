@@ -26,7 +26,7 @@ from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import tiles_asked
+from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked
 from autopar.errors import AutoparError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
@@ -317,19 +317,23 @@ class _Planner:
         check_stages(request)
         inner = stage_mesh(mesh, axis)
 
-        def requested(schedule: Schedule) -> PipelineRequest:
-            program, arriving = self.arriving(schedule.num_microbatches, inner, tiles_asked(request))
-            return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
+        tileable = set[bool]()
 
-        limited = request.settings.memory is not None
-        size = self.samples(inner)
-        with interruptible(), self.allowance.searching():
-            chosen = best_schedule(
-                Wish.of(request), size, mesh, axis, requested, limited, request.settings.time_limit, cutoff
-            )
+        def planned(tiles: Tiles) -> PipelinePlan:
+            def requested(schedule: Schedule) -> PipelineRequest:
+                program, arriving = self.arriving(schedule.num_microbatches, inner, tiles)
+                tileable.add(program.tileable)
+                return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
+
+            settings, size = request.settings, self.samples(inner)
+            limited, seconds = settings.memory is not None, settings.time_limit
+            chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited, seconds, cutoff)
             asked = requested(chosen.schedule)
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
             return chosen.plan or self.cache.pipeline_plan(asked)
+
+        with interruptible(), self.allowance.searching():
+            return pipeline_as_memory_asks(request, planned, lambda: True in tileable, inner.num_devices)
 
 
 def _saying(plan: Plan, count: int) -> Plan:

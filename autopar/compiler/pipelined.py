@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import freeze, skeleton, trace
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import Fitting
 from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_stages, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import tiles_asked
-from autopar.errors import MeshError, PipelineError, PlanError
+from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked, tiles_of_pipeline
+from autopar.errors import InfeasibleError, MeshError, PipelineError, PlanError
 from autopar.lengths.varying import Varying
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import stage_space, stored_layouts
@@ -93,6 +97,8 @@ class _Compiler:
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
         self.schedule = None if plan is None else plan.schedule
+        self.tiles = tiles_asked(request)
+        """In which the model is captured, since the first plan."""
         self.allowance: Allowance | None = None
         """What the choice of a schedule has left of the time limit, for the first plan."""
         self.counting = Counting(self.tree, request, mesh)
@@ -130,16 +136,27 @@ class _Compiler:
     def num_microbatches(self, arguments: Arguments, training: bool) -> int:
         """Of a batch; schedule and micro-batches are chosen for the first one."""
 
-        def request_of(schedule: Schedule) -> PipelineRequest:
+        def request_of(schedule: Schedule, tiles: Tiles | None = None) -> PipelineRequest:
             part = split_batch(arguments, schedule.num_microbatches)[0]
-            return self._requested(self.capture(part, training, None), part, schedule)
+            return self._requested(self.capture(part, training, None, tiles), part, schedule)
 
         def choice() -> dict[str, Any]:
             size, limited = batch_size(arguments), self.request.settings.memory is not None
             wish, seconds = Wish.of(self.request), self.request.settings.time_limit
+
+            def best(tiles: Tiles) -> Schedule:
+                requested = partial(request_of, tiles=tiles)
+                return best_schedule(wish, size, Mesh.of(self.mesh), self.axis, requested, limited, seconds).schedule
+
             with allowance.searching():
-                chosen = best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited, seconds)
-            return asdict(chosen.schedule)
+                try:
+                    return asdict(best(self.tiles))
+                except (InfeasibleError, PipelineError):
+                    if not limited or self.request.loss_tiles is not None:
+                        raise
+                    with suppress(InfeasibleError, PipelineError):
+                        return asdict(best(self._fitting))
+                    raise
 
         if self.schedule is None:
             self.allowance = allowance = Allowance.from_now(self.request.settings.time_limit)
@@ -151,12 +168,23 @@ class _Compiler:
         allowance, self.allowance = self.allowance or Allowance.from_now(self.request.settings.time_limit), None
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
-        program = on_all_ranks(
-            lambda: self.capture(arguments, training, frozen), lambda found: found.summary, self.mesh, Program.lines
-        )
+
+        def captured() -> Program:
+            return on_all_ranks(
+                lambda: self.capture(arguments, training, frozen), lambda found: found.summary, self.mesh, Program.lines
+            )
+
         assert self.schedule is not None, "the schedule is chosen for the first batch"
-        request = self._requested(program, arguments, self.schedule)
-        plan = self._plan(request, allowance)
+        request = self._requested(captured(), arguments, self.schedule)
+
+        def in_tiles(tiles: Tiles) -> PipelineRequest:
+            return self._requested(self.capture(arguments, training, frozen, tiles), arguments, request.schedule)
+
+        plan = self._plan(request, in_tiles, allowance)
+        tiles = tiles_of_pipeline(plan, request.program, self.tiles, Mesh.of(self.stage_devices))
+        if tiles != self.tiles:
+            self.tiles = tiles
+            request = self._requested(captured(), arguments, request.schedule)
         self.request = self.request.without_auto(plan.offloads_optimizer)  # one optimizer steps, whatever the inputs
         pipeline = _realised(request, plan, self.stage_devices, self.mesh.get_local_rank(self.axis))
         self._lay_out(pipeline)
@@ -165,7 +193,9 @@ class _Compiler:
         return pipeline
 
     @uncollected()
-    def capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
+    def capture(
+        self, arguments: Arguments, training: bool, frozen: frozenset[str] | None, tiles: Tiles | None = None
+    ) -> Program:
         """Return the program of the whole model for micro-batches such as these."""
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
@@ -177,7 +207,7 @@ class _Compiler:
                 capacity_factor=self.request.capacity_factor,
                 precision=self.request.precision,
             )
-        program = traced.program(tiles_asked(self.request))
+        program = traced.program(tiles or self.tiles)
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
@@ -194,8 +224,23 @@ class _Compiler:
             self.owners,
         )
 
-    def _plan(self, request: PipelineRequest, allowance: Allowance) -> PipelinePlan:
+    @property
+    def _fitting(self) -> Tiles:
+        """Losses in as many tiles as a limit asks for."""
+        return self.tiles._replace(loss=Fitting(Mesh.of(self.stage_devices).num_devices))
+
+    def _plan(
+        self, request: PipelineRequest, in_tiles: Callable[[Tiles], PipelineRequest], allowance: Allowance
+    ) -> PipelinePlan:
         """The plan that was given, for the first inputs, or that of the first rank."""
+
+        num_devices = Mesh.of(self.stage_devices).num_devices
+
+        def planned(tiles: Tiles) -> PipelinePlan:
+            return self.cache.pipeline_plan(request if tiles == tiles_asked(request.wanted) else in_tiles(tiles))
+
+        def tileable() -> bool:
+            return request.program.tileable
 
         @uncollected()
         def solved() -> str:
@@ -204,7 +249,7 @@ class _Compiler:
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
             with allowance.searching():
-                return self.cache.pipeline_plan(request).to_json()
+                return pipeline_as_memory_asks(request.wanted, planned, tileable, num_devices).to_json()
 
         agreed = PipelinePlan.from_json(from_first_rank(solved, self.mesh))
         return replace(agreed, workload=on_device(agreed.workload, self.mesh))

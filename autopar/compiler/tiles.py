@@ -9,13 +9,15 @@ No two searches go to their ends where one says enough: each ends once it proves
 best so far (`cutoff`). Where logits are a large part of the limit however they are laid out, the model in tiles is
 likely the faster, and goes first: of the model as it is no more is known by then than that memory costs time, and a
 bound, which mostly suffices.
+
+A pipeline is planned as it is, and once more with its loss in tiles, where nothing fits or memory costs a stage time.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +25,8 @@ from typing import NamedTuple
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LOSSES, Fitting, has_tiles
 from autopar.capture.tiles.mlp import has_mlp_tiles
-from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
+from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
@@ -166,6 +169,45 @@ class _Turns:
         return self.best.plan
 
 
+def pipeline_as_memory_asks(
+    request: PlanRequest, planned: Callable[[Tiles], PipelinePlan], is_tileable: Callable[[], bool], num_devices: int
+) -> PipelinePlan:
+    """Return the best plan of a pipeline; of one with its loss in tiles, where that is the faster or alone fits.
+
+    Args:
+        request: what is wanted of any plan.
+        planned: plans the model as it is captured in these tiles.
+        is_tileable: whether the model has losses that can be taken in tiles.
+        num_devices: those of a stage.
+    """
+    best, refused = None, None
+    try:
+        best = planned(tiles_asked(request))
+    except (InfeasibleError, PipelineError) as error:
+        refused = error
+    if request.settings.memory is None or request.loss_tiles is not None or not is_tileable():
+        tries = False
+    else:
+        tries = best is None or _costs_time(best, request.settings.memory)
+    if tries:
+        with warnings.catch_warnings(), suppress(CutOffError, InfeasibleError, PipelineError, TimeLimitError):
+            warnings.simplefilter("ignore")  # they were said of the model as it is
+            tiled = planned(tiles_asked(request)._replace(loss=Fitting(num_devices)))
+            best = tiled if best is None or tiled.seconds < best.seconds else best
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _costs_time(plan: PipelinePlan, memory: int) -> bool:
+    """Whether memory costs a stage time, and the logits of the last one are worth it."""
+    last = plan.stages[-1].plan
+    space = context_of(last).space
+    bound = any(stage.plan.multiplier or set(stage.plan.recompute.values()) - {"none"} for stage in plan.stages)
+    return bound and _held(_bytes_of_logits(space), last, space) >= WORTHWHILE * memory
+
+
 def _takes_losses(request: PlanRequest, space: Space) -> bool:
     return request.loss_tiles is None and space.program.tileable
 
@@ -193,7 +235,17 @@ def _held(logits: Mapping[int, list[int]], plan: Plan, space: Space) -> int:
 
 def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
     """In which tiles a plan's model is captured, where `program` is the model as it was asked for."""
-    fitting, texts = Fitting(mesh.num_devices), plan.descriptions.values()
+    return _tiles_of(plan.descriptions.values(), program, asked, mesh)
+
+
+def tiles_of_pipeline(plan: PipelinePlan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
+    """The same of a pipeline, on the mesh of a stage."""
+    texts = [text for stage in plan.stages for text in stage.plan.descriptions.values()]
+    return _tiles_of(texts, program, asked, mesh)
+
+
+def _tiles_of(texts: Collection[str], program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
+    fitting = Fitting(mesh.num_devices)
     losses = any(text.startswith("linear_cross_entropy") for text in texts) and not has_tiles(program)
     mlps = any(text.startswith("mlp_in_tiles") for text in texts) and not has_mlp_tiles(program)
     return Tiles(

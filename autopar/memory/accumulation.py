@@ -7,7 +7,8 @@
                  the backward, and with `reduce_each` of all that one message gathers from where they are stored, in the
                  layout from which they are gathered, and besides those that one backward has reduced, until it ends
     in flight    all that a micro-batch keeps for its backward, for each that waits
-    buffers      for what every micro-batch receives: tensors from the stage before and gradients of those sent
+    buffers      for what micro-batches in flight receive: tensors from the stage before, until their backward, and
+                 gradients of those sent, while it runs
     sent         tensors are held by the sender until their backward
 
 Approximations: a hub holds its weight once, and adds its gradient up once; each consumer for which it moves that again
@@ -28,11 +29,13 @@ import torch
 from autopar.cost.reshard import ReshardTable
 from autopar.hardware.collectives import transfer_seconds
 from autopar.memory.lifetimes import Lifetimes
-from autopar.memory.microbatches import Microbatches
+from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.sharding.layout import Layout
 from autopar.space.space import Wire
 
+RECEIVED, RETURNED = "received", "returned"
+"""Received by a stage: tensors from the one before, and gradients of what it sends to the one after."""
 ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
 
 
@@ -204,10 +207,8 @@ class Accumulation:
     # What passes between stages.
 
     def arrives(self, number: int) -> int:
-        """How many times a buffer, input or received tensor is there: what differs by micro-batch is there for all."""
-        decision = self.space.decisions[number]
-        differs = decision.kind == "input" or decision.name in self._received
-        return self.microbatches.count if differs else 1
+        """Return how many times a buffer or input is there: the inputs of all micro-batches are."""
+        return self.microbatches.count if self.space.decisions[number].kind == "input" else 1
 
     def is_received(self, number: int) -> bool:
         """Whether a decision is a tensor from the stage before."""
@@ -216,6 +217,23 @@ class Accumulation:
     def is_sent(self, number: int) -> bool:
         """Whether a decision is an output that goes to the next stage."""
         return self.space.decisions[number].name in self._sent
+
+    def buffers(self, number: int) -> tuple[str, Bytes] | None:
+        """Return what a decision receives for each micro-batch, and bytes of one buffer for it; None if nothing."""
+        decision = self.space.decisions[number]
+        name = RECEIVED if self.is_received(number) else RETURNED if self.is_sent(number) else None
+        if name is None or not ((info := decision.node.meta["tensor"]).requires_grad or name == RECEIVED):
+            return None
+        return name, self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
+
+    def received(self, number: int, phase: Phase) -> Bytes | None:
+        """Return bytes of the receive buffers of a decision in a phase; None if it has none."""
+        found = self.buffers(number)
+        if found is None:
+            return None
+        name, one = found
+        inputs, gradients = self.microbatches.received(phase)
+        return self.tensors.times(one, inputs if name == RECEIVED else gradients)
 
     def sent(self, wire: Wire) -> Modes | None:
         """Bytes of what one micro-batch has sent, until its backward, by mode; None where something else keeps it."""

@@ -11,6 +11,9 @@ whose backward has not. Some moments of a step can be the fullest:
 
 Where a micro-batch follows every backward (in_flight < count: 1F1B) the later one is the fuller. Where each updates the
 weights behind its backward (PipeDream) every backward is a first one, and the others wait at the end, too.
+
+A stage of a pipeline has buffers for what those in flight receive, and for the gradients of what they have sent. A
+schedule may receive ahead of computing; `inputs` and `gradients` are the most buffers at once, as its order says.
 """
 
 from __future__ import annotations
@@ -43,6 +46,12 @@ class Microbatches:
     """Whether the optimizer works on more than it updates."""
     stashes: bool = False
     """Whether each has weights of its own, those of its forward, and is a step of the optimizer (PipeDream)."""
+    inputs: int | None = None
+    """Of how many the received inputs are there at once; None: of those in flight."""
+    gradients: int = 1
+    """Of how many the received gradients are there at once."""
+    keeps_older: bool = False
+    """Whether the weights before the last update are kept, too, as they are stored (PipeDream-2BW)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:
@@ -55,6 +64,22 @@ class Microbatches:
     def several(self) -> bool:
         """Whether weights are moved, and gradients reduced, less often than they are used."""
         return self.count > 1
+
+    def received(self, phase: Phase) -> tuple[int, int]:
+        """Return of how many micro-batches received inputs, and received gradients, are there in a phase."""
+        inputs = self.in_flight if self.inputs is None else self.inputs
+        if phase.end:
+            return min(phase.others, inputs), 0
+        return max(0, inputs - (self.in_flight - 1 - phase.others)), self.gradients
+
+    def holds_no_more(self, other: Microbatches) -> bool:
+        """Return whether equal choices hold no more than with the micro-batches of `other`."""
+        (inputs, gradients), most = self._received_at_once, other._received_at_once
+        return self.in_flight <= other.in_flight and inputs <= most[0] and gradients <= most[1]
+
+    @property
+    def _received_at_once(self) -> tuple[int, int]:
+        return self.received(Phase(self.in_flight - 1, False))
 
     @property
     def phases(self) -> tuple[Phase, ...]:

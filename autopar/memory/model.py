@@ -85,23 +85,18 @@ class MemoryModel(TensorBytes):
     # What is held all the time.
 
     def stored(self, number: int) -> dict[str, Bytes]:
-        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy.
-
-        Between stages of a pipeline there are buffers for what is received, also for gradients of what is sent.
-        """
+        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
         decision, more = self.space.decisions[number], self.accumulation
-        if decision.kind not in ("parameter", "buffer", "input") and not more.is_sent(number):
+        if decision.kind not in ("parameter", "buffer", "input") or more.is_received(number):
             return {}
         elements = self.elements(info := decision.node.meta["tensor"], decision)
-        if decision.kind == "output":
-            num_gradients = self.microbatches.count if info.requires_grad else 0
-            return {"receive buffers": self.times(elements, info.dtype.itemsize * num_gradients)}
         if decision.kind != "parameter":
-            name = "receive buffers" if more.is_received(number) else "buffers and inputs"
-            return {name: self.times(elements, info.dtype.itemsize * more.arrives(number))}
+            return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
         on_device = self.space.optimizer.offload is None
         kept = self.kept_by_optimizer(info, elements, self.space.is_matrix(number)) if on_device else {}
-        return {"parameters": self.times(elements, info.dtype.itemsize), **kept}
+        values = self.times(elements, info.dtype.itemsize)
+        older = {"older weights": values} if self.microbatches.keeps_older and info.requires_grad else {}
+        return {"parameters": values, **older, **kept}
 
     def stepped(self, number: int) -> list[Bytes]:
         """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""

@@ -65,6 +65,8 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         parts: list[Modes] = [(array,) for _, array in held.stored]
+        if (received := memory.accumulation.received(number, at.phase)) is not None:
+            parts.append((received,))
         if at.phase.end:
             there = memory.stepped(number) if at.phase.steps else [gradients]
             parts += [(array,) for array in there if array is not None]
@@ -153,9 +155,11 @@ def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: in
     stored = memory.stored(number).values()
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
-        place = moment_of(memory, moment).place
-        alive = (each.num_bytes for each in made if each.covers(place))
-        moments.append((weight, [(array,) for array in (*stored, *alive)]))
+        at = moment_of(memory, moment)
+        alive = (each.num_bytes for each in made if each.covers(at.place))
+        received = memory.accumulation.received(number, at.phase)
+        there = (*stored, *alive) if received is None else (*stored, *alive, received)
+        moments.append((weight, [(array,) for array in there]))
     num_strategies = len(memory.space.decisions[number].menu.strategies)
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.memory.accumulation import RECEIVED, RETURNED
 from autopar.memory.live import Interval, Live
 from autopar.memory.model import MemoryModel
 from autopar.memory.tensor_bytes import Bytes, Modes
@@ -181,9 +182,9 @@ hand on; what is more from a place on."""
 BY_LAYER = ("gathered", "gathered again", "copied", "on way", "on way again")
 """Sums over layers, by number: gathered weights, of these such as are gathered again for the backward, of these, or in
 a forward alone of all, such as are copied out of a message; weights that may be fetched ahead, forward and backward."""
-AT_ONCE = ("stepped", "reduced", "sent")
+AT_ONCE = ("stepped", "reduced", "sent", RECEIVED, RETURNED)
 """Gradients as they are stored with what the optimizer works on, those that are reduced at the end, and what one
-micro-batch has sent."""
+micro-batch has sent, has received, and receives for its backward."""
 NAMES = (*BY_PLACE, *BY_LAYER, *AT_ONCE)
 """Sums of what is not there all the time."""
 
@@ -211,6 +212,7 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
         held, ends, rows = parts_of(memory, number), (number,), space.rows.get(number) if beside_share else None
         for name, array in held.stored:
             yield Part(name, 0, (array,), ends)
+        yield from _received(memory, number)
         for array in memory.stepped(number) if memory.microbatches.works else ():
             yield Part("stepped", 0, (array,), ends)
         if held.gradients is not None:
@@ -247,12 +249,20 @@ def _of_forward(memory: MemoryModel, live: Live, beside_share: bool) -> Iterator
     for number in range(len(space.decisions)):
         for name, array in memory.stored(number).items():
             yield Part(name, 0, (array,), (number,))
+        yield from _received(memory, number)
         yield from _alive(live.made(number), (number,), space.rows.get(number) if beside_share else None)
     for wire in space.wires:
         yield from _alive(live.moved(wire), (wire.source, wire.target), space.rows_on(wire) if beside_share else None)
         of_weight = parts_on(memory, wire).weight
         if of_weight is not None and memory.lifetimes.position[wire.target] < len(memory.lifetimes.calls):
             yield from _moved(memory, wire, of_weight, memory.weights.arriving(wire))
+
+
+def _received(memory: MemoryModel, number: int) -> Iterator[Part]:
+    """What one micro-batch receives on account of a decision."""
+    if (found := memory.accumulation.buffers(number)) is not None:
+        name, array = found
+        yield Part(name, 0, (array,), (number,))
 
 
 def brings_weight(space: Space, wire: Wire) -> bool:

@@ -56,7 +56,8 @@ def memory_use(
     """
     moments = PlanMoments(memory, choices, modes, imbalance)
     if not memory.lifetimes.calls:
-        return moments.always_total, MemoryUse(moments.always, ()), 0
+        parts = {**moments.always, **moments.buffers(memory.microbatches.phases[0])}
+        return sum(parts.values()), MemoryUse(parts, ()), 0
     phases = memory.microbatches.phases
     found = [_phase_use(memory, moments, number) for number, phase in enumerate(phases) if not phase.end]
     peak, use, moment = max(found, key=lambda each: each[0])
@@ -112,7 +113,9 @@ class PlanMoments:
         found = sums_of(memory, asked > 1).at(choices, memory.lifetimes.modes_by_number(modes), excess)
         self.always = {name: int(array[0]) for name, array in found.items() if name not in NAMES}
         self.always_total = sum(self.always.values())
-        self.stepped, self.reduced, self.sent = (int(found[name][0]) for name in AT_ONCE)
+        self.stepped, self.reduced, self.sent, *one = (int(found[name][0]) for name in AT_ONCE)
+        self.received, self.returned = one
+        """Of one micro-batch: from the stage before, and gradients from the stage after."""
         self.by_layer = {name: found[name] for name in BY_LAYER}
         at = {name: found[name][: self.count] for name in BY_PLACE}
         self.kept, self.whole, self.fresh = at["kept"], at["whole"], at["fresh"]
@@ -138,9 +141,9 @@ class PlanMoments:
 
     def ending(self, phase: Phase) -> dict[str, int]:
         """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
-        waiting = (
-            {**self._saved(self._waiting, phase), "sent tensors": phase.others * self.sent} if phase.others else {}
-        )
+        waiting = self.buffers(phase)
+        if phase.others:
+            waiting |= {**self._saved(self._waiting, phase), "sent tensors": phase.others * self.sent}
         if not phase.steps:
             return {**self.always, "gradients": int(self.born.sum()) + self.reduced, **waiting}
         works_on = sum(self.memory.stepping.values())
@@ -269,8 +272,15 @@ class PlanMoments:
         return phase.others * int(kept.sum())
 
     def _always(self, phase: Phase) -> dict[str, np.ndarray]:
-        sent = {"sent tensors": (phase.others + 1) * self.sent} if self.sent else {}
-        return {name: np.full(self.count, num_bytes) for name, num_bytes in {**self.always, **sent}.items()}
+        between = {"sent tensors": (phase.others + 1) * self.sent} if self.sent else {}
+        between |= self.buffers(phase)
+        return {name: np.full(self.count, num_bytes) for name, num_bytes in {**self.always, **between}.items()}
+
+    def buffers(self, phase: Phase) -> dict[str, int]:
+        """Return bytes of receive buffers in a phase, if there are any."""
+        inputs, gradients = self.memory.microbatches.received(phase)
+        found = inputs * self.received + gradients * self.returned
+        return {"receive buffers": found} if found else {}
 
     def _there(self, phase: Phase, reducing: bool = False) -> np.ndarray:
         """Gradients, once reduced, of what is first used behind each place; while they are reduced, from it on."""

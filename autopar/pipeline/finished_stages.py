@@ -62,7 +62,7 @@ class StageFinisher:
         if settings.memory is not None and found.peak_bytes > settings.memory:  # fetched ahead it does not fit
             prefetch = made.formulation.memory.prefetch
             found = _answer_on(made.answer, made, own, formulation.memory.fetching_ahead(prefetch))
-        if (known.in_flight, known.room) != (search.held[stage], search.rooms[stage]):
+        if (known.runs, known.room) != (search.runs[stage], search.rooms[stage]):
             found = self._bounded(found, own, number)
         return written(own, found, formulation.memory.fetching_ahead(prefetch))[0]
 

@@ -1,15 +1,23 @@
-"""Which strategies the decisions of a stage may have: what the user, its neighbours and stored parameters ask for."""
+"""Which strategies the decisions of a stage may have: what the user, its neighbours and stored parameters ask for.
+
+A decision of a stage has the strategies that it has in the whole model, by name. One more choice may be its own: a
+weight that several stages share, as a tied embedding, has one call in each, and may be gathered again for its backward.
+Annotations say that of the stage itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from torch import fx
 
+from autopar.annotations.pins import regather_pins
 from autopar.pipeline.planned_blocks import PlannedBlocks
 from autopar.sharding.layout import Layout
 from autopar.space.space import Space
+from autopar.space.strategy import Strategy
 
 
 def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]) -> dict[int, np.ndarray]:
@@ -22,8 +30,10 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
         there = whole.index.get(decision.name, -1)
         if there in pins and whole.decisions[there].kind == decision.kind:
             menu = whole.decisions[there].menu
-            names = {str(s) for s, kept in zip(menu.strategies, pins[there], strict=True) if kept}
-            found[here] = np.array([str(s) in names for s in decision.menu.strategies])
+            pinned = [each for each, is_left in zip(menu.strategies, pins[there], strict=True) if is_left]
+            is_chosen = all(any(s.kept for s in each.strategies) for each in (menu, decision.menu))
+            names = {_name(each, is_chosen) for each in pinned}
+            found[here] = np.array([_name(each, is_chosen) in names for each in decision.menu.strategies])
     for number, value in enumerate(program.output[: program.num_results]):
         if not isinstance(value, fx.Node):
             continue
@@ -35,9 +45,18 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
             found[here] = np.array([s.outputs[0] == wanted for s in strategies])
         elif there in pins:
             found[here] = pins[there]
+    for here, mask in regather_pins(planned.request.annotations, space, planned.request.storage).items():
+        both = mask & found.get(here, True)
+        if both.any():
+            found[here] = both
     for name, layout in storage.items():
         if name in program.parameters:
             here = space.index[program.parameters[name]]
             stored = np.array([s.outputs[0] == layout for s in space.decisions[here].menu.strategies])
             found[here] = stored & found.get(here, True)
     return found
+
+
+def _name(strategy: Strategy, is_chosen: bool) -> str:
+    """The name of a strategy: one for a weight that is gathered again and one that is kept, unless that is chosen."""
+    return str(strategy if is_chosen else replace(strategy, kept=False))

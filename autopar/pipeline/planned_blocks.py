@@ -53,7 +53,13 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     space = request.space(request.program, {})
     pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
     settings, count = request.settings, request.num_microbatches
-    runs = Microbatches(count, reduce_each=request.wanted.reduces_each, stashes=request.schedule.updates_each)
+    schedule = request.schedule
+    runs = Microbatches(
+        count,
+        reduce_each=request.wanted.reduces_each,
+        stashes=schedule.updates_each,
+        keeps_older=schedule.delays_updates,
+    )
     recompute = "none" if settings.recompute == "auto" else settings.recompute
     activations = "leave" if settings.activations == "leave" else "stay"  # without a limit nothing else asks for it
     plan, choices = make_plan(

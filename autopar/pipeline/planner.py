@@ -135,10 +135,9 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
     request, memory = planned.request, planned.request.settings.memory
     schedule, problem = request.schedule, _cut_problem(planned)
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
-    held = tuple(map(schedule.in_flight, range(schedule.num_stages)))
     room = None if memory is None else Room(memory, memory)
     asking = deadline - REFINING * seconds_until(deadline)
-    search = StageSearch(planned, asking, (room,) * schedule.num_stages, held, until)
+    search = StageSearch(planned, asking, (room,) * schedule.num_stages, until)
     if memory is None:
         best = best_cuts(problem)
         return refined(problem, best.starts, deadline=deadline), search, best.seconds

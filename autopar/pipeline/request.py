@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PipelineError
 from autopar.hardware.profile import Hardware
+from autopar.memory.microbatches import Microbatches
+from autopar.pipeline.schedules.receive_buffers import receive_buffers
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
@@ -88,6 +90,19 @@ class PipelineRequest:
     @property
     def num_microbatches(self) -> int:
         return self.schedule.num_microbatches
+
+    def microbatches(self, stage: int) -> Microbatches:
+        """The micro-batches of a stage, as the schedule runs them."""
+        schedule, buffers = self.schedule, receive_buffers(self.schedule, stage)
+        return Microbatches(
+            schedule.num_microbatches,
+            schedule.in_flight(stage),
+            self.wanted.reduces_each,
+            stashes=schedule.updates_each,
+            inputs=buffers.inputs,
+            gradients=buffers.gradients,
+            keeps_older=schedule.delays_updates,
+        )
 
     def space(self, program: Program, received: Mapping[str, Layout]) -> Space:
         """The space of a stage, or of the whole program, which receives nothing."""

@@ -32,8 +32,9 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
     """
     spans = sorted(pairwise((*starts, len(search.planned.blocks))), key=lambda span: search.own_seconds(*span))
     first, end = spans[len(spans) // 2]
-    count, chunks = len(search.held), search.planned.request.schedule.chunks
-    by_flight = sorted(range(count), key=lambda each: search.held[each])
+    in_flight = [runs.in_flight for runs in search.runs]
+    count, chunks = len(in_flight), search.planned.request.schedule.chunks
+    by_flight = sorted(range(count), key=in_flight.__getitem__)
     found: list[Known] = []
     until = search.deadline - (1 - SHARE_OF_TIME) * seconds_until(search.deadline)
     for place, share in LIMITS:
@@ -46,15 +47,16 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
     if any(each.made is not None and len(each.made.space.decisions) > LARGE for each in found):
         search.roughly, search.most_asked = ROUGHLY, ASKED
 
-    least, most = search.held[by_flight[0]], search.held[by_flight[-1]]
+    ends = by_flight[0], by_flight[-1]
     made = [
-        (Sample.of(each.seconds, search.holding(each, least)), Sample.of(each.seconds, search.holding(each, most)))
+        tuple(Sample.of(each.seconds, search.holding(each, search.runs[stage])) for stage in ends)
         for each in found
         if each.made is not None
     ]
+    least, most = (in_flight[stage] for stage in ends)
 
     def samples(stage: int) -> Sequence[Sample]:
-        share = (search.held[stage] - least) / max(most - least, 1)  # bytes grow with the micro-batches in flight
+        share = (in_flight[stage] - least) / max(most - least, 1)  # bytes grow with the micro-batches in flight
         return [one.towards(other, share) for one, other in made]
 
     return samples, search.own_seconds(first, end)

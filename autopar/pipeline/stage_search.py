@@ -1,8 +1,8 @@
 """What the stages of a pipeline take within their memory, found out for as few of them as the cut needs.
 
-A stage is its structure (its calls, without their names), the micro-batches that it has in flight, and the memory that
-it may take: at its fullest moment, and while others of its rank run (`rooms`). Stages of equal structure have the same
-choices before them, so that what is found for one serves others:
+A stage is its structure (its calls, without their names), the micro-batches that it has in flight (and with them its
+receive buffers), and the memory that it may take: at its fullest moment, and while others of its rank run (`rooms`).
+Stages of equal structure have the same choices before them, so that what is found for one serves others:
 
     in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
     in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
@@ -56,7 +56,7 @@ MOST_ASKED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
 """Of a stage that is planned within the tolerance where the first plan is not: of larger ones that takes minutes."""
-STORED = ("parameters", "optimizer", "master copies", "gradients")
+STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""
@@ -71,11 +71,11 @@ TIGHTER = 0.97
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A stage that was asked for: with so many micro-batches in flight and so much room, its choices, if any fit."""
+    """A stage that was asked for: with its micro-batches in flight and so much room, its choices, if any fit."""
 
     span: tuple[int, int]
     """Its first block and its end."""
-    in_flight: int
+    runs: Microbatches
     room: Room | None
     made: Solved | None
     seconds: float
@@ -94,8 +94,6 @@ class StageSearch:
     deadline: float
     rooms: Sequence[Room | None]
     """Of the stages; None: as much as they like."""
-    held: tuple[int, ...]
-    """Micro-batches in flight per stage."""
     until: tuple[float, ...]
     """Seconds of the blocks before each, and of all, by the plan of the whole."""
     roughly: float = ROUGHLY
@@ -111,13 +109,17 @@ class StageSearch:
     programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
     spaces: dict[int, tuple[Space, dict[int, np.ndarray]]] = field(default_factory=dict)
     """Structure → the space of the first stage that has it, and its pins."""
-    holds: dict[tuple[int, int], Held] = field(default_factory=dict)
+    holds: dict[tuple[int, Microbatches], Held] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
-    memories: dict[tuple[int, int, int], MemoryModel] = field(default_factory=dict)
+    memories: dict[tuple[int, Microbatches, int], MemoryModel] = field(default_factory=dict)
     """Space (by identity), micro-batches in flight, layers fetched ahead → what choices hold; equal stages share it."""
+    runs: tuple[Microbatches, ...] = field(init=False)
+    """The micro-batches of each stage."""
     splitter: Splitter = field(init=False)
 
     def __post_init__(self) -> None:
+        request = self.planned.request
+        self.runs = tuple(map(request.microbatches, range(request.schedule.num_stages)))
         self.kinds = kinds(self.planned)
         self.splitter = Splitter.of(self.planned.request.program, self.planned.blocks)
 
@@ -166,33 +168,33 @@ class StageSearch:
 
     def fuller(self, stage: int) -> Sequence[int]:
         """The stages with no more room and as many micro-batches in flight."""
-        held, room = self.held[stage], self.rooms[stage]
-        return [other for other, each in enumerate(self.rooms) if self.held[other] >= held and as_much(room, each)]
+        runs, room = self.runs[stage], self.rooms[stage]
+        pairs = zip(self.runs, self.rooms, strict=True)
+        return [s for s, (more, less) in enumerate(pairs) if runs.holds_no_more(more) and as_much(room, less)]
 
     def met(self) -> Iterator[Met]:
         """What stages were found to take at least that fit."""
         for known in (each for every in self.by_structure.values() for each in every if each.made is not None):
-            rooms = enumerate(self.rooms)
-            fuller = [s for s, room in rooms if self.held[s] >= known.in_flight and as_much(known.room, room)]
+            pairs = enumerate(zip(self.runs, self.rooms, strict=True))
+            fuller = [s for s, (more, less) in pairs if known.runs.holds_no_more(more) and as_much(known.room, less)]
             yield known.span, known.least, fuller
 
     def find(self, first: int, end: int, stage: int) -> Known | None:
         """What was found out of just this stage, or that it does not fit."""
-        held, room = self.held[stage], self.rooms[stage]
+        runs, room = self.runs[stage], self.rooms[stage]
         for each in reversed(self.by_structure[self.program(first, end)[1]]):  # what was asked more closely first
-            if (each.in_flight, each.room) == (held, room):
+            if (each.runs, each.room) == (runs, room):
                 return each
-            if each.made is None and each.in_flight <= held and as_much(each.room, room):
+            if each.made is None and each.runs.holds_no_more(runs) and as_much(each.room, room):
                 return each
         return None
 
     def best_known(self, first: int, end: int, stage: int) -> Known | None:
         """The fastest of the choices that are known to fit into the room of a stage."""
-        held, room = self.held[stage], self.rooms[stage]
         if tuple(self.kinds[first:end]) not in self.kinds_asked:
             return None
         known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
-        return next((each for each in known if each.made is not None and self._fits(each, held, room)), None)
+        return next((each for each in known if each.made is not None and self._fits(each, stage)), None)
 
     def program(self, first: int, end: int) -> tuple[Program, int]:
         """The program of a stage, and the number of its structure."""
@@ -234,7 +236,7 @@ class StageSearch:
 
     def _within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
         """The best choices within a gap and a peak; with all of the time where a share of it was too little for any."""
-        runs, most = self.microbatches(stage), SHARE_OF_CLOSER if gap <= TOLERANCE else SHARE_OF_TIME
+        runs, most = self.runs[stage], SHARE_OF_CLOSER if gap <= TOLERANCE else SHARE_OF_TIME
         try:
             return solved(space, pins, self.settings(stage, most, gap, peak), runs)
         except TimeLimitError:
@@ -258,12 +260,7 @@ class StageSearch:
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """What a stage holds."""
-        return MemoryModel(space, self.microbatches(stage), offloads=self.planned.request.settings.offloads)
-
-    def microbatches(self, stage: int) -> Microbatches:
-        request = self.planned.request
-        count, stashes = request.num_microbatches, request.schedule.updates_each
-        return Microbatches(count, self.held[stage], request.wanted.reduces_each, stashes=stashes)
+        return MemoryModel(space, self.runs[stage], offloads=self.planned.request.settings.offloads)
 
     def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
         """Plan a stage within a gap, and note what was found."""
@@ -293,34 +290,35 @@ class StageSearch:
             if before.seconds <= seconds:
                 made, seconds = before.made, before.seconds
         is_close, least = gap <= TOLERANCE, min(least, seconds)
-        known = Known((first, end), self.held[stage], self.rooms[stage], made, seconds, least, is_close)
+        known = Known((first, end), self.runs[stage], self.rooms[stage], made, seconds, least, is_close)
         self.by_structure[number].append(known)
         return known
 
-    def _fits(self, known: Known, held: int, room: Room | None) -> bool:
-        """Whether choices fit with so many micro-batches in flight into so much room."""
-        if room is None or (known.in_flight >= held and as_much(room, known.room)):
+    def _fits(self, known: Known, stage: int) -> bool:
+        """Whether choices fit into the room of a stage with its micro-batches in flight."""
+        runs, room = self.runs[stage], self.rooms[stage]
+        if room is None or (runs.holds_no_more(known.runs) and as_much(room, known.room)):
             return True
         answer = known.made.answer if known.made is not None else None
         assert answer is not None
         stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
-        if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room.peak:
+        if stored + (answer.peak_bytes - stored) * runs.in_flight / known.runs.in_flight > NEARLY * room.peak:
             return False  # far from it: memory need not be counted
-        return room.excess(self.holding(known, held)) <= 0
+        return room.excess(self.holding(known, runs)) <= 0
 
-    def holding(self, known: Known, held: int) -> Held:
-        """What choices hold with so many micro-batches in flight."""
-        key, made = (id(known), held), known.made
+    def holding(self, known: Known, runs: Microbatches) -> Held:
+        """What choices hold with other micro-batches in flight."""
+        key, made = (id(known), runs), known.made
         assert made is not None
         if key not in self.holds:
-            self.holds[key] = held_by(self._memory_with(made, held), made.answer.choices, made.answer.modes)
+            self.holds[key] = held_by(self._memory_with(made, runs), made.answer.choices, made.answer.modes)
         return self.holds[key]
 
-    def _memory_with(self, made: Solved, held: int) -> MemoryModel:
-        """The memory of a stage that was planned, with so many micro-batches in flight."""
-        ahead = made.formulation.memory.prefetch
-        key = id(made.space), held, ahead
+    def _memory_with(self, made: Solved, runs: Microbatches) -> MemoryModel:
+        """The memory of a stage that was planned, with other micro-batches in flight."""
+        memory = made.formulation.memory
+        runs, ahead = replace(runs, reduce_each=memory.microbatches.reduce_each), memory.prefetch
+        key = id(made.space), runs, ahead
         if key not in self.memories:
-            runs = replace(made.formulation.memory.microbatches, in_flight=held)
             self.memories[key] = MemoryModel(made.space, runs, ahead, made.settings.offloads)
         return self.memories[key]

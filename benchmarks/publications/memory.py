@@ -1,7 +1,6 @@
 """What a framework and a device hold beside what a plan counts, as stated assumptions, and whether a step fits.
 
-allocated   what a plan predicts: tensors; nanotron has further ones that it keeps between steps, as its code says, and
-            has no buffers for what a stage will receive, of which PyTorch's pipelines have one for each micro-batch
+allocated   what a plan predicts: tensors; nanotron has further ones that it keeps between steps, as its code says
 peak        tensors at the fullest moment, with those that its code makes beside autopar's, and with those that wait for
             NCCL: reduce-scatters run on a stream of their own, and the allocator has their inputs back when the device
             has come so far. A rule that is inferred from the peaks, and seen in no code: where hosts are ahead of the
@@ -70,11 +69,6 @@ def flat_bytes(row: Row, parameters: float) -> float:
     return FLAT * parameters * (1 + 1 / row.dp) if flat else 0.0
 
 
-def received_bytes(row: Row) -> float:
-    """Bytes of the buffers that the first stage of a plan has for gradients, and nanotron's has not."""
-    return row.accumulation * between_bytes(row) if row.framework == "nanotron" and row.pp > 1 else 0.0
-
-
 def further_bytes(row: Row, parameters: float) -> float:
     """Bytes at the peak of what nanotron's first stage makes beside a plan's, and of what waits for NCCL."""
     if row.framework != "nanotron":
@@ -134,7 +128,7 @@ def allocated(outcome: Outcome) -> float:
     """Predicted bytes between steps."""
     assert outcome.predicted is not None, outcome.reason
     row, parameters = outcome.row, rank_parameters(outcome.row)
-    found = outcome.predicted.standing_bytes - received_bytes(row)
+    found = outcome.predicted.standing_bytes
     return found + framework_bytes(row, parameters) + flat_bytes(row, parameters)
 
 
@@ -142,7 +136,7 @@ def at_the_peak(outcome: Outcome) -> float:
     """Predicted bytes of tensors at the fullest moment, and of those that wait."""
     assert outcome.predicted is not None, outcome.reason
     row, parameters = outcome.row, rank_parameters(outcome.row)
-    found = outcome.predicted.peak_bytes - received_bytes(row)
+    found = outcome.predicted.peak_bytes
     return found + framework_bytes(row, parameters) + further_bytes(row, parameters)
 
 

@@ -126,8 +126,8 @@ def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) ->
     wanted = replace(request_of(asked, hardware), stages=tuple(f"layers.{start}" for start in starts(counts)[1:]))
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
     program = _program(asked, asked.shape.layers)
-    plan = plan_pipeline(PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule))
-    runs = _runs(schedule, wanted)
+    request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
+    plan, runs = plan_pipeline(request), _runs(request)
     standing = [
         sum(standing_bytes(plan.stages[stage].plan, runs[stage]) for stage in schedule.stages_of(rank))
         for rank in range(schedule.num_ranks)
@@ -136,10 +136,9 @@ def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) ->
     return Predicted(simulate_stages(schedule, stages).seconds, 0.0, plan.peak_bytes, max(standing), False)
 
 
-def _runs(schedule: Schedule, wanted: PlanRequest) -> list[Microbatches]:
+def _runs(request: PipelineRequest) -> list[Microbatches]:
     """The micro-batches of each stage."""
-    count = schedule.num_microbatches
-    return [Microbatches(count, schedule.in_flight(s), wanted.reduces_each) for s in range(schedule.num_stages)]
+    return [request.microbatches(stage) for stage in range(request.schedule.num_stages)]
 
 
 def stage_search(asked: Pinned, hardware: Hardware) -> StageSearch:
@@ -150,8 +149,7 @@ def stage_search(asked: Pinned, hardware: Hardware) -> StageSearch:
     program, wanted = _program(asked, min(asked.shape.layers, depth)), request_of(asked, hardware)
     request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
     planned, count = planned_blocks(request, 3), schedule.num_stages
-    held = tuple(map(schedule.in_flight, range(count)))
-    return StageSearch(planned, NEVER, (None,) * count, held, (0.0,) * (len(planned.blocks) + 1))
+    return StageSearch(planned, NEVER, (None,) * count, (0.0,) * (len(planned.blocks) + 1))
 
 
 def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
@@ -168,7 +166,7 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
             seconds = _seconds(depths, sent, hardware.communication_share)
             known[kind] = depths, waited(seconds) if asked.waits else seconds
         stages.append(known[kind])
-    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, request_of(asked, hardware)))
+    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(search.planned.request))
     step = simulate_stages(schedule, [each for _, each in stages]).seconds
     derived = any(depths.shorter is not None for depths, _ in stages)
     return Predicted(step, 0.0, peaks, standing, derived)

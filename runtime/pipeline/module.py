@@ -6,7 +6,9 @@ the model computes. A rank stores the parameters of its own stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.evaluation import evaluated
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.frozen import FrozenNames
+from autopar.runtime.pipeline.older_weights import OlderWeights
 from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
 from autopar.runtime.pipeline.shared_parameters import summed_over_holders
 from autopar.runtime.pipeline.step import ScheduledStep
@@ -67,6 +70,7 @@ class PipelineModule(StoredModule[Pipeline]):
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
         self._hosts = host_group(self._group)
         self._frozen_names = FrozenNames(self._hosts)
+        self._older_weights = OlderWeights()
         self.optimizer: torch.optim.Optimizer | None = None
         """Of this rank's parameters; only schedule="pipedream" needs it, which updates inside `train_step`."""
 
@@ -96,7 +100,8 @@ class PipelineModule(StoredModule[Pipeline]):
         """Run forward and backward of a batch through the pipeline, and leave the gradients in `.grad`.
 
         The batch is split along dim 0 into micro-batches. Returns the mean of their losses, on every rank. With
-        schedule="pipedream" every micro-batch is a step of `model.optimizer`, and no gradients are left.
+        schedule="pipedream" every micro-batch is a step of `model.optimizer`, and no gradients are left; with
+        "pipedream_2bw" gradients and loss are those at the weights before the last update.
 
         Raises InputError where the batch does not divide or the model returns no loss, and PeerError where
         another rank fails.
@@ -117,7 +122,8 @@ class PipelineModule(StoredModule[Pipeline]):
                 'one backward of both; use schedule="1f1b" or "interleaved_1f1b", or do without model.compile().'
             )
         first_step = self.random_state.advance(len(batches))
-        with summed_over_holders(self, pipeline.holders, self._group, self._hosts):
+        older = self._older_weights.in_place(self) if pipeline.schedule.delays_updates else nullcontext()
+        with older, summed_over_holders(self, pipeline.holders, self._group, self._hosts):
             return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +149,21 @@ class PipelineModule(StoredModule[Pipeline]):
             results = evaluated(pipeline, self, arguments, self._group, random)
         self.random_state.advance(1)
         return self._returned(pipeline, pipeline.programs[-1], results, pipeline.result_layouts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As in the base class; older weights are forgotten."""
+        self._older_weights.forget()
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """As in the base class; older weights are forgotten."""
+        self._older_weights.forget()
+        super().load_safetensors(path)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As in the base class; older weights are forgotten."""
+        self._older_weights.forget()
+        return super()._apply(fn, recurse)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; the norm before.

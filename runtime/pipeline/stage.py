@@ -1,4 +1,11 @@
-"""A stage on torch.distributed.pipelining's schedules: what it takes and gives, stated before anything runs."""
+"""A stage on torch.distributed.pipelining's schedules: what it takes and gives, stated before anything runs.
+
+PyTorch allocates a buffer for every micro-batch of a step, for each tensor that a stage receives, and most of its
+schedules hold what was sent up to the end of the step. Here a buffer is allocated when its receive is posted, and freed
+with the micro-batch's backward, so that there are as many as `pipeline.schedules.receive_buffers` counts along the
+schedule's order; outputs are held up to their backward, gradients until the next ones are sent. The schedules stay
+PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _make_tensor_from_meta
+from torch.distributed.pipelining.stage import _RecvInfo
 
 from autopar.program.program import TensorInfo
 from autopar.runtime.module.executable import Executable
@@ -17,33 +26,151 @@ from autopar.runtime.pipeline.split_backward import backward_to_inputs, backward
 from autopar.sharding.layout import Layout
 
 
+class _Received(_RecvInfo):
+    """A tensor from another stage for one micro-batch; its buffer is here from its receive until it is taken."""
+
+    buffer: Tensor | None
+
+    def taken(self) -> Tensor | None:
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+
 class ScheduledStage(PipelineStage):
-    """A `PipelineStage` that tells its module which micro-batch it runs."""
+    """A `PipelineStage` that tells its module which micro-batch it runs, and holds buffers for those in flight only."""
 
     def __init__(
-        self, stage: Stage, number: int, num_stages: int, loss_position: int | None, group: dist.ProcessGroup
+        self,
+        stage: Stage,
+        number: int,
+        num_stages: int,
+        loss_position: int | None,
+        group: dist.ProcessGroup,
+        fuses: bool,
     ) -> None:
-        """`loss_position` is that of the loss among the user's outputs, on the last stage; None on the others."""
+        """`loss_position` is that of the loss among the user's outputs, on the last stage; None on the others.
+
+        `fuses`: whether the schedule posts sends together with receives, and waits for both (1F1B).
+        """
         executable = stage.executable
+        self._inputs = received_tensors(executable)
         super().__init__(
             _Handed(stage, loss_position),
             number,
             num_stages,
             torch.device(executable.mesh.device_type),
-            input_args=received_tensors(executable),
+            input_args=self._inputs,
             output_args=sent_tensors(executable) if loss_position is None else torch.empty((), device="meta"),
             group=group,
         )
         self.stage = stage
+        self._fuses = fuses
+        self._fused: list[dist.P2POp] = []
+        self._outputs_sent: dict[int, list[dist.Work]] = {}
+        self._gradients_sent: list[dist.Work] = []
+
+    # Receive buffers. PyTorch's methods of these names allocate them all, or expect that.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        if self.is_first:
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+            return
+        assert self._stage_meta.inputs is not None, "inputs are described before they are received"
+        for number in range(num_microbatches):
+            self.args_recv_info[number] = tuple(
+                _Received(f"input {position}", self.stage_index - 1, None, meta)
+                for position, meta in enumerate(self._stage_meta.inputs)
+            )
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[_RecvInfo, ...]:
+        if self.is_last:
+            return ()
+        assert self._stage_meta.output_grads is not None, "gradients are described before they are received"
+        return tuple(
+            _Received(f"gradient of output {position}", self.stage_index + 1, None, meta)
+            for position, meta in enumerate(self._stage_meta.output_grads)
+        )
+
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+        found = []
+        for info in recv_infos:
+            if isinstance(info, _Received) and info.tensor_meta is not None:
+                assert info.source is not None, "a stage receives from another one"
+                info.buffer = buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+                peer = self._resolve_peer_global_rank(info.source)
+                found.append(dist.P2POp(dist.irecv, buffer, peer, self.group))
+        return found
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for info, like in zip(self.args_recv_info[fwd_chunk_id], self._inputs, strict=True):
+            assert isinstance(info, _Received), "the inputs of this stage"
+            tensor = info.taken()
+            assert tensor is not None, "it has been received"
+            found.append(tensor.requires_grad_(like.requires_grad and torch.is_grad_enabled()))
+        return tuple(found)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        infos: tuple[_Received, ...] = self.grad_recv_info[bwd_chunk_id]
+        return tuple(info.taken() for info in infos)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients that the next stage, on this rank, has made; zeros where it has made none."""
+        for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if gradient is None and info.tensor_meta is not None:
+                gradient = _make_tensor_from_meta(info.tensor_meta, self.device).zero_()
+            info.buffer = gradient
+
+    # Sends. All schedules but 1F1B hold what was sent up to the end of the step, so it is sent here for them.
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """As in the base class; none where the outputs are on their way already."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self._fuses:
+            self._outputs_sent[fwd_chunk_id] = _posted(operations)
+        return self._left_to_schedule(operations)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """As in the base class; none where the gradients are on their way already, behind those before them."""
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        if not self._fuses:
+            _wait(self._gradients_sent)
+            self._gradients_sent = _posted(operations)
+        return self._left_to_schedule(operations)
+
+    def _left_to_schedule(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        self._fused += operations if self._fuses else ()
+        return operations if self._fuses else []
+
+    def _let_go_of_sent(self) -> None:
+        """Drop what 1F1B has sent: it has posted it by now, and holds the operations until it sends again."""
+        for operation in self._fused:
+            del operation.tensor
+        self._fused.clear()
+
+    def finish_sends(self) -> None:
+        """Wait until all is sent."""
+        for works in (self._gradients_sent, *self._outputs_sent.values()):
+            _wait(works)
+        self._gradients_sent = []
+        self._outputs_sent.clear()
+
+    # Computations.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As in the base class."""
+        self._let_go_of_sent()
         self.stage.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """As in the base class; what is sent back is contiguous."""
+        self._let_go_of_sent()
+        _wait(self._outputs_sent.pop(bwd_chunk_id, []))  # their gradients are there, so it has arrived
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        loss = kwargs.get("loss")
+        if loss is not None and (not self.is_first or kwargs.get("full_backward", True)):
+            loss.detach_()  # the schedule holds it up to the end, and its graph would hold what was received
         gradients = self.bwd_cache.get(bwd_chunk_id, ())
         self.bwd_cache[bwd_chunk_id] = tuple(None if each is None else each.contiguous() for each in gradients)
 
@@ -58,6 +185,16 @@ class ScheduledStage(PipelineStage):
             backward_to_weights(bwd_kwargs["param_groups"])
             return (), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def _posted(sends: Sequence[dist.P2POp]) -> list[dist.Work]:
+    found = (dist.isend(each.tensor, group=each.group, group_dst=each.group_peer) for each in sends)
+    return [work for work in found if work is not None]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 class _Handed(nn.Module):

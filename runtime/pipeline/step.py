@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
 from autopar.runtime.module.batches import loss_position
 from autopar.runtime.module.inputs import Arguments
@@ -29,15 +29,16 @@ class ScheduledStep:
         schedule = pipeline.schedule
         last = schedule.num_stages - 1
         position = loss_position(pipeline.programs[last])
+        torch_class: Any = schedule.torch_class
+        fuses = torch_class is Schedule1F1B
         self._stages = [Stage(each, root, random_state) for each in pipeline.executables.values()]
         self.scheduled = [
-            ScheduledStage(stage, number, schedule.num_stages, position if number == last else None, group)
+            ScheduledStage(stage, number, schedule.num_stages, position if number == last else None, group, fuses)
             for number, stage in zip(pipeline.executables, self._stages, strict=True)
         ]
         self._count = schedule.num_microbatches
         self._scale: Tensor | None = None
         self._group, self._last_rank = group, schedule.rank_of(last)
-        torch_class: Any = schedule.torch_class
         self._schedule = torch_class(
             self.scheduled[0] if issubclass(torch_class, PipelineScheduleSingle) else self.scheduled,
             self._count,
@@ -57,6 +58,8 @@ class ScheduledStep:
         losses: list[Tensor] = []
         numbers = torch.arange(self._count)
         self._schedule.step(target=numbers, losses=losses, return_outputs=False)
+        for stage in self.scheduled:
+            stage.finish_sends()
         for stage in reversed(self._stages):
             stage.finish()
         total = torch.zeros((), device=self._device)

@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import InfeasibleError, PipelineError
 from autopar.hardware.load import load
 from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedules.choice import chunks_of
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.settings import context_of
 from autopar.program.recompute_segments import OFFLOAD
@@ -140,7 +141,7 @@ def test_backwards_in_halves_are_refused_and_not_chosen() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_halves_backwards_has_steps_of_both_kinds(name: str) -> None:
-    schedule = Schedule(name, 2, 8, 1 if name in ("gpipe", "1f1b", "pipedream") else 2)
+    schedule = Schedule(name, 2, 8, chunks_of(name, None))
     assert schedule.halves_backwards == any(step.kind in ("I", "W") for order in schedule.orders for step in order)
 
 

@@ -169,12 +169,11 @@ def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
     """What it works on beside that may be more: the stages of a rank take turns."""
     asked = request({"pp": 2}, Schedule("interleaved_1f1b", 2, 4, 2), num_layers=4)
     blocks = planned_blocks(asked, 4)
-    held = tuple(map(asked.schedule.in_flight, range(4)))
 
     def ask(room: Room | None) -> tuple[Known, Held | None]:
-        search = StageSearch(blocks, NEVER, (room,) * 4, held, (0.0,) * (len(blocks.blocks) + 1))
+        search = StageSearch(blocks, NEVER, (room,) * 4, (0.0,) * (len(blocks.blocks) + 1))
         known = search.ask(0, 3, 0, 0.02)
-        return known, None if known.made is None else search.holding(known, held[0])
+        return known, None if known.made is None else search.holding(known, search.runs[0])
 
     free, whole = ask(Room(2**40, 2**40))
     assert whole is not None and whole.kept < whole.peak

@@ -24,7 +24,7 @@ def _search() -> StageSearch:
     asked = request({"pp": 2}, Schedule("1f1b", 2, 4), num_layers=3)
     blocks = planned_blocks(asked, 2)
     nothing_known = (0.0,) * (len(blocks.blocks) + 1)
-    return StageSearch(blocks, after(1000.0), (Room(2**40, 2**40),) * 2, (2, 1), nothing_known)
+    return StageSearch(blocks, after(1000.0), (Room(2**40, 2**40),) * 2, nothing_known)
 
 
 def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,15 @@ half of the stages runs back, and rank 0 has the first stage and the last.
     zbv                      the same on a V of two stages per rank (Qi et al., ICLR 2024, section 6)
     dualpipev                a V whose forwards overlap backwards (DeepSeek-V3, 2024)
     pipedream                1f1b that updates a stage after every backward (Narayanan et al., SOSP 2019)
+    pipedream_2bw            1f1b on the weights before the last update (PipeDream-2BW; Narayanan et al., ICML 2021)
 
 `pipedream` runs in the order of 1f1b and is not PyTorch's. A stage updates its weights after each micro-batch, so the
 forward of micro-batch i on rank r sees max(0, i + 1 - (ranks - r)) updates of this step. Its backward uses those same
 weights, which were stashed; its gradient is applied to the newest. Stages do not agree on a version (no vertical sync).
 The micro-batches of one step drain before the next step begins.
+
+`pipedream_2bw` keeps two versions of the weights: W(t+1) = W(t) - ν ∇f(W(t-1)), with one update per batch. All stages
+agree on a version. Its steps drain, too, so that its order is that of 1f1b.
 """
 
 from __future__ import annotations
@@ -38,23 +42,26 @@ _CLASSES: dict[str, str | None] = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
     "pipedream": None,
+    "pipedream_2bw": "Schedule1F1B",
 }
 """Schedule → its class in torch.distributed.pipelining."""
 NAMES = tuple(_CLASSES)
 KINDS = ("F", "B", "I", "W")
 """Forward, whole backward, gradient of the input, gradient of the weights."""
-_ONE_STAGE = ("gpipe", "1f1b", "pipedream")
+RECEIVES = ("RECV_F", "RECV_B")
+"""What a forward reads of the stage before, and a backward of the stage after, where that is on another rank."""
+_ONE_STAGE = ("gpipe", "1f1b", "pipedream", "pipedream_2bw")
 _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 _V = ("zbv", "dualpipev")
 HALVING = ("interleaved_zero_bubble", *_V)
 """Make the gradients of inputs and those of weights apart."""
-_STAGES_FULL = ("1f1b", "dualpipev")
+_STAGES_FULL = ("1f1b", "pipedream_2bw", "dualpipev")
 """Need a micro-batch for every stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of a stage on one micro-batch; `kind` is one of KINDS."""
+    """One computation or receive of a stage for one micro-batch; `kind` is one of KINDS or RECEIVES."""
 
     kind: str
     stage: int
@@ -123,9 +130,19 @@ class Schedule:
         return self.name == "pipedream"
 
     @property
+    def delays_updates(self) -> bool:
+        """Whether a step runs on the weights before the last update, of which a second version is kept."""
+        return self.name == "pipedream_2bw"
+
+    @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank computes, in order."""
         return _orders(self)
+
+    @property
+    def orders_with_receives(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank computes, and the receives that it posts, in order."""
+        return _orders_with_receives(self)
 
     def rank_of(self, stage: int) -> int:
         """The rank that runs `stage`."""
@@ -208,13 +225,35 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 
 @cache
 def _orders(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b."""
+    """Return the computations alone."""
+    return tuple(tuple(step for step in each if step.kind in KINDS) for each in schedule.orders_with_receives)
+
+
+@cache
+def _orders_with_receives(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Return the orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b.
+
+    Schedules of one stage per rank post each receive directly before the computation that reads it.
+    """
+    ranks = range(schedule.num_ranks)
     if schedule.updates_each:
-        return tuple(_one_forward_one_backward(schedule, rank) for rank in range(schedule.num_ranks))
+        return tuple(_with_receives(schedule, _one_forward_one_backward(schedule, rank)) for rank in ranks)
     torch_class: Any = schedule.torch_class
     stages = [_stub(schedule, stage) for stage in schedule.stages_of(0)]
-    built = torch_class(stages[0] if schedule.name in _ONE_STAGE else stages, schedule.num_microbatches)
-    return tuple(_steps(built.pipeline_order[rank]) for rank in range(schedule.num_ranks))
+    if schedule.name in _ONE_STAGE:
+        order = torch_class(stages[0], schedule.num_microbatches).pipeline_order
+        return tuple(_with_receives(schedule, _steps(order[rank])) for rank in ranks)
+    order = torch_class(stages, schedule.num_microbatches).pipeline_order_with_comms
+    return tuple(_steps(order[rank]) for rank in ranks)
+
+
+def _with_receives(schedule: Schedule, steps: Iterable[Action]) -> tuple[Action, ...]:
+    found: list[Action] = []
+    for step in steps:
+        if step.stage != (0 if step.kind == "F" else schedule.num_stages - 1):
+            found.append(Action(f"RECV_{step.kind}", step.stage, step.microbatch))
+        found.append(step)
+    return tuple(found)
 
 
 def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
@@ -229,7 +268,7 @@ def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
 
 
 def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
-    """PyTorch's actions of one rank as steps: computations only, overlapped pairs one after the other.
+    """PyTorch's actions of one rank as steps: computations and receives, overlapped pairs one after the other.
 
     Micro-batches are counted anew: every class runs them in order, but the order that 1F1B prints begins the last
     rank's forwards at 1 (torch 2.13; what it runs begins at 0).
@@ -240,6 +279,8 @@ def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
     steps = []
     for action in flat:
         kind, stage = action.computation_type.value, action.stage_index
+        if kind in RECEIVES:
+            steps.append(Action(kind, stage, action.microbatch_index))
         if kind not in KINDS:
             continue
         backward = "F" if kind == "F" else "W" if kind == "W" else "B"  # B and I count the same micro-batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.memory.microbatches import END
+from autopar.memory.microbatches import END, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import PlanMoments, memory_use
 from autopar.plans.rows import SAVED
@@ -86,10 +86,10 @@ def as_much(room: Room | None, other: Room | None) -> bool:
 def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Held:
     """What a stage holds by its choices.
 
-    While others run, it keeps what all its micro-batches in flight have saved and sent, and all gradients, as they are
-    added up and as they are reduced; where no micro-batch follows the first backward there are gradients beside one
-    less of them. That is never more than at its fullest moment. Nor is it less than what is there at that moment and
-    does not go with it, as `PipelinePlan.rank_bytes` counts.
+    While others run, it keeps what all its micro-batches in flight have saved, received and sent, and all gradients, as
+    they are added up and as they are reduced; where no micro-batch follows the first backward there are gradients
+    beside one less of them. That is never more than at its fullest moment. Nor is it less than what is there at that
+    moment and does not go with it, as `PipelinePlan.rank_bytes` counts.
     """
     peak, use, _ = memory_use(memory, choices, modes)
     runs = memory.microbatches
@@ -98,7 +98,11 @@ def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str
     moments = PlanMoments(memory, choices, modes)
     saved = runs.in_flight * int(moments.kept.sum())
     running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - saved
-    waiting, beside = saved + runs.in_flight * moments.sent, saved // runs.in_flight + moments.sent
+    full, without_one = (
+        sum(moments.buffers(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
+    )
+    waiting = saved + runs.in_flight * moments.sent + full
+    beside = saved // runs.in_flight + moments.sent + full - without_one
     ending = sum(moments.ending(END).values()) + waiting - (beside if runs.in_flight == runs.count else 0)
     resting = max(moments.always_total + waiting, ending)
     kept = max(peak - running, min(resting, peak))

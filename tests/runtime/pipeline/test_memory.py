@@ -37,20 +37,11 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
     def held() -> Iterator[Tensor]:
         yield from held_in_training(compiled, optimizer)
         yield from batch
-        yield from _receive_buffers(compiled)
 
     compiled.train_step(*batch)
     optimizer.step()
     found = peak_bytes(lambda: compiled.train_step(*batch), optimizer.zero_grad, held)
     return found, compiled.plan.rank_bytes(on.get_local_rank("pp"))
-
-
-def _receive_buffers(compiled: PipelineModule) -> Iterator[Tensor]:
-    """What torch's stages receive in: made in the first step, and there ever after."""
-    for runner in compiled._runners.values():
-        for stage in getattr(runner, "scheduled", ()):
-            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                yield from (info.buffer for info in infos if info.buffer is not None)
 
 
 @pytest.mark.sample(1)

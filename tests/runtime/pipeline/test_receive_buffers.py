@@ -1,0 +1,191 @@
+"""Receive buffers exist for micro-batches in flight only, as many as a schedule's order and the plan say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import autopar
+from autopar.memory.microbatches import Microbatches, Phase
+from autopar.pipeline.schedules.receive_buffers import receive_buffers
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.runtime.pipeline import stage as scheduled
+from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.pipeline.stage import ScheduledStage
+from tests.support.pipeline_training import PipelineCase, check
+from tests.support.ranks import Ranks, mesh
+
+MICROBATCHES = 8
+Most = dict[int, tuple[int, int]]
+"""Stage → bytes of inputs and of gradients in receive buffers, where each is most."""
+
+
+class Chain(nn.Module):
+    """Layers that keep the width of what goes from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_BD = torch.tanh(layer(x_BD)) + x_BD
+        return x_BD.square().mean()
+
+
+class _Watch:
+    """The buffers that stages receive in, looked at whenever one of them computes."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, bool], list[tuple[StorageWeakRef, int]]] = {}
+        self.most: Most = {}
+
+    def posted(self, stage: ScheduledStage, infos: tuple[Any, ...]) -> None:
+        of_inputs = any(infos is each for each in stage.args_recv_info.values())
+        for info in infos:
+            if info.buffer is not None:
+                buffer = StorageWeakRef(info.buffer.untyped_storage()), info.buffer.nbytes
+                self.buffers.setdefault((stage.stage_index, of_inputs), []).append(buffer)
+
+    def look(self) -> None:
+        for stage in {stage for stage, _ in self.buffers}:
+            before = self.most.get(stage, (0, 0))
+            there = (self._there(stage, of_inputs) for of_inputs in (True, False))
+            self.most[stage] = tuple(map(max, before, there))  # type: ignore[assignment]
+
+    def _there(self, stage: int, of_inputs: bool) -> int:
+        return sum(size for each, size in self.buffers.get((stage, of_inputs), ()) if not each.expired())
+
+
+def _held(schedule: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Most, Most]:
+    """What buffers took in the second step of this rank, and what its plan says of each of its stages."""
+    watch, receive, compute = _Watch(), ScheduledStage._get_recv_ops, ScheduledStage.backward_maybe_with_nosync
+    forward = scheduled._Handed.forward
+
+    def receiving(self: ScheduledStage, infos: tuple[Any, ...]) -> Any:
+        found = receive(self, infos)
+        watch.posted(self, infos)
+        return found
+
+    def computing(self: ScheduledStage, *given: Any, **more: Any) -> Any:
+        watch.look()
+        return compute(self, *given, **more)
+
+    def handing(self: Any, *given: Tensor) -> Any:
+        watch.look()
+        return forward(self, *given)
+
+    x_BD = torch.randn(4 * MICROBATCHES, 16)
+    module = autopar.compile(
+        Chain(),
+        mesh(tuple(axes.values()), tuple(axes)),
+        (x_BD,),
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        **options,
+    )
+    assert isinstance(module, PipelineModule)
+    module.train_step(x_BD)
+    with (
+        mock.patch.object(ScheduledStage, "_get_recv_ops", receiving),
+        mock.patch.object(ScheduledStage, "backward_maybe_with_nosync", computing),
+        mock.patch.object(scheduled._Handed, "forward", handing),
+    ):
+        module.train_step(x_BD)
+    runs, expected = module.plan.schedule, {}
+    for number, executable in module._ready().executables.items():
+        one = sum(each.nbytes for each in scheduled.received_tensors(executable))
+        back = sum(each.nbytes for each in scheduled.sent_tensors(executable) if each.requires_grad)
+        buffers = receive_buffers(runs, number)
+        local = number + 1 < runs.num_stages and runs.rank_of(number + 1) == runs.rank_of(number)
+        inputs, gradients = buffers.inputs * one, 0 if local else buffers.gradients * back
+        if inputs or gradients:
+            expected[number] = inputs, gradients
+        # The plan counts a gradient that is handed over on one rank, too: the memory is the same.
+        planned = Microbatches(MICROBATCHES, runs.in_flight(number), **asdict(buffers))
+        at_once = [planned.received(phase) for phase in planned.phases]
+        counted = {there * one + gradients * back for there, gradients in at_once}
+        memory = module.plan.stages[number].plan.memory
+        assert memory is not None and memory.parts.get("receive buffers", 0) in counted
+        assert max(counted) == inputs + buffers.gradients * back
+    assert not any(watch._there(*each) for each in watch.buffers), "nothing is there between steps"
+    return {stage: each for stage, each in watch.most.items() if any(each)}, expected
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("schedule", "axes", "options"),
+    [
+        ("1f1b", {"pp": 2}, {}),
+        ("zbv", {"pp": 2}, {}),
+        ("interleaved_1f1b", {"pp": 2}, {}),
+        ("gpipe", {"pp": 2}, {}),
+        ("interleaved_zero_bubble", {"pp": 2}, {}),
+        ("dualpipev", {"pp": 2}, {}),
+        ("1f1b", {"pp": 4}, {}),
+        ("zbv", {"pp": 4}, {}),
+        ("1f1b", {"pp": 2, "dp": 2}, {"strategy": "zero2"}),
+        ("1f1b", {"pp": 2, "tp": 2}, {"recompute": "full"}),
+    ],
+)
+def test_as_many_buffers_are_there_as_the_plan_says(
+    ranks: Ranks, schedule: str, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    world = torch.Size(axes.values()).numel()
+    for found, expected in ranks.run(_held, schedule, axes, options, world_size=world, timeout=120):
+        assert found == expected and found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "inputs", "gradients"),
+    [
+        ("gpipe", 4, 1, [0, 8, 8, 8], [1, 1, 1, 0]),
+        ("1f1b", 4, 1, [0, 3, 2, 1], [1, 1, 1, 0]),
+        ("pipedream", 4, 1, [0, 3, 2, 1], [1, 1, 1, 0]),
+    ],
+)
+def test_one_stage_per_rank_has_an_input_for_each_in_flight_and_one_gradient(
+    name: str, ranks: int, chunks: int, inputs: list[int], gradients: list[int]
+) -> None:
+    schedule = Schedule(name, ranks, MICROBATCHES, chunks)
+    found = [receive_buffers(schedule, stage) for stage in range(schedule.num_stages)]
+    assert [each.inputs for each in found] == inputs
+    assert [each.gradients for each in found] == gradients
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_several_stages_per_rank_hold_no_more_than_they_have_in_flight_and_receive_ahead(name: str) -> None:
+    schedule = Schedule(name, 4, 2 * MICROBATCHES, 2)
+    found = [receive_buffers(schedule, stage) for stage in range(schedule.num_stages)]
+    assert found[0].inputs == 0 and found[-1].gradients == 0
+    assert max(each.inputs for each in found) < schedule.num_microbatches
+    for stage, each in enumerate(found[1:], 1):
+        if schedule.rank_of(stage - 1) != schedule.rank_of(stage):
+            assert each.inputs >= schedule.in_flight(stage)
+    if schedule.is_v:  # at its turn a V hands over what the sender holds
+        assert found[4].inputs <= 1 and found[3].gradients >= 1
+
+
+def test_no_buffers_are_left_at_the_end_of_a_step() -> None:
+    runs = Microbatches(8, 3, inputs=4, gradients=2)
+    assert runs.received(Phase(2, False)) == (4, 2)
+    assert runs.received(Phase(0, False, end=True)) == (0, 0)
+    assert runs.received(Phase(2, True, end=True)) == (2, 0)  # those that wait behind an update
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+)
+@pytest.mark.parametrize(("mesh", "options"), [("pp2xdp2", {"strategy": "zero2"}), ("pp2xtp2", {"recompute": "full"})])
+def test_stages_train_as_one_process_over_several_steps(
+    ranks: Ranks, schedule: str, mesh: str, options: dict[str, Any]
+) -> None:
+    check(ranks, PipelineCase("llama", mesh, schedule, options=options, steps=4))
