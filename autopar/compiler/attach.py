@@ -41,6 +41,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
     request = plan_request(model, **{**options, **decided, "host_memory": host_memory})
     request = request.running(plan.implementations)
+    request = replace(request, settings=replace(request.settings, reserved=plan.reserved))
     given = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     batch = with_static(given, request.static_argnames, model.forward)
     axes = axes_of_parts(request.inputs, plan.mesh)

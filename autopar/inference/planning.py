@@ -97,6 +97,7 @@ def plan_for(model: nn.Module, mesh: Mesh, load: Load, request: PlanRequest) -> 
             f"a {type(model).__name__} is no language model of transformers with a generate of its own; give one, as "
             "AutoModelForCausalLM.from_config(config) on the meta device."
         )
+    request = request.within(mesh)
     sizes = CacheSizes(cached_forward.layers_of(model), load.batch, load.length, _dtype(model, request))
     made: Any = skeleton_of(model, request.precision, False)
     made.__class__ = cached_forward.with_cache(type(made))

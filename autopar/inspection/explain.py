@@ -266,7 +266,7 @@ def _alternative(
 ) -> Alternative:
     """Return the alternative with what the best plan under pins takes, which is no better than `second`."""
     context = context_of(plan)
-    limit = context.settings.memory
+    limit = context.settings.tensor_limit
     try:
         with unsaid():
             free = answer_of(formulations, pins, replace(context.settings, memory=None))
