@@ -183,7 +183,7 @@ def compile(
             it. `model.plan.offload` says what was chosen.
         host_memory: hard limit of what is offloaded to one host by all of its devices, in bytes or as text ("512GB");
             by default what the hardware profile says a host has.
-        memory_conventions: what counts as memory of a device besides tensors (docs/memory.md): "autopar", what autopar's
+        memory_conventions: what counts as memory of a device besides tensors (docs/memory.md): "autopar", what its
             runtime holds there; "tensors", nothing; "megatron" or "deepspeed", for comparisons with these; or an
             `autopar.MemoryConventions`.
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an

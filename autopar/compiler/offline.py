@@ -268,10 +268,11 @@ class _Planner:
 
         None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
         """
-        limit, size = self.limit(mesh), batch_size(self.batch)
+        settings, size = self.request.within(mesh).settings, batch_size(self.batch)
+        limit = settings.memory
         if self.request.microbatches or limit is None or self.request.static_argnames:
             return None
-        stored = self.floor(mesh, count)
+        stored = settings.reserved.on_device(self.floor(mesh, count))
         halved = 2 * count
         while stored <= limit and size % halved == 0:
             if least is None or stored + SHRINKING * (least - stored) * count / halved <= limit:

@@ -59,9 +59,8 @@ class Reserved:
 
     def tensors_within(self, limit: int) -> int:
         """Return the most bytes of tensors that stay within a limit on the device; negative if none do."""
-        left = limit - self.fixed_bytes
-        tensors = math.floor(left / self.allocator_factor)
-        return tensors - 1 if self.on_device(tensors) > limit else tensors  # rounded
+        near = math.floor((limit - self.fixed_bytes) / self.allocator_factor)
+        return next(each for each in (near + 1, near, near - 1) if self.on_device(each) <= limit)  # as it is rounded
 
     def parts(self, tensors: int) -> dict[str, int]:
         """Return what the bytes on the device beyond tensors are, leaving out parts of none."""
@@ -93,8 +92,8 @@ class Reserved:
             )
         )
         return (
-            f"On the device the limit is {format_bytes(limit)}, which leaves {format_bytes(self.tensors_within(limit))} "
-            f"for tensors: {self.words()}.{needed}"
+            f"On the device the limit is {format_bytes(limit)}, which leaves "
+            f"{format_bytes(self.tensors_within(limit))} for tensors: {self.words()}.{needed}"
         )
 
     def words(self) -> str:

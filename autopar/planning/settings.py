@@ -73,7 +73,10 @@ class Settings:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Put the limit on the device before the text of an error, if that limit counts more than tensors."""
+        """Put the limit on the device before the text of an error, if that limit counts more than tensors.
+
+        The least bytes that such an error names are those of the device.
+        """
         try:
             yield
         except (InfeasibleError, PipelineError) as error:
@@ -81,8 +84,9 @@ class Settings:
                 raise
             if isinstance(error, PipelineError):
                 raise PipelineError(f"{self.reserved.explained(self.memory)}\n{error}") from error
-            least = error.least_bytes
-            raise InfeasibleError(f"{self.reserved.explained(self.memory, least)}\n{error}", least) from error
+            least, told = error.least_bytes, self.reserved.explained(self.memory, error.least_bytes)
+            on_device = None if least is None else self.reserved.on_device(least)
+            raise InfeasibleError(f"{told}\n{error}", on_device) from error
 
     @property
     def mode(self) -> str | None:
