@@ -65,7 +65,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})
-    runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each)
+    lasting = request.memory_conventions.main_gradients
+    runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each, main_gradients=lasting)
     memory = MemoryModel(space, runs, plan.prefetch, offloads=request.searched.offloads)
     segments = None if not plan.recompute else dict.fromkeys(memory.lifetimes.segments, "")
     if segments is not None and plan.recompute.keys() != segments.keys():

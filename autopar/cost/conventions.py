@@ -96,6 +96,9 @@ CONVENTIONS: Mapping[str, MemoryConventions] = MappingProxyType(
 )
 
 
+OF_AUTOPAR = CONVENTIONS["autopar"]
+
+
 def num_communicators(mesh: Mesh) -> int:
     """Return how many NCCL communicators a rank is in: one per axis of several devices, and one of all ranks.
 

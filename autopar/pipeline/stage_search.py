@@ -263,7 +263,10 @@ class StageSearch:
     def microbatches(self, stage: int) -> Microbatches:
         request = self.planned.request
         count, stashes = request.num_microbatches, request.schedule.updates_each
-        return Microbatches(count, self.held[stage], request.wanted.reduces_each, stashes=stashes)
+        lasting = request.wanted.memory_conventions.main_gradients
+        return Microbatches(
+            count, self.held[stage], request.wanted.reduces_each, main_gradients=lasting, stashes=stashes
+        )
 
     def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
         """Plan a stage within a gap, and note what was found."""

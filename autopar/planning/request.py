@@ -13,7 +13,7 @@ from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
 from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
-from autopar.cost.conventions import MemoryConventions
+from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.cost.offload import check_host
 from autopar.cost.optimizer import ADAMW, Offload, Optimizer
 from autopar.errors import InputError
@@ -116,7 +116,7 @@ class PlanRequest:
     """Bytes of a host that may be taken; None: those that the profile says it has."""
     static_argnames: tuple[str, ...] = ()
     """Arguments of forward whose values are constants of the graph."""
-    memory_conventions: MemoryConventions = field(default_factory=MemoryConventions)
+    memory_conventions: MemoryConventions = OF_AUTOPAR
     """What counts as memory of a device."""
 
     def __post_init__(self) -> None:
@@ -237,6 +237,7 @@ class PlanRequest:
             whole,
             self.asked,
             num_devices,
+            self.memory_conventions,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
@@ -327,5 +328,6 @@ class PlanRequest:
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.memory is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)
-        runs = [Microbatches(count, reduce_each=each) for each in ways]
+        lasting = self.memory_conventions.main_gradients and self.training
+        runs = [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
         return best_plan_of(runs, stated, pins, said)

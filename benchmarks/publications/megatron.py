@@ -1,0 +1,203 @@
+"""Reads Megatron-LM's golden values and the log of BLOOM's tuning by Megatron-DeepSpeed, and what these allocate.
+
+golden    bytes that PyTorch's allocator counts on the last rank, between steps and at the peak, in functional tests of
+          a GPT of 12 layers: a row is planned by autopar's conventions of memory, and by Megatron's
+BLOOM     seconds of an iteration and GB by nvidia-smi, which count CUDA's context and NCCL's buffers, too
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost.conventions import MemoryConventions
+from autopar.hardware.load import load
+from benchmarks.publications.prediction import Outcome
+from benchmarks.publications.rows import Row, Shape
+from benchmarks.publications.strategies import PRECISIONS, PROFILES
+
+Cells = Mapping[str, str]
+GOLDEN, BLOOM = "megatron golden", "bloom"
+TOKENS = {"GPT2BPETokenizer": 50257}
+"""Tokenizer → its tokens, before they are padded."""
+NO_SHAPE = Shape("gpt", 1, 1, 1, 1, 1, 1)
+"""Of rows that are listed with a reason only."""
+DENSE = ("gpt",)
+"""Families whose models the benchmark builds."""
+
+
+def golden_row(cells: Cells) -> Row:
+    """Read a run of Megatron-LM's functional tests, by autopar's conventions of memory."""
+    refused = _refused(cells)
+    dp, pp, chunks, micro_batch = (int(cells[name]) for name in ("dp", "pp", "vpp", "micro_batch"))
+    accumulation = max(1, int(cells["global_batch"]) // (micro_batch * dp))
+    interleaved = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    return Row(
+        source=GOLDEN,
+        label=f"{cells['case']} {cells['golden']}",
+        framework=GOLDEN,
+        shape=NO_SHAPE if refused else _shape(cells),
+        sequence=int(cells["sequence"] or 1),
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        device=cells["gpu_type"].lower(),
+        dp=dp,
+        tp=int(cells["tp"]),
+        pp=pp,
+        cp=int(cells["cp"]),
+        ep=int(cells["ep"] or 1),
+        schedule=interleaved if accumulation >= pp else "gpipe",
+        chunks=chunks,
+        zero=1 if cells["distributed_optimizer"] == "1" else 0,
+        recompute=cells["recompute"],
+        sequence_parallel=cells["sequence_parallel"] == "1" and cells["tp"] != "1",
+        precision=f"{cells['precision']}-mixed",
+        allocated_bytes=_number(cells["static_bytes"]),
+        peak_bytes=_number(cells["peak_bytes"]),
+        unexpressed=refused,
+        stage_layers=() if refused else _stage_layers(cells),
+    )
+
+
+def _refused(cells: Cells) -> str | None:
+    """Return what a run has that autopar, or the benchmark's models, have not."""
+    if cells["family"] not in DENSE or int(cells["experts"] or 0):
+        return f"a model of the family {cells['family']}, which the benchmark does not build"
+    for column, nothing, why in (
+        ("multi_latent", "0", "latent attention, whose models the benchmark does not build"),
+        ("mtp_layers", "0", "layers that predict several tokens, which the benchmark does not build"),
+        ("attention_variant", "", "another attention, which the benchmark does not build"),
+        ("fsdp", "", "Megatron-FSDP, whose buckets the benchmark does not know"),
+        ("optimizer_instances", "1", "an optimizer that is divided over a part of the replicas"),
+    ):
+        if cells[column] not in (nothing, ""):
+            return why
+    if cells["test_type"] == "frozen-resume":
+        return "frozen parameters, which the source does not name"
+    if cells["optimizer"] != "adam":
+        return f"the optimizer {cells['optimizer']}"
+    if f"{cells['precision']}-mixed" not in PRECISIONS:
+        return f"products in {cells['precision']}"
+    if not cells["vocabulary"] and cells["tokenizer"] not in TOKENS:
+        return f"the tokenizer {cells['tokenizer']}, of which no table says how many tokens it has"
+    if cells["cuda_graphs"] not in ("", "0", "none"):
+        return "CUDA graphs, which have memory pools of their own"
+    return None
+
+
+def _shape(cells: Cells) -> Shape:
+    heads = int(cells["heads"])
+    llama = cells["gated"] == "1" and cells["norm"] == "RMSNorm"
+    return Shape(
+        "llama" if llama else "gpt",
+        int(cells["layers"]),
+        int(cells["hidden"]),
+        heads,
+        int(cells["kv_heads"] or heads),
+        int(cells["ffn"]),
+        padded(cells),
+        tied=cells["tied"] == "1",
+        flash=is_fused(cells),
+        dropout=float(cells["hidden_dropout"]),
+        rotary=cells["position"] == "rope" and not llama,
+        qk_norm=cells["qk_layernorm"] == "1",
+    )
+
+
+def padded(cells: Cells) -> int:
+    """Return the rows of the embedding: tokens up to a multiple of the divisor on each of tp ranks."""
+    multiple = int(cells["vocab_divisor"] or 128) * int(cells["tp"])
+    return -(-int(cells["vocabulary"] or TOKENS[cells["tokenizer"]]) // multiple) * multiple
+
+
+def is_fused(cells: Cells) -> bool:
+    """Return whether attention is one kernel.
+
+    "auto" is that with Transformer Engine, but not in older containers, whose cuDNN has no deterministic backward: told
+    by the names of their golden values, and by runs of fewer steps than those of today.
+    """
+    backend = cells["attention_backend"]
+    if cells["implementation"] == "local" or backend == "unfused":
+        return False
+    older = "dracooci" in cells["golden"] or (cells["steps"] and int(cells["steps"]) < 49)
+    return backend != "auto" or cells["environment"] == "dev" or not older
+
+
+def _stage_layers(cells: Cells) -> tuple[int, ...]:
+    """Return the layers of each stage; nothing if they are equal."""
+    stages, layers, uneven = int(cells["pp"]) * int(cells["vpp"]), int(cells["layers"]), cells["uneven"]
+    first, last = (re.search(rf"decoder-{each}-pipeline-num-layers=(\d+)", uneven) for each in ("first", "last"))
+    if first and last and stages > 2:
+        ends = int(first[1]), int(last[1])
+        return (ends[0], *((layers - sum(ends)) // (stages - 2),) * (stages - 2), ends[1])
+    less = [f"account-for-{each}-in-pipeline-split=True" in uneven for each in ("embedding", "loss")]
+    if any(less):
+        each = (layers + sum(less)) // stages
+        return (each - less[0], *(each,) * (stages - 2), each - less[1])
+    return ()
+
+
+def bloom_row(cells: Cells) -> Row:
+    """Read an iteration of BLOOM's tuning; its iterations were run with full recomputation."""
+    heads, pp, accumulation = int(cells["heads"]), int(cells["pp"]), int(cells["accumulation"])
+    shape = Shape(
+        *("gpt", int(cells["layers"]), int(cells["hidden"]), heads, heads, int(cells["ffn"])),
+        _of_ranks(int(cells["vocabulary"]), int(cells["tp"])),
+        tied=True,
+        flash=False,
+    )
+    layers = tuple(map(int, cells["stage_layers"].split()))
+    memory = _number(cells["memory_GB"])
+    return Row(
+        source=BLOOM,
+        label=f"line {cells['line']} dp{cells['dp']} tp{cells['tp']} pp{pp} {cells['micro_batch']} {cells['layers']}x"
+        f"{cells['hidden']} of {heads} heads",
+        framework="megatron-deepspeed",
+        shape=shape,
+        sequence=int(cells["sequence"]),
+        micro_batch=int(cells["micro_batch"]),
+        accumulation=accumulation,
+        device=cells["gpu_type"].lower(),
+        dp=int(cells["dp"]),
+        tp=int(cells["tp"]),
+        pp=pp,
+        schedule="1f1b" if accumulation >= pp else "gpipe",
+        zero=int(cells["zero"]),
+        recompute=cells["recompute"],
+        precision=f"{cells['precision']}-mixed",
+        seconds=_number(cells["step_seconds"]),
+        device_bytes=None if memory is None else memory * 1e9,
+        out_of_memory=cells["status"] == "OOM",
+        conventions="deepspeed",
+        stage_layers=layers if pp > 1 and len(layers) == pp else (),
+    )
+
+
+def _of_ranks(tokens: int, tp: int, divisor: int = 128) -> int:
+    return -(-tokens // (divisor * tp)) * divisor * tp
+
+
+def by_both_conventions(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with each of the golden ones once more, by Megatron's conventions of memory."""
+    golden = [row for row in rows if row.source == GOLDEN]
+    return [*rows, *(replace(row, conventions="megatron") for row in golden)]
+
+
+def allocated_bytes(outcome: Outcome) -> tuple[float, float]:
+    """Predicted bytes of the last rank between steps and at the peak, which PyTorch's allocator counts.
+
+    Megatron has no receive buffers for micro-batches that are not in flight.
+    """
+    assert outcome.predicted is not None, outcome.reason
+    rank, row = outcome.predicted.ranks[-1], outcome.row
+    profile = load(PROFILES[row.device])
+    said = MemoryConventions.of(row.conventions).workspace_bytes
+    workspaces = profile.workspace_bytes if said is None else said
+    if row.conventions == "autopar":
+        return rank.standing + workspaces, rank.peak + workspaces
+    return rank.standing - rank.inputs + workspaces, rank.peak - rank.spare + workspaces
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
