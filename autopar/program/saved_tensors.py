@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import CaptureError
 from autopar.program.calls import source_of
 from autopar.program.effects import is_random
+from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.program.program import Program, TensorInfo, info_of, tensor_inputs
 
 Strides = tuple[int, ...]
@@ -37,7 +38,7 @@ DEVICE_DECIDES = frozenset({ATTENTION})
 """Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
 
 
-LOSSES = frozenset({torch.ops.aten.cross_entropy_loss.default})
+LOSSES = frozenset({torch.ops.aten.cross_entropy_loss.default, CROSS_ENTROPY})
 """Calls whose first input are logits."""
 DRAWN_AGAIN = frozenset({torch.ops.aten.dropout.default})
 """Calls that keep a mask in PyTorch, and in autopar draw it again."""

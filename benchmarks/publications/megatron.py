@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from autopar.cost.conventions import MemoryConventions
 from autopar.hardware.load import load
+from autopar.sharding.mesh import Mesh
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import Row, Shape
 from benchmarks.publications.strategies import PRECISIONS, PROFILES
@@ -73,6 +74,8 @@ def _refused(cells: Cells) -> str | None:
     ):
         if cells[column] not in (nothing, ""):
             return why
+    if "defer_embedding_wgrad" in cells["case"]:
+        return "gradients of the embedding that wait for the end of the step"
     if cells["test_type"] == "frozen-resume":
         return "frozen parameters, which the source does not name"
     if cells["optimizer"] != "adam":
@@ -182,6 +185,20 @@ def by_both_conventions(rows: Sequence[Row]) -> list[Row]:
     """Return rows with each of the golden ones once more, by Megatron's conventions of memory."""
     golden = [row for row in rows if row.source == GOLDEN]
     return [*rows, *(replace(row, conventions="megatron") for row in golden)]
+
+
+def device_bytes(outcome: Outcome) -> float:
+    """Predicted bytes of the fullest device, as nvidia-smi shows them: what is reserved and what CUDA and NCCL take."""
+    assert outcome.predicted is not None, outcome.reason
+    row = outcome.row
+    tensors = max(rank.peak - rank.spare for rank in outcome.predicted.ranks)
+    mesh = Mesh({"pp": row.pp, "dp": row.dp, "tp": row.tp})
+    return MemoryConventions.of(row.conventions).reserved(load(PROFILES[row.device]), mesh).on_device(tensors)
+
+
+def runs_out(outcome: Outcome) -> bool:
+    """Return whether a device of BLOOM's cluster would need more memory than it has."""
+    return device_bytes(outcome) > load(PROFILES[outcome.row.device]).memory_bytes
 
 
 def allocated_bytes(outcome: Outcome) -> tuple[float, float]:
