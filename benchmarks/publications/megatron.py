@@ -16,7 +16,7 @@ from autopar.hardware.load import load
 from autopar.sharding.mesh import Mesh
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import Row, Shape
-from benchmarks.publications.strategies import PRECISIONS, PROFILES
+from benchmarks.publications.strategies import PRECISIONS, PROFILES, cuts
 
 Cells = Mapping[str, str]
 GOLDEN, BLOOM = "megatron golden", "bloom"
@@ -187,11 +187,32 @@ def by_both_conventions(rows: Sequence[Row]) -> list[Row]:
     return [*rows, *(replace(row, conventions="megatron") for row in golden)]
 
 
+def parameters_of(row: Row, rank: int) -> float:
+    """Return the elements of the matrices of a rank of the pipeline, on one of tp ranks."""
+    shape, stages = row.shape, cuts(row) if row.pp > 1 else (row.shape.layers,)
+    layers = sum(stages[rank :: row.pp])
+    is_first, is_last = rank == 0, rank == row.pp - 1
+    tables = is_first + is_last if row.pp > 1 or not shape.tied else 1
+    return (layers * shape.layer_parameters + tables * shape.vocabulary * shape.hidden) / row.tp
+
+
+def gradient_bytes(row: Row, rank: int) -> float:
+    """Return the bytes of a rank's gradients beyond the four of a parameter that a plan adds up in.
+
+    In fp16 they are added up in fp16. Megatron's optimizer keeps copies of them in float32, of those that it updates.
+    """
+    if row.precision != "fp16-mixed":
+        return 0.0
+    copies = 4 / (row.dp if row.zero else 1) if row.framework == GOLDEN else 0
+    return (2 - 4 + copies) * parameters_of(row, rank)
+
+
 def device_bytes(outcome: Outcome) -> float:
     """Predicted bytes of the fullest device, as nvidia-smi shows them: what is reserved and what CUDA and NCCL take."""
     assert outcome.predicted is not None, outcome.reason
     row = outcome.row
-    tensors = max(rank.peak - rank.spare for rank in outcome.predicted.ranks)
+    of_ranks = enumerate(outcome.predicted.ranks)
+    tensors = round(max(each.peak - each.spare + gradient_bytes(row, rank) for rank, each in of_ranks))
     mesh = Mesh({"pp": row.pp, "dp": row.dp, "tp": row.tp})
     return MemoryConventions.of(row.conventions).reserved(load(PROFILES[row.device]), mesh).on_device(tensors)
 
@@ -213,7 +234,8 @@ def allocated_bytes(outcome: Outcome) -> tuple[float, float]:
     workspaces = profile.workspace_bytes if said is None else said
     if row.conventions == "autopar":
         return rank.standing + workspaces, rank.peak + workspaces
-    return rank.standing - rank.inputs + workspaces, rank.peak - rank.spare + workspaces
+    more = workspaces + gradient_bytes(row, row.pp - 1)
+    return rank.standing - rank.inputs + more, rank.peak - rank.spare + more
 
 
 def _number(text: str) -> float | None:
