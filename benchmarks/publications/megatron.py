@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.cost.conventions import MemoryConventions
 from autopar.hardware.load import load
@@ -222,7 +223,15 @@ def runs_out(outcome: Outcome) -> bool:
     return device_bytes(outcome) > load(PROFILES[outcome.row.device]).memory_bytes
 
 
-def allocated_bytes(outcome: Outcome) -> tuple[float, float]:
+class MegatronBytes(NamedTuple):
+    """Bytes of tensors between steps and at the peak, and of workspaces, which the allocator counts in both."""
+
+    standing: float
+    peak: float
+    workspaces: int
+
+
+def allocated_bytes(outcome: Outcome) -> MegatronBytes:
     """Predicted bytes of the last rank between steps and at the peak, which PyTorch's allocator counts.
 
     Megatron has no receive buffers for micro-batches that are not in flight.
@@ -233,9 +242,9 @@ def allocated_bytes(outcome: Outcome) -> tuple[float, float]:
     said = MemoryConventions.of(row.conventions).workspace_bytes
     workspaces = profile.workspace_bytes if said is None else said
     if row.conventions == "autopar":
-        return rank.standing + workspaces, rank.peak + workspaces
-    more = workspaces + gradient_bytes(row, row.pp - 1)
-    return rank.standing - rank.inputs + more, rank.peak - rank.spare + more
+        return MegatronBytes(rank.standing, rank.peak, workspaces)
+    more = gradient_bytes(row, row.pp - 1)
+    return MegatronBytes(rank.standing - rank.inputs + more, rank.peak - rank.spare + more, workspaces)
 
 
 def _number(text: str) -> float | None:

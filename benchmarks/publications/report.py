@@ -119,7 +119,8 @@ def golden(found: Sequence[Outcome]) -> str:
             known = [each for each in own if getattr(each.row, measured)]
             if len(known) < 2:
                 continue
-            pair = [allocated_bytes(each)[number] for each in known], [getattr(each.row, measured) for each in known]
+            told = [allocated_bytes(each) for each in known]
+            pair = [each[number] + each.workspaces for each in told], [getattr(each.row, measured) for each in known]
             every, (right, pairs) = errors(*pair), pairs_in_order(*pair, APART)
             lines.append(
                 (conventions, what, every.count, f"{every.mean:.1%}", f"{every.median:+.1%}",
@@ -140,15 +141,20 @@ def golden(found: Sequence[Outcome]) -> str:
 def bloom(found: Sequence[Outcome]) -> str:
     """GB of BLOOM's devices by nvidia-smi, and whether its runs fit."""
     own = [each for each in found if each.row.source == BLOOM and each.predicted is not None]
-    if len(own) < 2:
+    if not own:
         return ""
-    known = [each for each in own if each.row.device_bytes]
-    every = errors([device_bytes(each) for each in known], [each.row.device_bytes or 0.0 for each in known])
     of = confusion([each.row.out_of_memory for each in own], [overflows(each) for each in own])
+    text = (
+        f"BLOOM, fits told right: {of.share:.1%} of {len(own)} runs; {of.fitting_told} of {of.fitting} that fit, "
+        f"{of.failing_told} of {of.failing} that do not"
+    )
+    known = [each for each in own if each.row.device_bytes]
+    if len(known) < 2:
+        return text
+    every = errors([device_bytes(each) for each in known], [each.row.device_bytes or 0.0 for each in known])
     return (
-        f"BLOOM, bytes of a device: MAPE {every.mean:.1%}, median {every.median:+.1%}, Spearman {every.spearman:.3f} "
-        f"of {every.count} runs\nBLOOM, fits told right: {of.share:.1%} of {len(own)} runs; {of.fitting_told} of "
-        f"{of.fitting} that fit, {of.failing_told} of {of.failing} that do not"
+        f"{text}\nBLOOM, bytes of a device: MAPE {every.mean:.1%}, median {every.median:+.1%}, Spearman "
+        f"{every.spearman:.3f} of {every.count} runs"
     )
 
 
