@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
 
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Any:
-    asked = {"strategy": "data_parallel", "recompute": "none", "loss_tiles": False, **options}
+    asked: dict[str, Any] = {"strategy": "data_parallel", "recompute": "none", "loss_tiles": False, **options}
     return autopar.plan(Classifier(), autopar.Mesh(mesh or ONE), INPUTS, **asked)
 
 

@@ -39,8 +39,9 @@ class Layers(nn.Module):
 
 
 def _planned(mesh: Any = MESH, **options: Any) -> Any:
-    on = mesh if isinstance(mesh, str) else autopar.Mesh(mesh)
-    return autopar.plan(Layers(), on, INPUTS, **{"memory_conventions": GPU, **options})
+    on: Any = mesh if isinstance(mesh, str) else autopar.Mesh(mesh)
+    asked: dict[str, Any] = {"memory_conventions": GPU, **options}
+    return autopar.plan(Layers(), on, INPUTS, **asked)
 
 
 def test_a_limit_on_the_device_is_the_one_on_tensors_that_it_leaves() -> None:
