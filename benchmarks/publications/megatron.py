@@ -213,7 +213,7 @@ def device_bytes(outcome: Outcome) -> float:
     assert outcome.predicted is not None, outcome.reason
     row = outcome.row
     of_ranks = enumerate(outcome.predicted.ranks)
-    tensors = round(max(each.peak - each.spare + gradient_bytes(row, rank) for rank, each in of_ranks))
+    tensors = round(max(each.peak + gradient_bytes(row, rank) for rank, each in of_ranks))
     mesh = Mesh({"pp": row.pp, "dp": row.dp, "tp": row.tp})
     return MemoryConventions.of(row.conventions).reserved(load(PROFILES[row.device]), mesh).on_device(tensors)
 
@@ -232,10 +232,7 @@ class MegatronBytes(NamedTuple):
 
 
 def allocated_bytes(outcome: Outcome) -> MegatronBytes:
-    """Predicted bytes of the last rank between steps and at the peak, which PyTorch's allocator counts.
-
-    Megatron has no receive buffers for micro-batches that are not in flight.
-    """
+    """Predicted bytes of the last rank between steps and at the peak, which PyTorch's allocator counts."""
     assert outcome.predicted is not None, outcome.reason
     rank, row = outcome.predicted.ranks[-1], outcome.row
     profile = load(PROFILES[row.device])
@@ -244,7 +241,7 @@ def allocated_bytes(outcome: Outcome) -> MegatronBytes:
     if row.conventions == "autopar":
         return MegatronBytes(rank.standing, rank.peak, workspaces)
     more = gradient_bytes(row, row.pp - 1)
-    return MegatronBytes(rank.standing - rank.inputs + more, rank.peak - rank.spare + more, workspaces)
+    return MegatronBytes(rank.standing - rank.inputs + more, rank.peak + more, workspaces)
 
 
 def _number(text: str) -> float | None:

@@ -43,8 +43,8 @@ from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Shape
 from benchmarks.publications.strategies import PRECISIONS, Pinned, starts
 
-RECEIVED, INPUTS = "receive buffers", "buffers and inputs"
-"""Parts of a plan's memory: what stages receive, of which PyTorch's pipelines have a buffer per micro-batch."""
+INPUTS = "buffers and inputs"
+"""The part of a plan's memory for what is no parameter, and given to a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,8 @@ class RankBytes:
 
     peak: int
     standing: int
-    spare: int = 0
-    """Of both: receive buffers for micro-batches beyond those in flight."""
     inputs: int = 0
-    """Of `standing`: buffers, inputs, and what was received."""
+    """Of `standing`: buffers and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +240,8 @@ def _rank_bytes(
     waiting = sum(schedule.in_flight(stage) * kept[stage] for stage in own)
     lasting = sum(of_stage(stage)[0] for stage in own) - sum(running) - waiting
     most = schedule.most_waiting(schedule.rank_of(own[0]), {stage: round(each) for stage, each in kept.items()})
-    spare = [stages[n].part(RECEIVED) * (1 - schedule.in_flight(n) / schedule.num_microbatches) for n in own]
-    inputs, standing = sum(stages[n].part(RECEIVED, INPUTS) for n in own), sum(of_stage(n)[1] for n in own)
-    return RankBytes(round(lasting + max(running) + most), standing, round(sum(spare)), round(inputs))
+    inputs, standing = sum(stages[n].part(INPUTS) for n in own), sum(of_stage(n)[1] for n in own)
+    return RankBytes(round(lasting + max(running) + most), standing, round(inputs))
 
 
 def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Plan:

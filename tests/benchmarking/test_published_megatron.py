@@ -150,12 +150,12 @@ def test_golden_rows_are_planned_by_two_conventions_and_others_once(tmp_path: Pa
 
 def test_a_golden_prediction_is_of_the_last_rank_with_workspaces(tmp_path: Path) -> None:
     golden = _golden(tmp_path)
-    ranks = RankBytes(900, 800), RankBytes(500, 300, spare=40, inputs=60)
+    ranks = RankBytes(900, 800), RankBytes(500, 300, inputs=60)
     own, megatron = (
         allocated_bytes(_told(replace(golden, conventions=name), *ranks)) for name in ("autopar", "megatron")
     )
     assert own == MegatronBytes(300, 500, load("a100").workspace_bytes)
-    assert megatron == MegatronBytes(300 - 60, 500 - 40, 2 * 32 * 2**20)
+    assert megatron == MegatronBytes(300 - 60, 500, 2 * 32 * 2**20)
 
 
 def test_gradients_in_half_precision_are_counted_as_they_are_kept(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_row_of_blooms_log_has_its_stages_seconds_and_device(tmp_path: Path) -
 
 def test_a_device_of_bloom_holds_its_fullest_rank_and_what_is_no_tensor(tmp_path: Path) -> None:
     fits, _ = _read(tmp_path, BLOOM)
-    a100, fullest = load("a100"), RankBytes(60 * 10**9, 40 * 10**9, spare=10**10)
+    a100, fullest = load("a100"), RankBytes(50 * 10**9, 40 * 10**9)
     found = _told(fits, fullest, *(RankBytes(10, 10),) * 9)
     tensors = 50 * 10**9 + gradient_bytes(fits, 0)
     fixed = a100.context_bytes + 4 * a100.communicator_bytes + a100.workspace_bytes
@@ -199,7 +199,7 @@ def test_ranks_of_several_stages_hold_what_a_pipelines_plan_says() -> None:
     assert [rank.peak for rank in ranks] == [plan.rank_bytes(0), plan.rank_bytes(1)]
     maxima = [sum(plan.stages[stage].plan.peak_bytes for stage in schedule.stages_of(rank)) for rank in (0, 1)]
     assert all(rank.peak < most for rank, most in zip(ranks, maxima, strict=True))
-    assert all(0 < rank.spare < rank.inputs < rank.standing < rank.peak for rank in ranks)
+    assert all(0 < rank.inputs < rank.standing < rank.peak for rank in ranks)
 
 
 def test_pairs_are_counted_that_differ_by_more_than_a_share() -> None:
