@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopar.cost.conventions import MemoryConventions
+from autopar.cost.conventions import MIB, MemoryConventions
 from autopar.hardware.load import load
 from autopar.sharding.mesh import Mesh
 from benchmarks.publications.prediction import Outcome
@@ -21,8 +21,13 @@ from benchmarks.publications.strategies import PRECISIONS, PROFILES, cuts
 
 Cells = Mapping[str, str]
 GOLDEN, BLOOM = "megatron golden", "bloom"
-TOKENS = {"GPT2BPETokenizer": 50257}
+TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Tokenizer → its tokens, before they are padded."""
+LARGE = 2048
+"""Width from which a model's steps are not bound by launches."""
+HALF_BYTES = 2
+ENGINE_WORKSPACES = {"a100": 4 * MIB, "h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB, "gb200": 32 * MIB}
+"""Profile → the workspace of Transformer Engine's products."""
 NO_SHAPE = Shape("gpt", 1, 1, 1, 1, 1, 1)
 """Of rows that are listed with a reason only."""
 DENSE = ("gpt",)
@@ -32,7 +37,7 @@ DENSE = ("gpt",)
 def golden_row(cells: Cells) -> Row:
     """Read a run of Megatron-LM's functional tests, by autopar's conventions of memory."""
     refused = _refused(cells)
-    dp, pp, chunks, micro_batch = (int(cells[name]) for name in ("dp", "pp", "vpp", "micro_batch"))
+    dp, pp, chunks, micro_batch = (int(cells[name] or 1) for name in ("dp", "pp", "vpp", "micro_batch"))
     accumulation = max(1, int(cells["global_batch"]) // (micro_batch * dp))
     interleaved = "interleaved_1f1b" if chunks > 1 else "1f1b"
     return Row(
@@ -45,16 +50,18 @@ def golden_row(cells: Cells) -> Row:
         accumulation=accumulation,
         device=cells["gpu_type"].lower(),
         dp=dp,
-        tp=int(cells["tp"]),
+        tp=int(cells["tp"] or 1),
         pp=pp,
-        cp=int(cells["cp"]),
+        cp=int(cells["cp"] or 1),
         ep=int(cells["ep"] or 1),
         schedule=interleaved if accumulation >= pp else "gpipe",
         chunks=chunks,
         zero=1 if cells["distributed_optimizer"] == "1" else 0,
-        recompute=cells["recompute"],
+        recompute=cells["recompute"] or "none",
         sequence_parallel=cells["sequence_parallel"] == "1" and cells["tp"] != "1",
         precision=f"{cells['precision']}-mixed",
+        seconds=_number(cells["iteration_seconds"]) if int(cells["hidden"]) >= LARGE else None,
+        is_local=cells["implementation"] == "local",
         allocated_bytes=_number(cells["static_bytes"]),
         peak_bytes=_number(cells["peak_bytes"]),
         unexpressed=refused,
@@ -77,6 +84,12 @@ def _refused(cells: Cells) -> str | None:
             return why
     if "defer_embedding_wgrad" in cells["case"]:
         return "gradients of the embedding that wait for the end of the step"
+    if (cells["gated"] == "1") != (cells["norm"] == "RMSNorm"):
+        return f"{cells['norm']} beside an MLP that is {'' if cells['gated'] == '1' else 'not '}gated"
+    if cells["position"] not in ("learned", "rope"):
+        return f"positions that are {cells['position'] or 'not said'}"
+    if cells["kv_channels"] and int(cells["kv_channels"]) * int(cells["heads"]) != int(cells["hidden"]):
+        return "heads that are not as large together as the model is wide"
     if cells["test_type"] == "frozen-resume":
         return "frozen parameters, which the source does not name"
     if cells["optimizer"] != "adam":
@@ -92,7 +105,7 @@ def _refused(cells: Cells) -> str | None:
 
 def _shape(cells: Cells) -> Shape:
     heads = int(cells["heads"])
-    llama = cells["gated"] == "1" and cells["norm"] == "RMSNorm"
+    llama = cells["gated"] == "1"
     return Shape(
         "llama" if llama else "gpt",
         int(cells["layers"]),
@@ -111,7 +124,7 @@ def _shape(cells: Cells) -> Shape:
 
 def padded(cells: Cells) -> int:
     """Return the rows of the embedding: tokens up to a multiple of the divisor on each of tp ranks."""
-    multiple = int(cells["vocab_divisor"] or 128) * int(cells["tp"])
+    multiple = int(cells["vocab_divisor"] or 128) * int(cells["tp"] or 1)
     return -(-int(cells["vocabulary"] or TOKENS[cells["tokenizer"]]) // multiple) * multiple
 
 
@@ -130,7 +143,7 @@ def is_fused(cells: Cells) -> bool:
 
 def _stage_layers(cells: Cells) -> tuple[int, ...]:
     """Return the layers of each stage; nothing if they are equal."""
-    stages, layers, uneven = int(cells["pp"]) * int(cells["vpp"]), int(cells["layers"]), cells["uneven"]
+    stages, layers, uneven = int(cells["pp"] or 1) * int(cells["vpp"] or 1), int(cells["layers"]), cells["uneven"]
     first, last = (re.search(rf"decoder-{each}-pipeline-num-layers=(\d+)", uneven) for each in ("first", "last"))
     if first and last and stages > 2:
         ends = int(first[1]), int(last[1])
@@ -185,7 +198,7 @@ def _of_ranks(tokens: int, tp: int, divisor: int = 128) -> int:
 def by_both_conventions(rows: Sequence[Row]) -> list[Row]:
     """Return rows with each of the golden ones once more, by Megatron's conventions of memory."""
     golden = [row for row in rows if row.source == GOLDEN]
-    return [*rows, *(replace(row, conventions="megatron") for row in golden)]
+    return [*rows, *(replace(row, conventions="megatron", seconds=None) for row in golden)]
 
 
 def parameters_of(row: Row, rank: int) -> float:
@@ -198,14 +211,27 @@ def parameters_of(row: Row, rank: int) -> float:
 
 
 def gradient_bytes(row: Row, rank: int) -> float:
-    """Return the bytes of a rank's gradients beyond the four of a parameter that a plan adds up in.
+    """Return the bytes of a rank's gradients beyond the four per parameter of a plan: in fp16 they are two."""
+    return (2 - 4) * parameters_of(row, rank) if row.precision == "fp16-mixed" else 0.0
 
-    In fp16 they are added up in fp16. Megatron's optimizer keeps copies of them in float32, of those that it updates.
+
+def copied_bytes(row: Row, rank: int) -> float:
+    """Return the bytes of the float32 copies of fp16 gradients that Megatron's optimizer has from its step to the next.
+
+    A rank has copies of the gradients whose parameters it updates.
     """
-    if row.precision != "fp16-mixed":
-        return 0.0
-    copies = 4 / (row.dp if row.zero else 1) if row.framework == GOLDEN else 0
-    return (2 - 4 + copies) * parameters_of(row, rank)
+    return 4 * parameters_of(row, rank) / (row.dp if row.zero else 1) if row.precision == "fp16-mixed" else 0.0
+
+
+def module_bytes(row: Row) -> int:
+    """Return the bytes that Megatron's modules hold for all layers.
+
+    Its own attention multiplies into a buffer of scores that lasts (core/transformer/dot_product_attention.py);
+    Transformer Engine has a cuBLAS workspace (pytorch/module/base.py).
+    """
+    if row.is_local:
+        return HALF_BYTES * row.micro_batch * (row.shape.heads // row.tp) * row.sequence**2
+    return ENGINE_WORKSPACES[load(PROFILES[row.device]).name.partition("-")[0]]
 
 
 def device_bytes(outcome: Outcome) -> float:
@@ -240,8 +266,10 @@ def allocated_bytes(outcome: Outcome) -> MegatronBytes:
     workspaces = profile.workspace_bytes if said is None else said
     if row.conventions == "autopar":
         return MegatronBytes(rank.standing, rank.peak, workspaces)
-    more = gradient_bytes(row, row.pp - 1)
-    return MegatronBytes(rank.standing - rank.inputs + more, rank.peak + more, workspaces)
+    last = row.pp - 1
+    more = gradient_bytes(row, last) + module_bytes(row)
+    standing = rank.standing - rank.inputs + more + copied_bytes(row, last)
+    return MegatronBytes(standing, rank.peak + more, workspaces)
 
 
 def _number(text: str) -> float | None:

@@ -81,6 +81,8 @@ class Row:
     """Of tensors on a device at most, as that allocator counts."""
     device_bytes: float | None = None
     """Of a device, as nvidia-smi shows them."""
+    is_local: bool = False
+    """Of Megatron: whether its own modules run, and not those of Transformer Engine."""
     conventions: str = "autopar"
     """What counts as memory, by a name of autopar's."""
     stage_layers: tuple[int, ...] = ()

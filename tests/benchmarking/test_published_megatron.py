@@ -20,8 +20,10 @@ from benchmarks.publications.megatron import (
     MegatronBytes,
     allocated_bytes,
     by_both_conventions,
+    copied_bytes,
     device_bytes,
     gradient_bytes,
+    module_bytes,
     parameters_of,
     runs_out,
 )
@@ -37,11 +39,11 @@ HEADER = (
     "vocab_divisor,sequence,tied,norm,gated,position,hidden_dropout,qk_layernorm,multi_latent,attention_variant,"
     "mtp_layers,experts,tp,pp,vpp,cp,ep,dp,micro_batch,global_batch,distributed_optimizer,optimizer_instances,fsdp,"
     "optimizer,recompute,precision,attention_backend,implementation,sequence_parallel,cuda_graphs,uneven,steps,"
-    "static_bytes,peak_bytes"
+    "static_bytes,peak_bytes,iteration_seconds,kv_channels"
 )
 CELLS = (
     "gpt,a case,dev_dgx_a100,dev,a100,regular,12,512,2048,8,8,,GPT2BPETokenizer,128,1024,1,LayerNorm,0,learned,0.1,0,0,"
-    ",0,0,2,2,3,1,1,2,4,32,1,1,,adam,none,bf16,unfused,transformer_engine,1,,,100,1000,3000"
+    ",0,0,2,2,3,1,1,2,4,32,1,1,,adam,none,bf16,unfused,transformer_engine,1,,,100,1000,3000,0.5,"
 )
 GOLDEN = dict(zip(HEADER.split(","), CELLS.split(","), strict=True))
 BLOOM = (
@@ -99,6 +101,14 @@ def test_attention_is_as_the_container_has_it(tmp_path: Path, changes: dict[str,
     assert _golden(tmp_path, **changes).shape.flash is fused
 
 
+def test_models_with_gates_are_llamas_and_large_ones_have_seconds(tmp_path: Path) -> None:
+    said = {"gated": "1", "norm": "RMSNorm", "position": "rope", "hidden": "4096", "heads": "32", "kv_heads": "8"}
+    found = _golden(tmp_path, tokenizer="Llama2Tokenizer", tp="1", vpp="", cp="", **said)
+    assert (found.shape.kind, found.shape.kv_heads, found.shape.vocabulary) == ("llama", 8, 32000)
+    assert (found.seconds, found.chunks, found.schedule) == (0.5, 1, "1f1b")
+    assert [each.seconds for each in by_both_conventions([found])] == [0.5, None]
+
+
 @pytest.mark.parametrize(
     ("uneven", "counts"),
     [
@@ -129,6 +139,9 @@ def test_stages_that_count_embedding_and_loss_have_a_layer_less(tmp_path: Path) 
         ({"optimizer": "muon"}, "the optimizer muon"),
         ({"precision": "fp8"}, "products in fp8"),
         ({"tokenizer": "Unheard"}, "the tokenizer Unheard"),
+        ({"gated": "1"}, "LayerNorm beside an MLP that is gated"),
+        ({"position": "relative"}, "positions that are relative"),
+        ({"kv_channels": "128"}, "heads that are not as large together"),
         ({"cuda_graphs": "full"}, "CUDA graphs"),
         ({"case": "defer_embedding_wgrad_compute"}, "gradients of the embedding that wait"),
     ],
@@ -155,17 +168,24 @@ def test_a_golden_prediction_is_of_the_last_rank_with_workspaces(tmp_path: Path)
         allocated_bytes(_told(replace(golden, conventions=name), *ranks)) for name in ("autopar", "megatron")
     )
     assert own == MegatronBytes(300, 500, load("a100").workspace_bytes)
-    assert megatron == MegatronBytes(300 - 60, 500, 2 * 32 * 2**20)
+    assert megatron == MegatronBytes(300 - 60 + 4 * 2**20, 500 + 4 * 2**20, 2 * 32 * 2**20)
 
 
 def test_gradients_in_half_precision_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     golden = _golden(tmp_path, precision="fp16")
     matrices = 6 * golden.shape.layer_parameters + golden.shape.vocabulary * 512
     assert parameters_of(golden, 1) == parameters_of(golden, 0) == matrices / 2
-    assert gradient_bytes(golden, 1) == 0 and gradient_bytes(replace(golden, zero=0), 1) == 2 * matrices / 2
-    assert gradient_bytes(_golden(tmp_path), 1) == 0
+    assert gradient_bytes(golden, 1) == -2 * matrices / 2
+    assert copied_bytes(golden, 1) == 4 * matrices / 2 / 2 == copied_bytes(replace(golden, zero=0), 1) / 2
+    assert gradient_bytes(_golden(tmp_path), 1) == copied_bytes(_golden(tmp_path), 1) == 0
     alone = replace(golden, pp=1, chunks=1, framework="megatron-deepspeed")
     assert gradient_bytes(alone, 0) == -2 * (12 * golden.shape.layer_parameters + golden.shape.vocabulary * 512) / 2
+
+
+def test_megatrons_own_attention_has_a_buffer_of_scores_and_the_engine_a_workspace(tmp_path: Path) -> None:
+    assert module_bytes(_golden(tmp_path)) == 4 * 2**20
+    assert module_bytes(_golden(tmp_path, gpu_type="h100")) == 32 * 2**20
+    assert module_bytes(_golden(tmp_path, implementation="local")) == 2 * 4 * (8 // 2) * 1024**2
 
 
 def test_a_row_of_blooms_log_has_its_stages_seconds_and_device(tmp_path: Path) -> None:
