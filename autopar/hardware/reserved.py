@@ -96,6 +96,15 @@ class Reserved:
             f"{format_bytes(self.tensors_within(limit))} for tensors: {self.words()}.{needed}"
         )
 
+    def both(self, tensors: int) -> str:
+        """Say how many bytes a plan takes on the device and, if that is not all, how many of these are tensors.
+
+        >>> Reserved(1.03, context_bytes=5 * 10**8).both(10**9)
+        '1.53 GB (1.00 GB of tensors)'
+        """
+        whole = format_bytes(self.on_device(tensors))
+        return f"{whole} ({format_bytes(tensors)} of tensors)" if self else whole
+
     def words(self) -> str:
         """Return what stands besides tensors, as text: "allocator × 1.03, CUDA context 500 MB"."""
         factor = f"{ALLOCATOR} × {self.allocator_factor:g}" if self.allocator_factor > 1 else ""

@@ -81,7 +81,7 @@ class GenerationPlan:
                 f"first token   {format_seconds(self.seconds_to_first)}",
                 f"each further  {format_seconds(self.token.seconds)}, {self.tokens_per_second:,.0f} tokens/s",
                 f"cache         {format_bytes(self.cache_bytes)} per device: {described(self.cache, mesh)}",
-                f"memory        {format_bytes(self.peak_bytes)} per device at the fullest moment",
+                f"memory        {self.token.reserved.both(self.peak_bytes)} per device at the fullest moment",
                 *((f"\nthe best of these meshes:\n{self.others}",) if self.others else ()),
             )
         )

@@ -276,8 +276,9 @@ def _alternative(
     except InfeasibleError as error:
         return replace(blank, reason=_brief(str(error)))
     if bounds.num_bytes > limit:
-        least = f"every plan with this role takes at least {format_bytes(bounds.num_bytes)}"
-        return replace(blank, reason=f"the memory limit is {format_bytes(limit)}, and {least}")
+        least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
+        said = format_bytes(context.settings.memory or 0)
+        return replace(blank, reason=f"the memory limit is {said}, and {least}")
     return replace(blank, seconds=max(bounds.seconds, free.bound, second.bound), is_bound=True)
 
 

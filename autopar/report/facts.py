@@ -46,7 +46,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
         simulated, apart = timeline_words(plan)
         facts.append(Fact("timeline", simulated + (f"\nnext to the sum: {apart}" if apart else "")))
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
-    lines = [f"{bytes_words(plan.peak_bytes, plan.reserved)} per device predicted at the peak, {limit}"]
+    lines = [f"{plan.reserved.both(plan.peak_bytes)} per device predicted at the peak, {limit}"]
     if plan.memory is not None:
         parts = sorted(plan.memory.parts.items(), key=lambda part: -part[1])
         lines.append(", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes))
@@ -64,16 +64,6 @@ def plan_facts(plan: Plan) -> list[Fact]:
     if plan.reduce_each:
         facts.append(Fact("gradients", REDUCED_EACH))
     return [*facts, Fact("solver", solver_words(plan.solver))]
-
-
-def bytes_words(tensors: int, reserved: Reserved) -> str:
-    """Say how many bytes tensors take at the peak and, if a device holds more than these, how many all of it takes.
-
-    >>> bytes_words(10**9, Reserved(1.03, context_bytes=5 * 10**8))
-    '1.53 GB (1.00 GB of tensors)'
-    """
-    whole = format_bytes(reserved.on_device(tensors))
-    return f"{whole} ({format_bytes(tensors)} of tensors)" if reserved else whole
 
 
 def reserved_words(tensors: int, reserved: Reserved) -> list[str]:

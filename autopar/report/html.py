@@ -17,7 +17,7 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import ROLES, Instant, PlanRow, is_main
-from autopar.report.facts import bytes_words, plan_facts
+from autopar.report.facts import plan_facts
 from autopar.report.table import kind_words
 from autopar.tables import Fact
 from autopar.units import format_bytes, format_seconds
@@ -84,7 +84,7 @@ def memory_section(plan: Plan) -> str:
             f'<rect class="part{number % NUM_COLOURS}" x="{left:.1f}" width="{width:.1f}" height="40">{title}</rect>'
         )
         left += width
-    words = f"each of {plan.mesh.num_devices} devices: {bytes_words(plan.peak_bytes, plan.reserved)} at the peak"
+    words = f"each of {plan.mesh.num_devices} devices: {plan.reserved.both(plan.peak_bytes)} at the peak"
     if plan.memory_limit is not None:
         at = WIDTH * plan.memory_limit / whole
         bars.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="40"/>')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.pipeline.plan import PipelinePlan, StagePlan
-from autopar.report.facts import OF_SECONDS, bytes_words, host_words, reserved_words, workload_facts
+from autopar.report.facts import OF_SECONDS, host_words, reserved_words, workload_facts
 from autopar.tables import Fact, fact_lines, fitted_table, wrapped
 from autopar.units import format_bytes, format_seconds, format_share
 
@@ -34,7 +34,7 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
     schedule, ranks = plan.schedule, range(plan.schedule.num_ranks)
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     fullest = max(ranks, key=plan.rank_bytes)
-    memory = f"{bytes_words(plan.peak_bytes, plan.reserved)} per device at the peak, on rank {fullest}, {limit}"
+    memory = f"{plan.reserved.both(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"
     gap = f", optimality gap {format_share(plan.gap)}" if plan.bound else ""
     chunks = f", {schedule.chunks} on each" if schedule.chunks > 1 else ""
     where = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks of axis {plan.axis}{chunks}"

@@ -119,6 +119,12 @@ def test_an_error_of_stages_says_both_limits() -> None:
         _planned({"pp": 2, "tp": 2}, memory=40_000, microbatches=2, schedule="1f1b")
 
 
+def test_explanations_say_both_numbers() -> None:
+    limit = int(0.9 * _planned().reserved_bytes)
+    words = str(_planned(memory=limit).explain("layers.1.0.weight"))
+    assert re.search(r"memory +\S+ \wB \(\S+ \wB of tensors\)", words)
+
+
 @pytest.mark.parametrize("mesh", [MESH, "auto"], ids=str)
 def test_a_limit_below_what_is_no_tensor_is_refused(mesh: Any) -> None:
     said = {"devices": 4} if mesh == "auto" else {}
