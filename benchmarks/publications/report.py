@@ -193,7 +193,8 @@ def _regret(made: Sequence[Cell]) -> str:
 
 def reasons(found: Sequence[Outcome]) -> str:
     """Rows without a prediction, grouped by what is in the way."""
-    counts = Counter((each.row.source, each.reason) for each in found if each.predicted is None)
+    once = [each for each in found if each.row.conventions != "megatron"]
+    counts = Counter((each.row.source, each.reason) for each in once if each.predicted is None)
     lines = [(source, count, reason) for (source, reason), count in sorted(counts.items())]
     return tabulate(lines, ("not expressed", "rows", "why")) if lines else ""
 
