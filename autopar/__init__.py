@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autopar.annotations.annotate import annotate, annotate_plan, constrain
     from autopar.api import compile, plan
     from autopar.benchmarking.bench import bench
+    from autopar.cost.conventions import MemoryConventions
     from autopar.cost.optimizer import Optimizer
     from autopar.inference.offline import plan_generation
     from autopar.lengths.buckets import Buckets
@@ -48,6 +49,7 @@ _NAMES_BY_MODULE = {
     "autopar.annotations.annotate": ("annotate", "annotate_plan", "constrain"),
     "autopar.api": ("compile", "plan"),
     "autopar.benchmarking.bench": ("bench",),
+    "autopar.cost.conventions": ("MemoryConventions",),
     "autopar.cost.optimizer": ("Optimizer",),
     "autopar.inference.offline": ("plan_generation",),
     "autopar.lengths.buckets": ("Buckets",),
@@ -74,6 +76,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "LayoutError",
+    "MemoryConventions",
     "Mesh",
     "MeshError",
     "Optimizer",

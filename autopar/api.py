@@ -29,6 +29,7 @@ from autopar.compiler.options import check_options
 from autopar.compiler.pipelined import compile_pipeline
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.whole import compile_whole
+from autopar.cost.conventions import MemoryConventions
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.inference.module import InferenceModule
@@ -103,6 +104,7 @@ def compile(
     prefetch: Prefetch = "auto",
     offload: Offloaded = "none",
     host_memory: str | int | None = None,
+    memory_conventions: str | MemoryConventions = "autopar",
     buckets: Buckets | Literal["auto"] | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
     training: bool = True,
@@ -183,6 +185,9 @@ def compile(
             it. `model.plan.offload` says what was chosen.
         host_memory: hard limit of what is offloaded to one host by all of its devices, in bytes or as text ("512GB");
             by default what the hardware profile says a host has.
+        memory_conventions: what counts as memory of a device besides tensors (docs/memory.md): "autopar", what its
+            runtime holds there; "tensors", nothing; "megatron" or "deepspeed", for comparisons with these; or an
+            `autopar.MemoryConventions`.
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an
             `autopar.Buckets` (docs/training.md), or "auto" for powers of two and the names that transformers uses. By
             default inputs are taken as they are.
@@ -231,6 +236,7 @@ def compile(
         prefetch=prefetch,
         offload=offload,
         host_memory=host_memory,
+        memory_conventions=memory_conventions,
         training=training,
     )
     abstract = Mesh.of(mesh)
@@ -296,6 +302,7 @@ def plan(
     prefetch: Prefetch = "auto",
     offload: Offloaded = "none",
     host_memory: str | int | None = None,
+    memory_conventions: str | MemoryConventions = "autopar",
     plan_cache: str | os.PathLike[str] | None = None,
     training: bool = True,
 ) -> Plan | PipelinePlan:
@@ -341,6 +348,7 @@ def plan(
         prefetch=prefetch,
         offload=offload,
         host_memory=host_memory,
+        memory_conventions=memory_conventions,
         training=training,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes, PlanCache.of(plan_cache))

@@ -42,7 +42,7 @@ class PlanError(AutoparError, ValueError):
 
 
 class InfeasibleError(PlanError):
-    """No choice of layouts satisfies the pins and the memory limit; `least_bytes` is the least that was found."""
+    """No choice of layouts satisfies the pins and the memory limit; `least_bytes` are the fewest found per device."""
 
     def __init__(self, message: str, least_bytes: int | None = None) -> None:
         super().__init__(message)

@@ -46,5 +46,6 @@ SCHEDULES = (
 )
 RECOMPUTATIONS = ("none", "selective", "full_save_collectives", "full")
 OFFLOADED = ("none", "optimizer", "activations", "both", "auto")
+MEMORY_CONVENTIONS = ("autopar", "tensors", "megatron", "deepspeed")
 PREFETCH_DEPTHS = (0, 1, 2)
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")

@@ -15,6 +15,7 @@ from autopar.annotations.pins import Mode
 from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
 from autopar.compiler.arguments import Prefetch, Recompute, Solver
+from autopar.cost.conventions import MemoryConventions
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     prefetch: Prefetch
     offload: Offloaded
     host_memory: str | int | None
+    memory_conventions: str | MemoryConventions
     plan_cache: str | os.PathLike[str] | None
 
 

@@ -10,6 +10,8 @@ and without.
     python -m benchmarks.published nanotron_h100.csv:100            so many of its rows, the same every time
     python -m benchmarks.published nanotron_h100.csv --cells 3      all runs of three models on so many GPUs
     python -m benchmarks.published memory_papers.csv                memory by part
+    python -m benchmarks.published megatron_golden_a100.csv         bytes of the last rank, by two conventions
+    python -m benchmarks.published bloom_before_0225.csv            seconds, bytes by nvidia-smi, and what fits
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.publications import machines, report
 from benchmarks.publications.choice import FEWEST_RUNS, cells
 from benchmarks.publications.contradicted import Contradiction, contradicted
 from benchmarks.publications.folds import of_cells, sampled
+from benchmarks.publications.megatron import by_both_conventions
 from benchmarks.publications.memory import runs_out
 from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.plots import scatter
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read = [row for row in whole if not (given.successful and row.out_of_memory)]
         if given.cells:
             read = of_cells(read, given.cells, FEWEST_RUNS)
-        rows += sampled(read, count)
+        rows += by_both_conventions(sampled(read, count))
     profiles = PROFILES | dict(each.split("=", 1) for each in given.profile)
     known: dict[str, Hardware] = {}
 
@@ -99,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.times(found, contradictions),
         report.contradicted_runs(contradictions),
         report.memory(found),
+        report.golden(found),
+        report.bloom(found),
         report.order_of_schedules(found),
         report.choices(made, undisputed),
         report.reasons(found),

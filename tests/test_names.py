@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar import errors, names, option_types
 from autopar.benchmarking import trainers
-from autopar.cost import optimizer
+from autopar.cost import conventions, optimizer
 from autopar.models import catalogue
 from autopar.pipeline.schedules import schedule
 from autopar.planning import request, settings
@@ -36,6 +36,7 @@ from autopar.strategies.presets import PRESETS
         (names.OFFLOADED, request.OFFLOADED),
         (names.PREFETCH_DEPTHS, settings.DEPTHS),
         (names.PRECISIONS, precision.NAMED),
+        (names.MEMORY_CONVENTIONS, conventions.CONVENTIONS),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -90,6 +90,12 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=_positive, help="layers of a built-in model, instead of its own number")
     parser.add_argument("--memory", help='hard limit per device, such as "80GB"')
     parser.add_argument(
+        "--memory-conventions",
+        choices=names.MEMORY_CONVENTIONS,
+        default="autopar",
+        help="what counts as memory of a device",
+    )
+    parser.add_argument(
         "--imbalance",
         type=float,
         default=1.0,

@@ -65,6 +65,7 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
         "mode": options.mode,
         "strategy": options.strategy,
         "memory": options.memory,
+        "memory_conventions": options.memory_conventions,
         "recompute": options.recompute,
         "optimizer": options.optimizer,
         "master_copies": options.master_copies,

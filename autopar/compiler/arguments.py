@@ -18,6 +18,7 @@ from autopar.capture.static.arguments import static_argnames_of
 from autopar.capture.tiles.loss import AUTO, LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
+from autopar.cost.conventions import MemoryConventions
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
@@ -88,6 +89,7 @@ def plan_request(
     prefetch: Prefetch = "auto",
     offload: Offloaded = "none",
     host_memory: str | int | None = None,
+    memory_conventions: str | MemoryConventions = "autopar",
     training: bool = True,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
@@ -125,6 +127,7 @@ def plan_request(
         host_memory=None if host_memory is None else parse_bytes(host_memory),
         training=training,
         static_argnames=static_argnames_of(static_argnames, model),
+        memory_conventions=MemoryConventions.of(memory_conventions),
     )
 
 

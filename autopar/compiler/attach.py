@@ -41,6 +41,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
     request = plan_request(model, **{**options, **decided, "host_memory": host_memory})
     request = request.running(plan.implementations)
+    request = replace(request, settings=replace(request.settings, reserved=plan.reserved))
     given = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     batch = with_static(given, request.static_argnames, model.forward)
     axes = axes_of_parts(request.inputs, plan.mesh)
@@ -64,7 +65,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})
-    runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each)
+    lasting = request.memory_conventions.main_gradients
+    runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each, main_gradients=lasting)
     memory = MemoryModel(space, runs, plan.prefetch, offloads=request.searched.offloads)
     segments = None if not plan.recompute else dict.fromkeys(memory.lifetimes.segments, "")
     if segments is not None and plan.recompute.keys() != segments.keys():

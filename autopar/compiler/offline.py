@@ -104,7 +104,7 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
         except InfeasibleError as error:
             every = meshes_of(mesh, devices, request.hardware, max_axes or USUAL_AXES, USUAL_PIPELINE)
             longer = [each for each in every if USUAL_PIPELINE in each.axes]
-            limit = request.settings.memory
+            limit = planner.limit(longer[0]) if longer else None
             if (
                 request.pipeline is not None
                 or not request.training
@@ -181,6 +181,10 @@ class _Planner:
         is_whole = self.request.inputs == "whole"
         few = is_whole and batch_size(self.batch) // (self.request.microbatches or 1) < (devices or 1)
         return MOST_AXES if has_experts or few else USUAL_AXES
+
+    def limit(self, mesh: Mesh) -> int | None:
+        """Return the memory limit in bytes of tensors on a device of a mesh; None if there is none."""
+        return self.request.within(mesh).settings.tensor_limit
 
     def in_pipelines(self) -> _Planner:
         """The same for pipelines, whose axis has its usual name; what is captured serves both."""
@@ -264,10 +268,11 @@ class _Planner:
 
         None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
         """
-        limit, size = self.request.settings.memory, batch_size(self.batch)
+        settings, size = self.request.within(mesh).settings, batch_size(self.batch)
+        limit = settings.memory
         if self.request.microbatches or limit is None or self.request.static_argnames:
             return None
-        stored = self.floor(mesh, count)
+        stored = settings.reserved.on_device(self.floor(mesh, count))
         halved = 2 * count
         while stored <= limit and size % halved == 0:
             if least is None or stored + SHRINKING * (least - stored) * count / halved <= limit:
@@ -288,7 +293,7 @@ class _Planner:
 
     def on(self, mesh: Mesh, request: PlanRequest | None = None) -> Plan:
         """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
-        request = request or self.request
+        request = (request or self.request).within(mesh)
         check_no_pipeline(request, mesh)
         count, tiles = request.microbatches or 1, tiles_asked(request)
         program, _ = self.arriving(count, mesh, tiles)

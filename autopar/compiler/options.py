@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.cost.conventions import CONVENTIONS, MemoryConventions
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError, MeshError
 from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
@@ -62,6 +63,10 @@ _MEMORY = _Satisfying(
 _HOST_MEMORY = _Satisfying(_MEMORY.accepts, 'bytes per host, as a whole number above 0 or as text ("512GB")')
 _OPTIMIZER = _Satisfying(
     lambda found: isinstance(found, str | Optimizer), 'the name of an optimizer ("adamw") or an autopar.Optimizer'
+)
+_CONVENTIONS = _Satisfying(
+    lambda found: isinstance(found, str | MemoryConventions),
+    f"one of {', '.join(map(repr, CONVENTIONS))}, or an autopar.MemoryConventions",
 )
 _PROFILE = _Satisfying(
     lambda found: isinstance(found, str | os.PathLike | Hardware),
@@ -147,6 +152,7 @@ OPTIONS: Mapping[str, Schema] = {
     "offload": _WORD,
     "host_memory": Maybe(_HOST_MEMORY),
     "plan_cache": Maybe(_FOLDER),
+    "memory_conventions": _CONVENTIONS,
 }
 """Argument → what it may be, beside None where that is its default."""
 

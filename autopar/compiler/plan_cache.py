@@ -78,7 +78,8 @@ class PlanCache:
             request.warn(fitting, choices_of(plan, fitting), stored=bool(storage))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
-        return self._kept(key, Plan.from_json, check, lambda: _planned(request, space, spaces, storage))
+        with request.settings.explaining():
+            return self._kept(key, Plan.from_json, check, lambda: _planned(request, space, spaces, storage))
 
     def pipeline_plan(self, request: PipelineRequest) -> PipelinePlan:
         """What `plan_pipeline` gives, from the folder where it is there."""

@@ -57,7 +57,7 @@ def plan_as_memory_asks(
 ) -> Plan:
     """The best plan of a model whose space is given; of one in tiles, where that is the faster."""
     losses, mlps = _takes_losses(request, space), _takes_mlps(request, space)
-    memory = request.settings.memory
+    memory = request.settings.tensor_limit
     if memory is None or not (losses or mlps):
         return request.plan(space, storage)
     turns, tiles = _Turns(request, storage), tiles_asked(request)

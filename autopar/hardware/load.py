@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.schema import ListOf, Malformed, Maybe, Real, Record, Schema, Table, Text, Whole, differs
-from autopar.hardware.profile import HOST, Efficiencies, Hardware, Latencies, Link, Protocol
+from autopar.hardware.profile import HOST, RESERVED, Efficiencies, Hardware, Latencies, Link, Protocol
 
 PROFILES = Path(__file__).parent / "profiles"
 _WORDS = {"name": Text(), "algorithm": Text()}
@@ -46,8 +46,10 @@ _OPTIONAL = (
     "dtensor_s",
     "communication_share",
     *HOST,
+    *RESERVED,
 )
 """Numbers of `Hardware` that a profile need not say."""
+_WHOLE = ("host_memory_bytes", "host_devices", *RESERVED[1:])
 
 
 def _numbers_of(cls: type) -> Record:
@@ -188,7 +190,7 @@ def _number(found: Mapping[str, Any], key: str) -> float:
 
 def _optional(found: Mapping[str, Any], key: str) -> Any:
     """A number of `Hardware`, whole where it counts something."""
-    return int(_number(found, key)) if key in ("host_memory_bytes", "host_devices") else _number(found, key)
+    return int(_number(found, key)) if key in _WHOLE else _number(found, key)
 
 
 def _known() -> str:

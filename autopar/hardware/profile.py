@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from autopar.errors import PlanError
+from autopar.hardware.reserved import Reserved
 
 ALGORITHMS = ("ring", "tree")
+RESERVED = ("allocator_factor", "context_bytes", "communicator_bytes", "workspace_bytes")
+"""Numbers of a profile that say what a device holds besides tensors."""
 HOST = ("host_link_bytes_per_s", "host_memory_bytes_per_s", "host_memory_bytes", "host_devices")
 """Numbers of a profile that say what a device's host is."""
 
@@ -162,6 +165,14 @@ class Hardware:
     """Of the host; 0: not said, and not limited."""
     host_devices: int = 0
     """Devices that share a host; 0: as many as there are."""
+    allocator_factor: float = 1.0
+    """Bytes that the caching allocator reserves for each byte of tensors at the peak."""
+    context_bytes: int = 0
+    """Memory of a device that the context and the kernels of libraries take."""
+    communicator_bytes: int = 0
+    """Buffers of one communicator (NCCL)."""
+    workspace_bytes: int = 0
+    """Workspaces of libraries of products (cuBLAS), forward and backward."""
 
     def __post_init__(self) -> None:
         for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
@@ -191,6 +202,7 @@ class Hardware:
                 f"hardware {self.name!r} has communication_share = {self.communication_share}; give a share, from 0 to "
                 "1."
             )
+        Reserved(*(getattr(self, name) for name in RESERVED))
         self._check_links()
 
     def _check_links(self) -> None:

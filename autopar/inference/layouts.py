@@ -68,20 +68,21 @@ def best_laid(
     Raises what planning raises, where no layout has a plan.
     """
     known = layout_said(program, request.annotations_about(program, mesh), mesh)
-    limit = request.settings.memory
+    limit = request.settings.tensor_limit
     best: Laid | None = None
     refused: InfeasibleError | None = None
     """Of the layout that comes nearest."""
     for layout in sizes.layouts(mesh) if known is None else (known,):
         num_bytes = sizes.num_bytes(layout, mesh.sizes)
         try:
-            if limit is not None and num_bytes > limit:
-                raise InfeasibleError(
-                    f"the cache alone takes {format_bytes(num_bytes)} per device, {described(layout, mesh)}, and "
-                    f"memory is {format_bytes(limit)}; give more memory, or serve fewer or shorter texts at once.",
-                    num_bytes,
-                )
-            found = laid(program, request, mesh, sizes, layout, storage)
+            with request.settings.explaining():
+                if limit is not None and num_bytes > limit:
+                    raise InfeasibleError(
+                        f"the cache alone takes {format_bytes(num_bytes)} per device, {described(layout, mesh)}, and "
+                        f"memory is {format_bytes(limit)}; give more memory, or serve fewer or shorter texts at once.",
+                        num_bytes,
+                    )
+                found = laid(program, request, mesh, sizes, layout, storage)
         except InfeasibleError as error:
             if refused is None or (error.least_bytes or math.inf) < (refused.least_bytes or math.inf):
                 refused = error

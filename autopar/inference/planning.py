@@ -81,7 +81,7 @@ class GenerationPlan:
                 f"first token   {format_seconds(self.seconds_to_first)}",
                 f"each further  {format_seconds(self.token.seconds)}, {self.tokens_per_second:,.0f} tokens/s",
                 f"cache         {format_bytes(self.cache_bytes)} per device: {described(self.cache, mesh)}",
-                f"memory        {format_bytes(self.peak_bytes)} per device at the fullest moment",
+                f"memory        {self.token.reserved.both(self.peak_bytes)} per device at the fullest moment",
                 *((f"\nthe best of these meshes:\n{self.others}",) if self.others else ()),
             )
         )
@@ -97,6 +97,7 @@ def plan_for(model: nn.Module, mesh: Mesh, load: Load, request: PlanRequest) -> 
             f"a {type(model).__name__} is no language model of transformers with a generate of its own; give one, as "
             "AutoModelForCausalLM.from_config(config) on the meta device."
         )
+    request = request.within(mesh)
     sizes = CacheSizes(cached_forward.layers_of(model), load.batch, load.length, _dtype(model, request))
     made: Any = skeleton_of(model, request.precision, False)
     made.__class__ = cached_forward.with_cache(type(made))

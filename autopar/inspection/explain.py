@@ -266,7 +266,7 @@ def _alternative(
 ) -> Alternative:
     """Return the alternative with what the best plan under pins takes, which is no better than `second`."""
     context = context_of(plan)
-    limit = context.settings.memory
+    limit = context.settings.tensor_limit
     try:
         with unsaid():
             free = answer_of(formulations, pins, replace(context.settings, memory=None))
@@ -276,8 +276,9 @@ def _alternative(
     except InfeasibleError as error:
         return replace(blank, reason=_brief(str(error)))
     if bounds.num_bytes > limit:
-        least = f"every plan with this role takes at least {format_bytes(bounds.num_bytes)}"
-        return replace(blank, reason=f"the memory limit is {format_bytes(limit)}, and {least}")
+        least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
+        said = format_bytes(context.settings.memory or 0)
+        return replace(blank, reason=f"the memory limit is {said}, and {least}")
     return replace(blank, seconds=max(bounds.seconds, free.bound, second.bound), is_bound=True)
 
 

@@ -93,8 +93,8 @@ def _differences(plan: Plan, again: Plan) -> Iterator[str]:
         yield f"it says {format_seconds(plan.seconds)}, its choices take {format_seconds(again.seconds)}"
     if plan.peak_bytes != again.peak_bytes:
         yield f"it says {plan.peak_bytes} bytes per device, its choices take {again.peak_bytes}"
-    if plan.memory_limit is not None and again.peak_bytes > plan.memory_limit:
-        yield f"its choices take {again.peak_bytes} bytes per device, its limit is {plan.memory_limit}"
+    if plan.memory_limit is not None and again.reserved_bytes > plan.memory_limit:
+        yield f"its choices take {again.reserved_bytes} bytes per device, its limit is {plan.memory_limit}"
     for name in DERIVED:
         claimed, derived = getattr(plan, name), getattr(again, name)
         if not _same(claimed, derived):

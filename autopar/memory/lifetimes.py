@@ -17,7 +17,7 @@ from autopar.cost.messages import joined_layers
 from autopar.program.calls import module_of, source_of
 from autopar.program.paths import layer_of
 from autopar.program.recompute_segments import MODES, RECOMPUTATIONS, Recomputation, leaving, recomputation, segments_of
-from autopar.program.saved_tensors import Saved, saved_in
+from autopar.program.saved_tensors import LOSSES, Saved, saved_in, saved_otherwise
 from autopar.space.space import Decision, Space, Wire
 from autopar.strategies.roles import RoledProgram
 
@@ -38,7 +38,8 @@ class Lifetimes:
         self._needs: dict[tuple[int, int], bool] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
-        self._saved_by_node = saved_in(space.program)
+        said = space.conventions
+        self._saved_by_node = saved_otherwise(saved_in(space.program), said.dropout_masks, said.loss_in_place)
         products = RoledProgram.of(space.program).products
         for segment in segments_of(space.program):
             again = {mode: recomputation(space.program, segment, mode, products) for mode in modes}
@@ -196,6 +197,10 @@ class Lifetimes:
             return True  # parameters and inputs are always held, and a hub's tensor is counted where it enters
         saved = self.saved(source)
         return wire.source_output in saved.aliases or wire.source_output in saved.outputs
+
+    def in_place(self, decision: Decision) -> bool:
+        """Return whether a call makes its gradient where its first input was."""
+        return self.space.conventions.loss_in_place and decision.node.target in LOSSES
 
     def saved(self, decision: Decision) -> Saved:
         """What autograd keeps of a call."""

@@ -44,6 +44,8 @@ class Microbatches:
     """Whether each reduces the gradients of weights that are stored in parts (ZeRO-2), not the step (ZeRO-1)."""
     works: bool = False
     """Whether the optimizer works on more than it updates."""
+    main_gradients: bool = False
+    """Whether gradients are added up, and last, also where a step has one micro-batch."""
     stashes: bool = False
     """Whether each has weights of its own, those of its forward, and is a step of the optimizer (PipeDream)."""
     inputs: int | None = None
@@ -63,7 +65,7 @@ class Microbatches:
     @property
     def several(self) -> bool:
         """Whether weights are moved, and gradients reduced, less often than they are used."""
-        return self.count > 1
+        return self.count > 1 or self.main_gradients
 
     def received(self, phase: Phase) -> tuple[int, int]:
         """Return of how many micro-batches received inputs, and received gradients, are there in a phase."""
@@ -90,7 +92,7 @@ class Microbatches:
         if self.stashes:
             others = self.in_flight - 1
             return (Phase(others, True), *(replace(each, others=others) for each in ends))
-        if self.in_flight < self.count:
+        if self.in_flight < self.count or self.main_gradients:
             return (Phase(self.in_flight - 1, False), *ends)
         return (Phase(self.count - 1, True), Phase(self.count - 2, False), *ends)
 

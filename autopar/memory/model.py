@@ -290,7 +290,7 @@ class MemoryModel(TensorBytes):
             backward = strategy.implementation.backward_bytes if strategy.implementation is not None else None
             if _works_forward(strategy) is not None:
                 hidden[number] = 0
-            elif backward is not None and bound is not None:
+            elif backward is not None and bound is not None and not self.lifetimes.in_place(decision):
                 hidden[number] = backward(call, strategy.local_sizes(bound.sizes, mesh))
         if op is not None and bound is not None and op.backward_bytes is not None:
             total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])

@@ -59,7 +59,9 @@ class StageFinisher:
             self.ahead[id(known)] = answer, model.prefetch
         answer, prefetch = self.ahead[id(known)]
         found = _answer_on(answer, made, own, formulation.memory.fetching_ahead(prefetch))
-        if settings.memory is not None and found.peak_bytes > settings.memory:  # fetched ahead it does not fit
+        if (
+            settings.tensor_limit is not None and found.peak_bytes > settings.tensor_limit
+        ):  # fetched ahead it does not fit
             prefetch = made.formulation.memory.prefetch
             found = _answer_on(made.answer, made, own, formulation.memory.fetching_ahead(prefetch))
         if (known.runs, known.room) != (search.runs[stage], search.rooms[stage]):

@@ -18,12 +18,13 @@ from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
 from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
+from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
 from autopar.pipeline.stages.held import TRANSIENT
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.rows import SAVED
-from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
+from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, RESERVED, SECONDS, TEXT, refusing
 from autopar.plans.views import view
 from autopar.plans.workload import WORKLOAD, Workload, workload_of
 from autopar.sharding.mesh import Mesh
@@ -54,7 +55,7 @@ PIPELINE_PLAN = Record(
             )
         ),
     },
-    optional={"bound": SECONDS, "workload": Maybe(WORKLOAD)},
+    optional={"bound": SECONDS, "workload": Maybe(WORKLOAD), "reserved": RESERVED},
 )
 
 
@@ -97,7 +98,9 @@ class PipelinePlan:
     bound: float = 0.0
     """Seconds that no other cut and plans of stages take less than, as far as `gap` says; 0 where nothing is known."""
     memory_limit: int | None = None
-    """Bytes per device that the stages of a rank were planned to keep to."""
+    """Bytes per device that the stages of a rank keep to, with what is `reserved`."""
+    reserved: Reserved = NOTHING
+    """Memory of a device besides tensors."""
     notes: tuple[str, ...] = ()
     workload: Workload | None = field(default=None, compare=False)
     """The model, its inputs, and the computation of one step."""
@@ -148,6 +151,11 @@ class PipelinePlan:
     def peak_bytes(self) -> int:
         """Predicted bytes on each device of the fullest rank."""
         return max(map(self.rank_bytes, range(self.schedule.num_ranks)))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Predicted bytes of a device of the fullest rank: tensors at the peak and what is reserved besides."""
+        return self.reserved.on_device(self.peak_bytes)
 
     def rank_bytes(self, rank: int) -> int:
         """Predicted bytes on each device of a rank of the pipeline: no less than its stages take together.
@@ -230,6 +238,7 @@ class PipelinePlan:
             "schedule": asdict(self.schedule),
             "bound": self.bound,
             "memory_limit": self.memory_limit,
+            "reserved": self.reserved.to_json(self.peak_bytes),
             "notes": self.notes,
             "starts": self.starts,
             "workload": None if self.workload is None else asdict(self.workload),
@@ -263,6 +272,7 @@ class PipelinePlan:
                 timeline=simulate(schedule, [stage.seconds for stage in stages]),
                 bound=values.get("bound", 0.0),
                 memory_limit=values["memory_limit"],
+                reserved=Reserved.of_json(values.get("reserved")),
                 notes=tuple(values["notes"]),
                 workload=workload_of(values.get("workload")),
             )

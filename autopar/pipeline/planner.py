@@ -121,8 +121,9 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         timeline=timeline,
         bound=min(least, 1.0) * timeline.seconds,
         memory_limit=request.settings.memory,
+        reserved=request.settings.reserved,
         notes=_notes_of(stages),
-        workload=workload(planned.whole.memory, timeline.seconds, request.settings.memory),
+        workload=workload(planned.whole.memory, timeline.seconds, request.settings.memory, request.settings.reserved),
     )
 
 
@@ -132,7 +133,7 @@ def _cut_problem(planned: PlannedBlocks) -> CutProblem:
 
 def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
     """The best cut, and what was found on the way."""
-    request, memory = planned.request, planned.request.settings.memory
+    request, memory = planned.request, planned.request.settings.tensor_limit
     schedule, problem = request.schedule, _cut_problem(planned)
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
     room = None if memory is None else Room(memory, memory)
@@ -174,7 +175,8 @@ def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: 
     costs = StageCosts(
         search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met
     )
-    found = best_cuts_within(problem, costs, TOLERANCE, search.kinds, thought)
+    with search.planned.request.settings.explaining():
+        found = best_cuts_within(problem, costs, TOLERANCE, search.kinds, thought)
     if found.seconds > found.bound * (1 + TOLERANCE):
         number = search.num_asked
         why = f"{why_over()} when {number} stages had been planned"

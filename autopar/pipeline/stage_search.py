@@ -256,7 +256,7 @@ class StageSearch:
         memory = peak if room is None or peak is not None else room.peak
         within = asked.gap if memory is None else max(asked.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), grace())
-        return replace(asked, memory=memory, time_limit=left, gap=within, hurried=True)
+        return replace(asked.for_tensors(memory), time_limit=left, gap=within, hurried=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """What a stage holds."""

@@ -39,7 +39,7 @@ def _expected(context: PlanContext, answer: Answer) -> tuple[str, ...]:
     if most == 1:
         return ()
     expected = BALANCED if space.imbalance == 1 else _both(context, answer)
-    limit = context.settings.memory
+    limit = context.settings.tensor_limit
     return (expected,) if limit is None else (expected, *_survived(context, answer, limit, most))
 
 

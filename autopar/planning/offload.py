@@ -115,7 +115,7 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     best, refused, deadline = None, None, after(request.settings.time_limit)
     if request.offload == "auto":
         try:
-            _check_stored(plans.stored(), request.settings.memory)
+            _check_stored(plans.stored(), request.settings.tensor_limit)
             best = _with_room(request.without_auto(offloads_optimizer=False), plans, deadline)
         except (InfeasibleError, PipelineError) as error:
             refused = error

@@ -210,22 +210,7 @@ def best_plan_of(
 
 
 def _planned(runs: Microbatches, stated: Statements, pins: Pins, said: Settings) -> tuple[Plan, tuple[int, ...]]:
-    return make_plan(
-        stated.space,
-        pins,
-        said.memory,
-        said.solver,
-        said.time_limit,
-        said.recompute,
-        said.gap,
-        runs,
-        said.prefetch,
-        said.hurried,
-        said.cutoff,
-        said.activations,
-        said.leaving,
-        stated,
-    )
+    return plan_of(solved_by(stated.of(said, runs), pins, said))
 
 
 def seconds_of_microbatch(plan: Plan) -> float:
@@ -268,13 +253,14 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
     """
     if not memory.weights.gathers(answer.choices):
         return answer, memory.fetching_ahead(0)
-    if settings.prefetch != "auto" or settings.memory is None:
+    limit = settings.tensor_limit
+    if settings.prefetch != "auto" or limit is None:
         return answer, memory
     found, model = answer, memory
     for depth in DEPTHS[1 + memory.prefetch :]:
         ahead = memory.fetching_ahead(depth)
         peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
-        if peak > settings.memory or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
+        if peak > limit or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
             break
         found, model = replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
     return found, model
@@ -307,7 +293,7 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
     modes = settings.modes(formulation.memory.lifetimes.segments)
-    limit, time_limit, gap = settings.memory, settings.time_limit, settings.gap
+    limit, time_limit, gap = settings.tensor_limit, settings.time_limit, settings.gap
     found = best_within(
         formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff
     )

@@ -131,6 +131,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         traffic=dict(traffic),
         solver=answer.solver,
         memory_limit=context.settings.memory,
+        reserved=context.settings.reserved,
         imbalance=space.imbalance,
         unruled=space.unruled(),
         notes=(
@@ -171,7 +172,7 @@ def _workload(context: PlanContext, answer: Answer) -> Workload | None:
     runs, seconds = memory.microbatches, answer.seconds
     if runs.several:
         seconds = parts_of(memory, answer.choices, answer.modes).of(runs.count)
-    return workload(memory, seconds, context.settings.memory)
+    return workload(memory, seconds, context.settings.memory, context.settings.reserved)
 
 
 def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:

@@ -13,6 +13,7 @@ from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
 from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
+from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.cost.offload import check_host
 from autopar.cost.optimizer import ADAMW, Offload, Optimizer
 from autopar.errors import InputError
@@ -115,6 +116,8 @@ class PlanRequest:
     """Bytes of a host that may be taken; None: those that the profile says it has."""
     static_argnames: tuple[str, ...] = ()
     """Arguments of forward whose values are constants of the graph."""
+    memory_conventions: MemoryConventions = OF_AUTOPAR
+    """What counts as memory of a device."""
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADED:
@@ -170,8 +173,18 @@ class PlanRequest:
         return mesh.hardware if self.hardware is None else self.hardware
 
     def on(self, mesh: Mesh) -> PlanRequest:
-        """The request with the profile itself, read once, in place of its name."""
-        return replace(self, hardware=self.hardware_of(mesh))
+        """The request with the profile itself, read once, in place of its name, and a limit for devices of the mesh."""
+        return replace(self.within(mesh), hardware=self.hardware_of(mesh))
+
+    def within(self, mesh: Mesh) -> PlanRequest:
+        """Return the request whose memory limit counts what devices of a mesh hold besides tensors.
+
+        The mesh has the axis of a pipeline, if there is one. Raises InfeasibleError if nothing is left for tensors.
+        """
+        reserved, limit = self.memory_conventions.reserved(self.hardware_of(mesh), mesh), self.settings.memory
+        if limit is not None:
+            reserved.check(limit)
+        return replace(self, settings=replace(self.settings, reserved=reserved))
 
     def annotations_about(self, program: Program, mesh: Mesh, stored: bool = False) -> tuple[Annotation, ...]:
         """Return the user's annotations and those of the preset; raise StrategyError if the preset does not fit.
@@ -224,6 +237,7 @@ class PlanRequest:
             whole,
             self.asked,
             num_devices,
+            self.memory_conventions,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
@@ -314,5 +328,6 @@ class PlanRequest:
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.memory is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)
-        runs = [Microbatches(count, reduce_each=each) for each in ways]
+        lasting = self.memory_conventions.main_gradients and self.training
+        runs = [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
         return best_plan_of(runs, stated, pins, said)

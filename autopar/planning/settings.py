@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autopar.errors import InputError, PlanError
+from autopar.errors import InfeasibleError, InputError, PipelineError, PlanError
+from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
 from autopar.planning.formulation import Pins
@@ -25,7 +27,7 @@ USUAL_DEPTH = 1  # as FSDP2's: a second layer helps where gathers take longer th
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to plan: `memory` in bytes per device, `recompute` "auto" or one mode for every segment."""
+    """How to plan: `memory` in bytes of a device, `recompute` "auto" or one mode for every segment."""
 
     memory: int | None = None
     recompute: str = "auto"
@@ -47,6 +49,8 @@ class Settings:
     for it and `recompute` is "auto" or "none", or all "leave"."""
     leaving: int | None = None
     """The activations of only so many segments, the first ones, may leave; None: of all."""
+    reserved: Reserved = NOTHING
+    """Memory of the device that `memory` counts besides tensors."""
 
     def __post_init__(self) -> None:
         if self.solver not in ("auto", "ilp"):
@@ -57,6 +61,32 @@ class Settings:
             raise PlanError(f"prefetch={self.prefetch!r}; give {', '.join(map(repr, ('auto', *DEPTHS)))}.")
         if self.gap is not None and not 0 <= self.gap < 1:
             raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
+
+    @property
+    def tensor_limit(self) -> int | None:
+        """The memory limit in bytes of tensors, in which the search counts; None if there is none."""
+        return None if self.memory is None else self.reserved.tensors_within(self.memory)
+
+    def for_tensors(self, limit: int | None) -> Settings:
+        """Return the settings with a limit on tensors alone, as a stage has that shares its device."""
+        return replace(self, memory=limit, reserved=NOTHING)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Put the limit on the device before the text of an error, if that limit counts more than tensors.
+
+        The least bytes that such an error names are those of the device.
+        """
+        try:
+            yield
+        except (InfeasibleError, PipelineError) as error:
+            if self.memory is None or not self.reserved:
+                raise
+            if isinstance(error, PipelineError):
+                raise PipelineError(f"{self.reserved.explained(self.memory)}\n{error}") from error
+            least, told = error.least_bytes, self.reserved.explained(self.memory, error.least_bytes)
+            on_device = None if least is None else self.reserved.on_device(least)
+            raise InfeasibleError(f"{told}\n{error}", on_device) from error
 
     @property
     def mode(self) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from autopar.hardware.reserved import Reserved
 from autopar.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
 from autopar.plans.rows import Moved, is_main
 from autopar.tables import fitted_table
@@ -22,6 +23,10 @@ SHOWN_GAP = 5e-5  # a smaller one reads 0.00%
 class _Proven(Protocol):
     @property
     def gap(self) -> float: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def reserved(self) -> Reserved: ...
 
 
 P = TypeVar("P", bound=_Proven)
@@ -162,7 +167,7 @@ class Explanation(Generic[P]):
         lines = [
             f"runner-up: {second.strategy}, everything else planned again",
             f"  step     {format_seconds(second.step.after)}, {signed_seconds(second.step.delta)}{share}",
-            f"  memory   {format_bytes(second.memory.after)}, {signed_bytes(second.memory.delta)}",
+            f"  memory   {second.plan.reserved.both(second.plan.peak_bytes)}, {signed_bytes(second.memory.delta)}",
         ]
         if second.plan.gap > SHOWN_GAP:
             lines.append(f"  gap      not proven best: at most {format_share(second.plan.gap)} of it could be saved")

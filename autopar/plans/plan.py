@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
+from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.plans.answers import Repriced
 from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
@@ -71,6 +72,9 @@ class Plan:
     traffic: Mapping[tuple[str, str], int]
     solver: str
     memory_limit: int | None = None
+    """Bytes of a device that the plan keeps to, with what is `reserved`."""
+    reserved: Reserved = NOTHING
+    """Memory of a device besides tensors; nothing of a stage, which shares its device."""
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device is planned for."""
     unruled: Mapping[str, str] | None = None
@@ -114,6 +118,11 @@ class Plan:
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Predicted bytes of a device: tensors at the peak and what is reserved besides."""
+        return self.reserved.on_device(self.peak_bytes)
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -167,6 +176,7 @@ class Plan:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "context"}
         values["rows"] = [asdict(row) for row in self.rows]
         values["memory"] = None if self.memory is None else asdict(self.memory)
+        values["reserved"] = self.reserved.to_json(self.peak_bytes)
         values["workload"] = None if self.workload is None else asdict(self.workload)
         values["mesh"] = {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware}
         values["traffic"] = [[collective, axis, count] for (collective, axis), count in sorted(self.traffic.items())]
@@ -196,6 +206,7 @@ class Plan:
         if values["memory"] is not None:
             timeline = tuple(Instant(**each) for each in values["memory"].get("timeline", ()))
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
+        values["reserved"] = Reserved.of_json(values.get("reserved"))
         values["workload"] = workload_of(values.get("workload"))
         values["notes"] = tuple(values["notes"])
         return cls(**values)

@@ -29,6 +29,11 @@ MEMORY = Record(
     {"parts": Table(BYTES)},
     optional={"timeline": ListOf(Record({"name": TEXT, "backward": Flag(), "num_bytes": BYTES}))},
 )
+RESERVED = Record(
+    {"bytes": BYTES, "allocator_factor": Real(1), "context_bytes": BYTES}
+    | {"communicator_bytes": BYTES, "workspace_bytes": BYTES}
+)
+"""Memory of a device besides tensors, with the bytes of both."""
 PLAN = Record(
     {
         "format": Whole(FORMAT, FORMAT),
@@ -47,6 +52,7 @@ PLAN = Record(
     },
     optional={
         "memory_limit": Maybe(BYTES),
+        "reserved": RESERVED,
         "imbalance": Real(1),
         "unruled": Maybe(Table(TEXT)),
         "recompute": Table(OneOf(("none", "selective", "full_save_collectives", "full", "offload"))),

@@ -22,10 +22,12 @@ class OneDevice:
     num_bytes: int
     capacity: int
     """Bytes that a device may hold: the plan's limit, or the memory that the hardware profile states."""
+    reserved_bytes: int = 0
+    """Bytes that the device holds besides the tensors, which are `num_bytes`."""
 
     @property
     def fits(self) -> bool:
-        return self.num_bytes <= self.capacity
+        return self.num_bytes + self.reserved_bytes <= self.capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,9 @@ WORKLOAD = Record(
         "seconds": _SECONDS,
         "flops": _SECONDS,
         "ideal_seconds": _SECONDS,
-        "one_device": Record({"seconds": _SECONDS, "num_bytes": _COUNT, "capacity": _COUNT}),
+        "one_device": Record(
+            {"seconds": _SECONDS, "num_bytes": _COUNT, "capacity": _COUNT}, optional={"reserved_bytes": _COUNT}
+        ),
         "device": _TEXT,
     }
 )

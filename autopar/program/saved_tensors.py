@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 from autopar.errors import CaptureError
 from autopar.program.calls import source_of
 from autopar.program.effects import is_random
-from autopar.program.program import Program, TensorInfo, tensor_inputs
+from autopar.program.operators.rows import CROSS_ENTROPY
+from autopar.program.program import Program, TensorInfo, info_of, tensor_inputs
 
 Strides = tuple[int, ...]
 
@@ -37,6 +38,8 @@ DEVICE_DECIDES = frozenset({ATTENTION})
 """Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
 
 
+LOSSES = frozenset({torch.ops.aten.cross_entropy_loss.default, CROSS_ENTROPY})
+"""Calls whose first input are logits."""
 DRAWN_AGAIN = frozenset({torch.ops.aten.dropout.default})
 """Calls that keep a mask in PyTorch, and in autopar draw it again."""
 
@@ -118,6 +121,25 @@ def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strid
         kwargs.update((name, 0.0) for name in kwargs if name == "dropout_p")
     arguments = map_arg((args, kwargs), position)
     return _Question(node.target, infos, strides, arguments, repr(arguments))  # type: ignore[arg-type]
+
+
+def saved_otherwise(
+    saved: Mapping[fx.Node, Saved], dropout_masks: bool, loss_in_place: bool
+) -> Mapping[fx.Node, Saved]:
+    """Return what calls keep in a framework with other kernels.
+
+    Args:
+        saved: What each call keeps here.
+        dropout_masks: Dropout keeps a byte per element, and does not draw again.
+        loss_in_place: Cross-entropies make probabilities, and then the gradient, in the memory of their logits.
+    """
+    found = dict(saved)
+    for node, each in saved.items():
+        if dropout_masks and node.target in DRAWN_AGAIN and is_random(node):
+            found[node] = replace(each, other_bytes=each.other_bytes + info_of(node).num_elements)
+        if loss_in_place and node.target in LOSSES:
+            found[node] = replace(each, inputs=each.inputs - {0}, other_bytes=0)
+    return found
 
 
 def backward_needs(value: fx.Node, saved: Mapping[fx.Node, Saved]) -> bool:

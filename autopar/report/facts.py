@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.hardware.load import is_profile_of
+from autopar.hardware.reserved import Reserved
 from autopar.plans.plan import Plan
 from autopar.plans.workload import FLOP_CONVENTION, Workload
 from autopar.program.folding import ranges
@@ -45,11 +46,11 @@ def plan_facts(plan: Plan) -> list[Fact]:
         simulated, apart = timeline_words(plan)
         facts.append(Fact("timeline", simulated + (f"\nnext to the sum: {apart}" if apart else "")))
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
-    facts.append(Fact("memory", f"{format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}"))
+    lines = [f"{plan.reserved.both(plan.peak_bytes)} per device predicted at the peak, {limit}"]
     if plan.memory is not None:
         parts = sorted(plan.memory.parts.items(), key=lambda part: -part[1])
-        words = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes)
-        facts[-1] = Fact("memory", f"{facts[-1].text}\n{words}")
+        lines.append(", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes))
+    facts.append(Fact("memory", "\n".join((*lines, *reserved_words(plan.peak_bytes, plan.reserved)))))
     if plan.host:
         facts.append(Fact("host", host_words(plan.host)))
     recomputed, offloaded = modes(plan)
@@ -63,6 +64,13 @@ def plan_facts(plan: Plan) -> list[Fact]:
     if plan.reduce_each:
         facts.append(Fact("gradients", REDUCED_EACH))
     return [*facts, Fact("solver", solver_words(plan.solver))]
+
+
+def reserved_words(tensors: int, reserved: Reserved) -> list[str]:
+    """Say in a line what a device holds besides tensors; no line if it holds nothing."""
+    parts = reserved.parts(tensors).items()
+    words = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts)
+    return [f"besides tensors: {words}"] if words else []
 
 
 def proof(plan: Plan) -> str:
@@ -117,7 +125,7 @@ def _speed(workload: Workload, mesh: Mesh) -> str:
 def _one_device(workload: Workload) -> str:
     one = workload.one_device
     if not one.fits:
-        needed, capacity = format_bytes(one.num_bytes), format_bytes(one.capacity)
+        needed, capacity = format_bytes(one.num_bytes + one.reserved_bytes), format_bytes(one.capacity)
         return f"does not fit: needs {needed} of {capacity} without recomputation"
     times = f", {one.seconds / workload.seconds:.3g} times this step" if workload.seconds else ""
     return f"{format_seconds(one.seconds)} without communication{times}; {format_bytes(one.num_bytes)}"

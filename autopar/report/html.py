@@ -73,8 +73,9 @@ def memory_section(plan: Plan) -> str:
     named = sum(parts.values())
     if plan.peak_bytes > named:
         parts["not told apart"] = plan.peak_bytes - named
+    parts |= plan.reserved.parts(plan.peak_bytes)
     sizes = sorted(((name, count) for name, count in parts.items() if count), key=lambda part: -part[1])
-    whole = max(named, plan.peak_bytes, plan.memory_limit or 0, 1)
+    whole = max(sum(parts.values()), plan.memory_limit or 0, 1)
     bars, left = [], 0.0
     for number, (name, count) in enumerate(sizes):
         width = WIDTH * count / whole
@@ -83,12 +84,12 @@ def memory_section(plan: Plan) -> str:
             f'<rect class="part{number % NUM_COLOURS}" x="{left:.1f}" width="{width:.1f}" height="40">{title}</rect>'
         )
         left += width
-    words = f"each of {plan.mesh.num_devices} devices: {format_bytes(plan.peak_bytes)} at the peak"
+    words = f"each of {plan.mesh.num_devices} devices: {plan.reserved.both(plan.peak_bytes)} at the peak"
     if plan.memory_limit is not None:
         at = WIDTH * plan.memory_limit / whole
         bars.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="40"/>')
         words += (
-            f", {plan.peak_bytes / max(plan.memory_limit, 1):.0%} of the limit of {format_bytes(plan.memory_limit)}"
+            f", {plan.reserved_bytes / max(plan.memory_limit, 1):.0%} of the limit of {format_bytes(plan.memory_limit)}"
         )
     drawing = _drawing("".join(bars), 40, words)
     rows = [
@@ -96,7 +97,8 @@ def memory_section(plan: Plan) -> str:
     ]
     of = "of the limit" if plan.memory_limit == whole else "share"
     table = html_table(("part", "bytes", of), rows)
-    curve = _timeline(plan.memory.timeline, plan.memory_limit) if plan.memory and plan.memory.timeline else ""
+    limit = None if plan.memory_limit is None else plan.reserved.tensors_within(plan.memory_limit)
+    curve = _timeline(plan.memory.timeline, limit) if plan.memory and plan.memory.timeline else ""
     return f"<p>{words}</p>{drawing}{table}{curve}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.pipeline.plan import PipelinePlan, StagePlan
-from autopar.report.facts import OF_SECONDS, host_words, workload_facts
+from autopar.report.facts import OF_SECONDS, host_words, reserved_words, workload_facts
 from autopar.tables import Fact, fact_lines, fitted_table, wrapped
 from autopar.units import format_bytes, format_seconds, format_share
 
@@ -34,6 +34,7 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
     schedule, ranks = plan.schedule, range(plan.schedule.num_ranks)
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     fullest = max(ranks, key=plan.rank_bytes)
+    memory = f"{plan.reserved.both(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"
     gap = f", optimality gap {format_share(plan.gap)}" if plan.bound else ""
     chunks = f", {schedule.chunks} on each" if schedule.chunks > 1 else ""
     where = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks of axis {plan.axis}{chunks}"
@@ -43,7 +44,7 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
         Fact("schedule", f"{schedule.name}, m = {plan.microbatches} micro-batches, {where}"),
         Fact("step", f"{format_seconds(plan.seconds)} predicted, bubble {plan.bubble:.1%}{gap}"),
         *(fact for fact in facts if fact.name in OF_SECONDS),
-        Fact("memory", f"{format_bytes(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"),
+        Fact("memory", "\n".join((memory, *reserved_words(plan.peak_bytes, plan.reserved)))),
         *([Fact("host", host_words(plan.host))] if plan.host_bytes else []),
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.cost.messages import ALONE, first_layer, sharing
 from autopar.cost.moves import MovedTensor
 from autopar.cost.optimizer import ADAMW, Optimizer
@@ -63,16 +64,20 @@ def build_space(
     whole: Program | None = None,
     asked: frozenset[str] = frozenset(),
     num_devices: int | None = None,
+    conventions: MemoryConventions = OF_AUTOPAR,
 ) -> Space:
     """Lay out every decision and wire.
 
     `returned` says in which layouts the user gets the outputs; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
     many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
-    `asked` the names of implementations that are offered on demand, `num_devices` those of all stages.
+    `asked` the names of implementations that are offered on demand, `num_devices` those of all stages,
+    `conventions` what a framework holds in memory.
     """
     beside = beside_of(whole or program, hardware)
-    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices)
+    space = Space(
+        program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices, conventions
+    )
     return _Builder(space, returned, input_layouts or {}, whole, asked).build()
 
 

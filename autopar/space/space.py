@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
+from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.cost.moves import MovedTensor
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.cost.optimizer_step import step_seconds
@@ -90,6 +91,8 @@ class Space:
     """What the model, of which the program may be a stage, computes beside the moves of its parameters."""
     num_devices: int | None = None
     """Those of all stages, where the program is one of a pipeline; None: those of the mesh."""
+    conventions: MemoryConventions = OF_AUTOPAR
+    """What a framework holds besides tensors of the program."""
     decisions: list[Decision] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)

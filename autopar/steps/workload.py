@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from autopar.cost.model_flops import batch_of, model_flops
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import dtype_name
+from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.plans.workload import OneDevice, Workload
@@ -18,13 +20,14 @@ from autopar.space.space import Decision
 WITHOUT_OPTIMIZER = "none: the forward alone"
 
 
-def workload(memory: MemoryModel, seconds: float, limit: int | None) -> Workload:
+def workload(memory: MemoryModel, seconds: float, limit: int | None, reserved: Reserved = NOTHING) -> Workload:
     """Describe what a step computes that takes so many seconds with all of its micro-batches.
 
     Args:
         memory: The model of memory of the whole model.
         seconds: Predicted seconds of the step.
         limit: Bytes that a device may hold; None: those of the hardware profile.
+        reserved: Memory of a device besides tensors.
     """
     space, runs = memory.space, memory.microbatches.count
     program, hardware = space.program, space.hardware
@@ -50,7 +53,7 @@ def workload(memory: MemoryModel, seconds: float, limit: int | None) -> Workload
         seconds=seconds,
         flops=sum(flops.values()) * runs,
         ideal_seconds=sum(count / hardware.flops_of(dtype) for dtype, count in flops.items()) * runs,
-        one_device=_one_device(memory, limit),
+        one_device=_one_device(memory, limit, replace(reserved, communicator_bytes=0)),
     )
 
 
@@ -67,7 +70,7 @@ def _words(optimizer: Optimizer) -> str:
     return ", ".join(words)
 
 
-def _one_device(memory: MemoryModel, limit: int | None) -> OneDevice:
+def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> OneDevice:
     """Price the step with every call and tensor whole: seconds without moves, bytes without recomputation."""
     space, runs = memory.space, memory.microbatches.count
     choices = [_whole(decision) for decision in space.decisions]
@@ -80,7 +83,8 @@ def _one_device(memory: MemoryModel, limit: int | None) -> OneDevice:
         if decision.kind == "parameter"
     )
     peak, _, _ = memory_use(memory, choices, dict.fromkeys(memory.lifetimes.segments, MODES[0]))
-    return OneDevice(computing * runs + stepping, peak, space.hardware.memory_bytes if limit is None else limit)
+    capacity = space.hardware.memory_bytes if limit is None else limit
+    return OneDevice(computing * runs + stepping, peak, capacity, reserved.on_device(peak) - peak)
 
 
 def _whole(decision: Decision) -> int:

@@ -62,12 +62,16 @@ def confusion(fails: Sequence[bool], told: Sequence[bool]) -> Confusion:
     )
 
 
-def pairs_in_order(predicted: Sequence[float], measured: Sequence[float]) -> tuple[int, int]:
-    """Of all pairs of different measured numbers those that are predicted in the same order, and all."""
+def pairs_in_order(predicted: Sequence[float], measured: Sequence[float], apart: float = 0.0) -> tuple[int, int]:
+    """Of all pairs of different measured numbers those that are predicted in the same order, and all.
+
+    Numbers differ where the larger is more than a share `apart` above the smaller.
+    """
     right = every = 0
     for one in range(len(measured)):
         for other in range(one):
-            if measured[one] != measured[other]:
+            smaller, larger = sorted((measured[one], measured[other]))
+            if larger > smaller * (1 + apart):
                 every += 1
                 right += (predicted[one] - predicted[other]) * (measured[one] - measured[other]) > 0
     return right, every

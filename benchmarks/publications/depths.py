@@ -55,6 +55,11 @@ class Depths:
         longer = value(self.longer)
         return longer if self.shorter is None else on_line(value(self.shorter), longer, self.times)
 
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that wait for their backward in the plan itself."""
+        return context_of(self.longer).memory_model.microbatches.in_flight
+
     def part(self, *names: str) -> float:
         """Bytes of parts of a plan's memory."""
         return self.line(

@@ -1,5 +1,6 @@
 """What a source's machine and framework differ in from the profile of its devices: numbers that a profile may hold.
 
+    BLOOM         a node's cards carry 400 Gb/s; the framework is vTrain's
     vTrain        a node's cards carry 800 Gb/s, as its README says: 12.5 GB/s a device
     launch_s      of the framework: Python that runs modules call by call, measured in no table, but fitted (below)
     nanotron      one cluster in states, told apart by the bandwidth of the run's own all-reduce in a node: below
@@ -18,6 +19,7 @@ from autopar.hardware.profile import Hardware, Link
 from benchmarks.publications.rows import Row
 
 VTRAIN_BYTES_PER_S = 800e9 / 8 / 8  # of each of a node's eight devices
+BLOOM_BYTES_PER_S = 4 * 100e9 / 8 / 8  # four ports of 100 Gb/s of each node, as its log says
 NVLINK = 100e9  # bytes/s of an all-reduce in a node: 13 runs that ended reach 45 GB/s, all others 390 or more
 UNDISTURBED = 440e9  # bytes/s of an all-reduce in a node: no run of nanotron is within 1% of it
 
@@ -69,6 +71,7 @@ class Machine:
 MACHINES = {
     "vtrain one node": Machine(4.5e-5),
     "vtrain several nodes": Machine(4.5e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
+    "bloom": Machine(4.5e-5, network_bytes_per_s=BLOOM_BYTES_PER_S),
     "nanotron": Machine(6.2e-5, (1e-6, 6.2e-4), 37e9, 3.1, 0.41),
     "nanotron, late hosts": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5),
     "nanotron, no NVLink": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5, node_bytes_per_s=45e9, message_s=0.5),

@@ -40,12 +40,17 @@ class Attention(nn.Module):
         biased = shape.kind == "gpt"
         self.qkv_proj = nn.Linear(shape.hidden, (self.shared + 2) * shape.kv_heads * self.size, bias=biased)
         self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=biased)
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = nn.LayerNorm(self.size), nn.LayerNorm(self.size)
 
     def forward(self, x_BSF: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, positions, _ = x_BSF.shape
         packed = self.qkv_proj(x_BSF).view(batch, positions, self.shape.kv_heads, (self.shared + 2) * self.size)
         q, k, v = packed.split((self.shared * self.size, self.size, self.size), dim=-1)
-        q_BHSD = q.reshape(batch, positions, self.shape.heads, self.size).transpose(1, 2)
+        q = q.reshape(batch, positions, self.shape.heads, self.size)
+        if self.shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BHSD = q.transpose(1, 2)
         k_BHSD, v_BHSD = k.transpose(1, 2), v.transpose(1, 2)
         if angles is not None:
             k_BHSD, v_BHSD = k_BHSD.contiguous(), v_BHSD.contiguous()  # as nanotron's; the packed product is let go
@@ -98,7 +103,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        if shape.kind == "llama":
+        if shape.kind == "llama" or shape.rotary:
             angles = torch.zeros(positions, shape.hidden // shape.heads, dtype=compute)
             self.register_buffer("cos", angles, persistent=False)
             self.register_buffer("sin", angles.clone(), persistent=False)
@@ -112,10 +117,11 @@ class Decoder(nn.Module):
 
     def forward(self, ids_BS: Tensor, labels_BS: Tensor) -> Tensor:
         x_BSF, angles = self.embed_tokens(ids_BS), None
-        if self.shape.kind == "llama":
+        if hasattr(self, "cos"):
             angles = (self.cos, self.sin)
-        else:
-            x_BSF = F.dropout(x_BSF + self.positions, self.shape.dropout, self.training)
+        if self.shape.kind != "llama":
+            x_BSF = x_BSF if self.shape.rotary else x_BSF + self.positions
+            x_BSF = F.dropout(x_BSF, self.shape.dropout, self.training)
         for layer in self.layers:
             x_BSF = layer(x_BSF, angles)
         logits_BSV = self.lm_head(self.norm(x_BSF)).float()

@@ -8,7 +8,7 @@ the schedule is simulated with all stages.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -16,6 +16,7 @@ import torch
 
 from autopar.capture.export import skeleton, trace
 from autopar.capture.tiles.asked import Tiles
+from autopar.cost.conventions import MemoryConventions
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.plan import TRANSIENT
@@ -31,29 +32,52 @@ from autopar.planning.planner import plan_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
+from autopar.plans.rows import SAVED
 from autopar.program.program import Program
 from autopar.solver.deadline import NEVER
 from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
-from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths, standing_bytes
+from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
 from benchmarks.publications.models import decoder
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Shape
 from benchmarks.publications.strategies import PRECISIONS, Pinned, starts
 
+INPUTS = "buffers and inputs"
+"""The part of a plan's memory for what is no parameter, and given to a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Bytes of a device of a rank of the pipeline: at the peak, and between steps."""
+
+    peak: int
+    standing: int
+    inputs: int = 0
+    """Of `standing`: buffers and inputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds of a step, and bytes of the fullest device: at the peak, and between steps."""
+    """Seconds of a step, and bytes of each rank of the pipeline."""
 
     first_seconds: float
     """Of a step of one micro-batch, or of all of a pipeline."""
     further_seconds: float
     """Of each further micro-batch; 0 on a pipeline."""
-    peak_bytes: int
-    standing_bytes: int
+    ranks: tuple[RankBytes, ...]
     derived: bool
     """Whether plans of few layers stand for it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.peak for rank in self.ranks)
+
+    @property
+    def standing_bytes(self) -> int:
+        """Of the rank with the most between steps."""
+        return max(rank.standing for rank in self.ranks)
 
     def seconds(self, accumulation: int) -> float:
         """Of a step of so many micro-batches."""
@@ -86,6 +110,7 @@ def request_of(asked: Pinned, hardware: Hardware) -> PlanRequest:
         microbatches=asked.accumulation,
         precision=PRECISIONS[asked.precision],
         schedule=asked.schedule or None,
+        memory_conventions=MemoryConventions.of(asked.conventions),
     )
 
 
@@ -118,7 +143,8 @@ def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
     runs = context_of(depths.longer).memory_model.microbatches
     step = simulate(depths.step(), share).seconds
     further = sum(forward_and_backward(depths.microbatch(), share)) if runs.several else 0.0
-    return Predicted(step, further, *depths.peak_and_standing(runs), depths.shorter is not None)
+    rank = RankBytes(*depths.peak_and_standing(runs), inputs=round(depths.part(INPUTS)))
+    return Predicted(step, further, (rank,), depths.shorter is not None)
 
 
 def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
@@ -127,13 +153,10 @@ def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) ->
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
     program = _program(asked, asked.shape.layers)
     request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
-    plan, runs = plan_pipeline(request), _runs(request)
-    standing = [
-        sum(standing_bytes(plan.stages[stage].plan, runs[stage]) for stage in schedule.stages_of(rank))
-        for rank in range(schedule.num_ranks)
-    ]
+    plan = plan_pipeline(request)
+    ranks = _bytes([Depths(each.plan) for each in plan.stages], schedule, _runs(request))
     stages = [waited(each.seconds) if asked.waits else each.seconds for each in plan.stages]
-    return Predicted(simulate_stages(schedule, stages).seconds, 0.0, plan.peak_bytes, max(standing), False)
+    return Predicted(simulate_stages(schedule, stages).seconds, 0.0, ranks, False)
 
 
 def _runs(request: PipelineRequest) -> list[Microbatches]:
@@ -166,10 +189,10 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
             seconds = _seconds(depths, sent, hardware.communication_share)
             known[kind] = depths, waited(seconds) if asked.waits else seconds
         stages.append(known[kind])
-    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(search.planned.request))
+    ranks = _bytes([depths for depths, _ in stages], schedule, _runs(search.planned.request))
     step = simulate_stages(schedule, [each for _, each in stages]).seconds
     derived = any(depths.shorter is not None for depths, _ in stages)
-    return Predicted(step, 0.0, peaks, standing, derived)
+    return Predicted(step, 0.0, ranks, derived)
 
 
 def waited(seconds: StageSeconds) -> StageSeconds:
@@ -188,20 +211,31 @@ def waited(seconds: StageSeconds) -> StageSeconds:
     )
 
 
-def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbatches]) -> tuple[int, int]:
-    """Of the fullest rank, at the peak and between steps."""
-    peaks, standing = [0.0], [0]
-    seen: dict[int, int] = {}
-    for rank in range(schedule.num_ranks):
-        own = schedule.stages_of(rank)
-        if len(own) == 1 and seen.get(id(stages[own[0]]), 0) >= runs[own[0]].in_flight:
-            continue  # as another rank, with no more in flight
-        seen[id(stages[own[0]])] = runs[own[0]].in_flight
-        transient = [stages[stage].part(*TRANSIENT) for stage in own]
-        each = [stages[stage].peak_and_standing(runs[stage]) for stage in own]
-        peaks.append(sum(peak for peak, _ in each) - sum(transient) + max(transient))
-        standing.append(sum(stand for _, stand in each))
-    return round(max(peaks)), max(standing)
+def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbatches]) -> tuple[RankBytes, ...]:
+    """The bytes of each rank, whose stages share a device as in `PipelinePlan.rank_bytes`."""
+    known: dict[tuple[int, Microbatches], tuple[int, int]] = {}
+
+    def of_stage(stage: int) -> tuple[int, int]:
+        key = id(stages[stage]), runs[stage]
+        if key not in known:
+            known[key] = stages[stage].peak_and_standing(runs[stage])
+        return known[key]
+
+    return tuple(
+        _rank_bytes(stages, schedule, schedule.stages_of(rank), of_stage) for rank in range(schedule.num_ranks)
+    )
+
+
+def _rank_bytes(
+    stages: Sequence[Depths], schedule: Schedule, own: Sequence[int], of_stage: Callable[[int], tuple[int, int]]
+) -> RankBytes:
+    kept = {stage: stages[stage].line(lambda plan: sum(row.saved_bytes for row in plan.rows)) for stage in own}
+    running = [stages[stage].part(*TRANSIENT, *SAVED) - stages[stage].in_flight * kept[stage] for stage in own]
+    waiting = sum(schedule.in_flight(stage) * kept[stage] for stage in own)
+    lasting = sum(of_stage(stage)[0] for stage in own) - sum(running) - waiting
+    most = schedule.most_waiting(schedule.rank_of(own[0]), {stage: round(each) for stage, each in kept.items()})
+    inputs, standing = sum(stages[n].part(INPUTS) for n in own), sum(of_stage(n)[1] for n in own)
+    return RankBytes(round(lasting + max(running) + most), standing, round(inputs))
 
 
 def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Plan:

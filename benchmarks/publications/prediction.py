@@ -22,7 +22,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.files.replace import replace_text
 from autopar.hardware.profile import Hardware
-from benchmarks.publications.planning import Predicted, predicted
+from benchmarks.publications.planning import Predicted, RankBytes, predicted
 from benchmarks.publications.rows import Row
 from benchmarks.publications.strategies import Pinned, Unexpressed, cuts, pinned
 
@@ -151,7 +151,9 @@ def _kept(store: Path | None, asked: _Asked) -> Predicted | str | None:
     if path is None or not path.exists():
         return None
     found = json.loads(path.read_text())
-    return found if isinstance(found, str) else Predicted(**found)
+    if isinstance(found, str):
+        return found
+    return Predicted(**{**found, "ranks": tuple(RankBytes(**rank) for rank in found["ranks"])})
 
 
 def _keep(store: Path | None, asked: _Asked, answer: Predicted | str) -> None:

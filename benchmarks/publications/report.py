@@ -10,11 +10,17 @@ from tabulate import tabulate
 from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
 from benchmarks.publications.choice import Cell, share_within
 from benchmarks.publications.contradicted import Contradiction
+from benchmarks.publications.megatron import BLOOM, GOLDEN, allocated_bytes, device_bytes
+from benchmarks.publications.megatron import runs_out as overflows
 from benchmarks.publications.memory import CAPACITY, allocated, at_the_peak, factors, fragmentation, runs_out
 from benchmarks.publications.parts import Part
 from benchmarks.publications.prediction import Outcome
 
 SCHEDULED = "zero bubble"
+COUNTED = {"between steps": "allocated_bytes", "at the peak": "peak_bytes"}
+"""What the allocator counts → the field of a row."""
+APART = 0.1
+"""Share by which two peaks of golden values differ whose order counts."""
 
 
 def group(outcome: Outcome) -> str:
@@ -62,7 +68,7 @@ def contradicted_runs(contradictions: Sequence[Contradiction]) -> str:
 
 def memory(found: Sequence[Outcome]) -> str:
     """Bytes between steps and at the peak, and out-of-memory told right."""
-    planned = [each for each in found if each.predicted is not None]
+    planned = [each for each in found if each.predicted is not None and each.row.source not in (GOLDEN, BLOOM)]
     factor = {id(each): by for each, by in zip(planned, factors(planned), strict=True)}
     lines = []
     for name, own in _grouped(planned).items():
@@ -96,6 +102,60 @@ def memory(found: Sequence[Outcome]) -> str:
             "other folds"
         )
     return text
+
+
+def golden(found: Sequence[Outcome]) -> str:
+    """Bytes that Megatron-LM's golden values count on the last rank, by autopar's conventions and by Megatron's."""
+    lines = []
+    for conventions in ("autopar", "megatron"):
+        own = [
+            each
+            for each in found
+            if each.row.source == GOLDEN and each.row.conventions == conventions and each.predicted is not None
+        ]
+        for number, (what, measured) in enumerate(
+            (("between steps", "allocated_bytes"), ("at the peak", "peak_bytes"))
+        ):
+            known = [each for each in own if getattr(each.row, measured)]
+            if len(known) < 2:
+                continue
+            told = [allocated_bytes(each) for each in known]
+            pair = [each[number] + each.workspaces for each in told], [getattr(each.row, measured) for each in known]
+            every, (right, pairs) = errors(*pair), pairs_in_order(*pair, APART)
+            lines.append(
+                (conventions, what, every.count, f"{every.mean:.1%}", f"{every.median:+.1%}",
+                 f"{every.spearman:.3f}", f"{right} of {pairs} ({right / max(pairs, 1):.1%})")
+            )  # fmt: skip
+    headers = (
+        "golden values by conventions of",
+        "",
+        "rows",
+        "MAPE",
+        "median",
+        "Spearman",
+        "pairs > 10% apart in order",
+    )
+    return tabulate(lines, headers) if lines else ""
+
+
+def bloom(found: Sequence[Outcome]) -> str:
+    """GB of BLOOM's devices by nvidia-smi, and whether its runs fit."""
+    own = [each for each in found if each.row.source == BLOOM and each.predicted is not None]
+    if not own:
+        return ""
+    of = confusion([each.row.out_of_memory for each in own], [overflows(each) for each in own])
+    text = (
+        f"BLOOM, fits told right: {of.share:.1%} of {len(own)} runs; {of.fitting_told} of {of.fitting} that fit, "
+        f"{of.failing_told} of {of.failing} that do not"
+    )
+    known = [each for each in own if each.row.device_bytes]
+    if len(known) < 2:
+        return text
+    every = errors([device_bytes(each) for each in known], [each.row.device_bytes or 0.0 for each in known])
+    return (
+        f"{text}\nBLOOM, bytes of a device: MAPE {every.mean:.1%}, median {every.median:+.1%}, Spearman "
+        f"{every.spearman:.3f} of {every.count} runs"
+    )
 
 
 def order_of_schedules(found: Sequence[Outcome]) -> str:
@@ -133,7 +193,8 @@ def _regret(made: Sequence[Cell]) -> str:
 
 def reasons(found: Sequence[Outcome]) -> str:
     """Rows without a prediction, grouped by what is in the way."""
-    counts = Counter((each.row.source, each.reason) for each in found if each.predicted is None)
+    once = [each for each in found if each.row.conventions != "megatron"]
+    counts = Counter((each.row.source, each.reason) for each in once if each.predicted is None)
     lines = [(source, count, reason) for (source, reason), count in sorted(counts.items())]
     return tabulate(lines, ("not expressed", "rows", "why")) if lines else ""
 

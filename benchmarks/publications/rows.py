@@ -23,6 +23,10 @@ class Shape:
     flash: bool = True
     """Whether attention is one kernel, that keeps no scores."""
     dropout: float = 0.0
+    rotary: bool = False
+    """Of "gpt": whether positions are rotary, and not learned."""
+    qk_norm: bool = False
+    """Of "gpt": whether queries and keys have LayerNorms of their own."""
 
     def __post_init__(self) -> None:
         assert self.kind in ("llama", "gpt", "mpt"), self.kind
@@ -73,6 +77,16 @@ class Row:
     """Of a device between steps, as the allocator of the framework counts."""
     reserved_bytes: float | None = None
     """What that allocator has taken of a device at most."""
+    peak_bytes: float | None = None
+    """Of tensors on a device at most, as that allocator counts."""
+    device_bytes: float | None = None
+    """Of a device, as nvidia-smi shows them."""
+    is_local: bool = False
+    """Of Megatron: whether its own modules run, and not those of Transformer Engine."""
+    conventions: str = "autopar"
+    """What counts as memory, by a name of autopar's."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty where they are dealt out as the framework does."""
     out_of_memory: bool = False
     bandwidths: Mapping[str, float] = field(default_factory=dict)
     """Collective → bytes/s that NCCL reached in the run's own allocation; "intra_…" within a node."""

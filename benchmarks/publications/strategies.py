@@ -29,7 +29,7 @@ PROFILES = {
     "gb200": "gb200",
 }
 """What the sources call a device → the profile."""
-MEGATRON = ("megatron", "korthikanti", "zero bubble")
+MEGATRON = ("megatron", "korthikanti", "zero bubble", "megatron golden", "megatron-deepspeed")
 """Frameworks that are Megatron-LM, as its papers used it: messages beside computing came later."""
 DATA = ("data_parallel", "zero1", "zero2", "zero3")
 PRECISIONS = {
@@ -66,6 +66,8 @@ class Pinned:
     """Micro-batches of a step on a pipeline; without one 1 or 2."""
     waits: bool = False
     """Whether ranks wait for their messages, as Megatron's do where stages are interleaved."""
+    conventions: str = "autopar"
+    """What counts as memory."""
 
     @property
     def annotations(self) -> tuple[Annotation, ...]:
@@ -105,6 +107,7 @@ def pinned(row: Row) -> Pinned:
         row.chunks if on_pipeline else 1,
         row.accumulation if on_pipeline else min(row.accumulation, 2),
         on_pipeline and row.schedule == "interleaved_1f1b" and row.framework in MEGATRON,
+        row.conventions,
     )
 
 
@@ -129,6 +132,8 @@ def refuse_what_is_not_expressed(row: Row) -> None:
 def cuts(row: Row) -> tuple[int, ...]:
     """The layers of each stage, as the framework of a row deals them out."""
     stages = row.pp * row.chunks
+    if row.stage_layers:
+        return row.stage_layers
     if row.framework == "nanotron":
         counts = by_cost(row.shape, stages)
         if 0 in counts[:-1]:

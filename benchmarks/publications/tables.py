@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autopar.errors import InputError
+from benchmarks.publications.megatron import bloom_row, golden_row
 from benchmarks.publications.papers import paper_row
 from benchmarks.publications.rows import GIB, Row, Shape
 
@@ -112,6 +113,8 @@ def vtrain_row(cells: Cells) -> Row:
 
 _READERS: tuple[tuple[frozenset[str], Callable[[Cells], Row]], ...] = (
     (frozenset(("run", "zero_stage", "accumulation", "reserved_GB")), nanotron_row),
+    (frozenset(("golden", "static_bytes", "peak_bytes", "vpp", "distributed_optimizer")), golden_row),
+    (frozenset(("line", "stage_layers", "memory_GB", "zero", "step_seconds")), bloom_row),
     (frozenset(("source", "table", "gpu_type", "notes", "vpp")), paper_row),
     (frozenset(("params_B", "gpu_type", "recompute", "step_seconds")), vtrain_row),
 )

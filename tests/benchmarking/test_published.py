@@ -33,7 +33,7 @@ from benchmarks.publications.memory import (
     runs_out,
 )
 from benchmarks.publications.parts import is_of_parts, parts
-from benchmarks.publications.planning import Predicted, predicted, waited
+from benchmarks.publications.planning import Predicted, RankBytes, predicted, waited
 from benchmarks.publications.prediction import outcomes
 from benchmarks.publications.repeated import NotRepeated, extended
 from benchmarks.publications.rows import GIB, Shape
@@ -261,7 +261,7 @@ def test_what_was_planned_is_kept_until_a_number_changes(tmp_path: Path, monkeyp
 
     def counting(asked: object, counts: object, hardware: Hardware, whole: bool) -> Predicted:
         planned.append(hardware)
-        return Predicted(1.0, 0.5, 10, 5, True)
+        return Predicted(1.0, 0.5, (RankBytes(10, 5),), True)
 
     monkeypatch.setattr(prediction, "predicted", counting)
     h100 = load("h100")

@@ -69,6 +69,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "prefetch": 2,
         "offload": "auto",
         "host_memory": "3GB",
+        "memory_conventions": "megatron",
         "training": True,  # without it most others are refused
     }
     assert said.keys() == _options(plan_request, {"model"}).keys()

@@ -77,7 +77,9 @@ def test_outputs_bytes_and_peak_are_those_of_one_process_and_of_the_plan(
 
 def _planned(**options: Any) -> Any:
     model = language_model()
-    return autopar.plan(model, Mesh({"dp": 2}), texts(BATCH, LENGTH), hardware="h100", **options)
+    return autopar.plan(
+        model, Mesh({"dp": 2}), texts(BATCH, LENGTH), hardware="h100", memory_conventions="tensors", **options
+    )
 
 
 def test_a_plan_has_no_gradients_no_state_and_no_backward() -> None:

@@ -25,7 +25,9 @@ MESH = Mesh({"tp": 2}, hardware="h100")
 
 def _planned(mesh: Any = MESH, layers: int = 1, **options: Any) -> Any:
     model = generating("llama", num_hidden_layers=layers)
-    return autopar.plan_generation(model, mesh, **{**LOAD, "strategy": "megatron", **options})
+    return autopar.plan_generation(
+        model, mesh, **{**LOAD, "strategy": "megatron", "memory_conventions": "tensors", **options}
+    )
 
 
 def _stored(plan: Plan) -> Mapping[str, str]:

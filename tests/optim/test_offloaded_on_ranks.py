@@ -190,7 +190,12 @@ def _tower() -> nn.Module:
 def _limited(memory: int | None, offload: Any) -> tuple[list[float], str]:
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(
-        _tower(), mesh((2,), ("dp",)), (x,), memory=memory, offload=offload, outputs="full", hardware="h100"
+        *(_tower(), mesh((2,), ("dp",)), (x,)),
+        memory=memory,
+        offload=offload,
+        outputs="full",
+        hardware="h100",
+        memory_conventions="tensors",
     )
     offloads = model.plan.offload == "optimizer"
     optimizer = (OffloadedAdamW if offloads else torch.optim.AdamW)(model.named_parameters(), **SETTINGS)

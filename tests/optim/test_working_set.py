@@ -40,7 +40,7 @@ def asked(kind: str, **options: Any) -> dict[str, Any]:
 
 def planned(kind: str, memory: int | None = None, in_backward: bool = False) -> Plan:
     on, inputs = autopar.Mesh({"dp": 2}, hardware="h100"), (torch.zeros(SAMPLES, WIDTH),)
-    said = {**asked(kind, in_backward=in_backward), "memory": memory}
+    said = {**asked(kind, in_backward=in_backward), "memory": memory, "memory_conventions": "tensors"}
     found = autopar.plan(squares("meta"), on, inputs, **said)
     assert isinstance(found, Plan)
     return found

@@ -37,6 +37,7 @@ class Scored(nn.Module):
 
 def planned(axes: dict[str, int] | None = None, **options: Any) -> PipelinePlan:
     said = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": "h100", **options}
+    said = {"memory_conventions": "tensors", **said}
     found = autopar.plan(Scored(), autopar.Mesh(axes or {"pp": 2}, hardware="h100"), (torch.zeros(4096, 64),), **said)
     assert isinstance(found, PipelinePlan)
     return found
@@ -149,6 +150,5 @@ def test_what_halves_backwards_has_steps_of_both_kinds(name: str) -> None:
 def test_meshes_with_pipelines_are_looked_at_where_no_other_fits() -> None:
     inputs, model = (torch.zeros(4096, 64),), Scored()
     with pytest.raises(InfeasibleError, match="In stages of a pipeline"):  # that activations may leave is no hindrance
-        autopar.plan(
-            model, "auto", inputs, devices=2, memory="1200kB", offload="activations", hardware="h100", optimizer="sgd"
-        )
+        said: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", "optimizer": "sgd"}
+        autopar.plan(model, "auto", inputs, devices=2, memory="1200kB", offload="activations", **said)

@@ -36,7 +36,7 @@ DOWN, UP = "device to host", "host to device"
 def _planned(mesh: dict[str, int] | None = None, depth: int = 6, **options: Any) -> Plan:
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
     inputs = (torch.zeros(4096, 64),)
-    asked: dict[str, Any] = {"optimizer": "sgd", "hardware": "h100", **options}
+    asked: dict[str, Any] = {"optimizer": "sgd", "hardware": "h100", "memory_conventions": "tensors", **options}
     return autopar.plan(tower(depth, 64, "meta"), on, inputs, **asked)
 
 

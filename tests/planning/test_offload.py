@@ -35,7 +35,7 @@ def _model() -> nn.Module:
 
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Plan:
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
-    asked: dict[str, Any] = {"hardware": "h100", **options}
+    asked: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", **options}
     return autopar.plan(_model(), on, (torch.zeros(16, 64),), **asked)
 
 
@@ -250,7 +250,7 @@ def test_a_plan_says_what_is_where_and_is_saved(tmp_path: Path) -> None:
 def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
     inputs = (torch.zeros(16, 64),)
     mesh = autopar.Mesh({"pp": 2, "dp": 2}, hardware="h100")
-    said: dict[str, Any] = {"strategy": "zero3", "microbatches": 2, "schedule": "1f1b"}
+    said: dict[str, Any] = {"strategy": "zero3", "microbatches": 2, "schedule": "1f1b", "memory_conventions": "tensors"}
     plan: Any = autopar.plan(_model(), mesh, inputs, offload="optimizer", **said)
     assert plan.offload == "optimizer"
     assert plan.host_bytes == max(stage.plan.host_bytes for stage in plan.stages) > 0
@@ -306,7 +306,8 @@ def test_a_profile_without_its_host_plans_nothing_for_it() -> None:
 
 def test_meshes_are_compared_with_state_on_the_host() -> None:
     limit, inputs = int(1.05 * _least(offload="optimizer")), (torch.zeros(16, 64),)
-    found = autopar.plan(_model(), "auto", inputs, devices=2, memory=limit, offload="auto", hardware="h100")
+    said: dict[str, Any] = {"devices": 2, "hardware": "h100", "memory_conventions": "tensors"}
+    found = autopar.plan(_model(), "auto", inputs, memory=limit, offload="auto", **said)
     assert found.offload == "optimizer" and found.peak_bytes <= limit
 
 

@@ -199,7 +199,7 @@ def test_too_little_memory_is_an_error_that_states_the_least() -> None:
 def test_a_pin_that_takes_too_much_memory_is_called_by_its_name_in_the_model() -> None:
     def least(model: TwoLinears, memory: int) -> tuple[int, str]:
         with pytest.raises(InfeasibleError) as caught:
-            autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), (X_BD,), memory=memory)
+            autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), (X_BD,), memory=memory, memory_conventions="tensors")
         return int(re.findall(r"\((\d+) bytes\)", str(caught.value))[-1]), str(caught.value)
 
     pinned = TwoLinears()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.publications.planning import Predicted
+from benchmarks.publications.planning import Predicted, RankBytes
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import Row, Shape
 
@@ -30,4 +30,4 @@ def row(**changes: object) -> Row:
 def outcome(predicted_seconds: float, peak: float = 1.0, **changes: object) -> Outcome:
     """A row with a prediction that is made up."""
     given = row(**{"accumulation": 1, **changes})
-    return Outcome(given, Predicted(predicted_seconds, 0.0, round(peak), round(peak / 2), True))
+    return Outcome(given, Predicted(predicted_seconds, 0.0, (RankBytes(round(peak), round(peak / 2)),), True))

@@ -54,6 +54,7 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "prefetch": ("auto", object()),  # wrong on one rank alone: the others must not wait for it
     "offload": ("none", "both"),
     "host_memory": (None, "1GB"),
+    "memory_conventions": ("autopar", "tensors"),
     "buckets": (None, autopar.Buckets((64,))),
     "training": (True, False),
 }

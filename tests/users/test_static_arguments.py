@@ -183,7 +183,7 @@ def test_the_refusal_names_the_argument_with_which_the_model_was_captured() -> N
 
 @pytest.mark.slow
 def test_meshes_are_compared_without_micro_batches_and_pipelines() -> None:
-    options: dict[str, Any] = {"devices": 4, "hardware": "h100", **STATIC}
+    options: dict[str, Any] = {"devices": 4, "hardware": "h100", "memory_conventions": "tensors", **STATIC}
     with pytest.raises(InfeasibleError, match="no mesh of 4 devices has a plan") as error:
         autopar.plan(Packed(), "auto", _batch(2000, 8000), memory=300_000, **options)
     assert "pp=" not in str(error.value)
