@@ -11,7 +11,7 @@ Parameters are stored over all axes but that of columns and rows, where they are
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
@@ -19,7 +19,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.axes import Parts, Taken
 from autopar.strategies.presets.experts import at_experts, tokens_parted, whole_beside
-from autopar.strategies.presets.sequence import HEADS, attentions_of, positions_wish
+from autopar.strategies.presets.sequence import HEADS, SHARED_HEADS, check_attentions, positions_wish
 from autopar.strategies.presets.split import Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions, tensor_wish
 from autopar.strategies.roles import RoledProgram
@@ -33,7 +33,7 @@ def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bo
         axes.need_batch(strategy, graph.samples, mesh, taken.samples)
         if positions:
             axes.need_positions(strategy, graph, mesh, positions)
-    attentions_of(strategy, graph, taken.positions, _parts_of_attention(mesh, taken), strict)
+    check_attentions(strategy, graph, *_beside_columns(mesh, taken), strict)
     parted = tokens_parted(strategy, graph, mesh, taken, strict) if parts.experts else {}
     wishes = _wishes(strategy, parts, graph, mesh, taken)
     wishes |= {axis: at_experts(graph, role, wishes[axis]) for axis, role in parted.items()}
@@ -51,20 +51,22 @@ def _axes_of_positions(parts: Parts, taken: Taken) -> tuple[str, ...]:
     return (*taken.positions, *between)
 
 
-def _parts_of_attention(mesh: Mesh, taken: Taken) -> dict[str, int]:
-    """Axis of positions → into how many parts what it splits in attention comes; columns split heads, too."""
-    found = {}
-    for axis, each in taken.positions.items():
-        heads = (taken.tensor,) if taken.tensor and each.attention == HEADS else ()
-        found[axis] = math.prod(mesh.size(name) for name in (axis, *heads))
-    return found
+def _beside_columns(mesh: Mesh, taken: Taken) -> tuple[Mapping[str, str], Mapping[str, int]]:
+    """Return what each axis of positions splits in attention, and into how many parts that comes: columns split heads."""
+    ways = {axis: each.attention for axis, each in taken.positions.items()}
+    parts = {axis: mesh.size(axis) for axis in ways}
+    if taken.tensor:
+        shared = [axis for axis, way in ways.items() if way == HEADS]
+        ways |= dict.fromkeys(shared, SHARED_HEADS)
+        parts |= {axis: mesh.size(axis) * mesh.size(taken.tensor) for axis in shared}
+    return ways, parts
 
 
 def _wishes(strategy: str, parts: Parts, graph: RoledProgram, mesh: Mesh, taken: Taken) -> dict[str, Wish]:
     """Axis → its wish, as if there were no experts on it."""
     found: dict[str, Wish] = dict.fromkeys(taken.samples, data)
-    counts = _parts_of_attention(mesh, taken)
-    found |= {axis: positions_wish(graph, each.attention, counts[axis]) for axis, each in taken.positions.items()}
+    ways, counts = _beside_columns(mesh, taken)
+    found |= {axis: positions_wish(graph, way, counts[axis]) for axis, way in ways.items()}
     if parts.tensor:
         axis = taken.tensor
         regions = found_regions(strategy, graph, mesh, axis)

@@ -17,6 +17,8 @@ from autopar.strategies.rules.layers.ring_self_attention import NAME as RING_SEL
 
 HEADS, QUERIES, RING, WHOLE_ROWS = "column", "sequence", "ring", RING_SELF_ATTENTION
 """What an axis splits in attention: the roles of heads and of queries, or queries and keys together, in two ways."""
+SHARED_HEADS = "shared heads"
+"""Heads that another axis splits, too: those of queries and of keys alike."""
 
 
 def ulysses() -> Parts:
@@ -113,23 +115,23 @@ def context_parallel() -> Parts:
     return Parts(positions=(Positions(""),))
 
 
-def attentions_of(
-    strategy: str, graph: RoledProgram, positions: Mapping[str, Positions], parts: Mapping[str, int], strict: bool
+def check_attentions(
+    strategy: str, graph: RoledProgram, ways: Mapping[str, str], parts: Mapping[str, int], strict: bool
 ) -> None:
     """Raise StrategyError if there is no attention, or (if `strict`) one that its axes cannot split.
 
-    `parts` is the number of parts in which each axis, with others that split the same heads, leaves an attention.
+    `parts` is the number of parts into which each axis, with others that split the same heads, splits an attention.
     """
     attentions = [call for call in graph.learned if call.is_attention]
-    if positions and not attentions:
+    if ways and not attentions:
         raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")
     for call in attentions if strict else ():
-        for axis, each in positions.items():
-            _check_attention(strategy, call, each.attention, parts[axis], axis)
+        for axis, way in ways.items():
+            _check_attention(strategy, call, way, parts[axis], axis)
 
 
 def positions_wish(graph: RoledProgram, way: str, parts: int) -> Wish:
-    """Positions split on an axis, and in attention what `way` says; `parts` as in `attentions_of`."""
+    """Positions split on an axis, and in attention what `way` says; `parts` as in `check_attentions`."""
 
     def wish(call: RoledCall) -> str | None:
         return _in_attention(call, way, parts) if call.is_attention else call.factor_of("sequence")
@@ -147,7 +149,7 @@ def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
         if way == RING or name is None:
             return name
         return f"{name}{VIA}{way}" if any(each.name == way for each in call.op.implementations) else None
-    factor = call.factor_of(way) if way else FREE
+    factor = call.factor_of(HEADS if way == SHARED_HEADS else way) if way else FREE
     return (call.fitting(factor, parts) if factor and way == HEADS else None) or factor
 
 
@@ -155,7 +157,7 @@ def _check_attention(strategy: str, call: RoledCall, way: str, parts: int, axis:
     """Raise StrategyError where a call cannot be split by its heads, by its queries, or as a ring."""
     if not way:
         return
-    what = {HEADS: "heads", QUERIES: "queries"}.get(way, "queries and keys")
+    what = {HEADS: "heads", SHARED_HEADS: "heads", QUERIES: "queries"}.get(way, "queries and keys")
     others = " or ".join(each for each in ("gather_kv", "ulysses") if each != strategy)
     factor = _in_attention(call, way, parts)
     if factor is None:
