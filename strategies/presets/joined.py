@@ -52,7 +52,7 @@ def _axes_of_positions(parts: Parts, taken: Taken) -> tuple[str, ...]:
 
 
 def _beside_columns(mesh: Mesh, taken: Taken) -> tuple[Mapping[str, str], Mapping[str, int]]:
-    """Return what each axis of positions splits in attention, and into how many parts that comes: columns split heads."""
+    """Return what each axis of positions splits in attention, and into how many parts: columns split heads, too."""
     ways = {axis: each.attention for axis, each in taken.positions.items()}
     parts = {axis: mesh.size(axis) for axis in ways}
     if taken.tensor:
