@@ -1,4 +1,4 @@
-"""Presets of tensor parallelism divide the frozen products of a model with low-rank adapters, and train the adapters."""
+"""Presets of tensor parallelism divide the frozen products of models with low-rank adapters, and train the adapters."""
 
 from __future__ import annotations
 
