@@ -3,7 +3,8 @@
 A recipe (`recipes.csv`) is a model, a number of GPUs, the degree of every parallelism, micro-batches, recomputation and
 precision. Each is planned offline on the meta device: a mesh, the joined presets that say the same, and the memory of
 the device as the limit. Printed are whether the recipe is accepted, predicted and measured seconds and gigabytes, and
-the seconds of planning. A recipe that does not fit is planned again without a limit, so that its price is known, too.
+the seconds of a processor that planning took. A recipe that does not fit is planned again without a limit, so that its
+price is known, too.
 
     python -m benchmarks.recipes                              all, each in a process of its own
     python -m benchmarks.recipes --only llama-8b-fsdp8 gpt-175b-full
@@ -22,6 +23,8 @@ import argparse
 import csv
 import datetime
 import json
+import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,7 +40,7 @@ import torch
 from tabulate import tabulate
 
 import autopar
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import AutoparError
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
 from autopar.units import parse_bytes
 
@@ -270,18 +273,18 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     measured = recipe.gib * 2**30 if recipe.gib else None
     if recipe.precision in UNEXPRESSED:
         return Found(recipe.name, NOT_EXPRESSED, UNEXPRESSED[recipe.precision], None, None, recipe.seconds, measured)
-    start, verdict, reason = time.perf_counter(), ACCEPTED, ""
+    start, verdict, reason = time.process_time(), ACCEPTED, ""
     plan: Any = None
     try:
         plan = _plan(recipe, parse_bytes(recipe.memory), time_limit)
     except AutoparError as error:
         verdict, reason = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if isinstance(error, InfeasibleError):
-            try:
-                plan = _plan(recipe, None, time_limit)
-            except AutoparError as further:
+        try:
+            plan = _plan(recipe, None, time_limit)
+        except AutoparError as further:
+            if str(further) != str(error):
                 reason += f" Without a limit: {' '.join(str(further).split())}"
-    spent = time.perf_counter() - start
+    spent = time.process_time() - start
     if plan is None:
         return Found(recipe.name, verdict, reason, None, None, recipe.seconds, measured, spent)
     seconds = recipe.seconds
@@ -299,23 +302,24 @@ def _plan(recipe: Recipe, memory: int | None, time_limit: float) -> Any:
         return autopar.plan(model, mesh, inputs, memory=memory, time_limit=time_limit, **recipe.options)
 
 
-def apart(recipe: Recipe, time_limit: float, patience: float) -> Found:
-    """The same in a process of its own, which is ended where it takes longer than `patience` seconds."""
+def apart(recipe: Recipe, time_limit: float, patience: int) -> Found:
+    """The same in a process of its own, which is ended where it takes more than `patience` seconds of a processor."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.recipes", "--only", recipe.name, "--time-limit", str(time_limit)]
-        try:
-            ended = subprocess.run(
-                [*command, "--here", "--json", str(file)], capture_output=True, text=True, timeout=patience
-            )
-        except subprocess.TimeoutExpired:
-            measured = recipe.gib * 2**30 if recipe.gib else None
-            reason = f"no plan in {patience:.0f} s"
-            return Found(recipe.name, NO_ANSWER, reason, None, None, recipe.seconds, measured, patience)
-        if not file.exists():
-            last = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
-            return Found(recipe.name, NO_ANSWER, last[0], measured_seconds=recipe.seconds)
-        return Found(**json.loads(file.read_text())[0])
+        ended = subprocess.run(
+            [*command, "--here", "--json", str(file)],
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (patience, patience)),
+        )
+        if file.exists():
+            return Found(**json.loads(file.read_text())[0])
+        measured = recipe.gib * 2**30 if recipe.gib else None
+        out_of_time = ended.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+        last = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
+        reason = f"no plan in {patience} s of a processor" if out_of_time else last[0]
+        return Found(recipe.name, NO_ANSWER, reason, None, None, recipe.seconds, measured, float(patience))
 
 
 def line(recipe: Recipe, found: Found) -> str:
@@ -373,8 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=(), metavar="NAME", help="some recipes")
     parser.add_argument("--list", action="store_true", help="print the recipes and plan none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write what was found")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of the solver for each plan")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds after which a recipe has no answer")
+    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of the solver for each plan")
+    parser.add_argument("--patience", type=int, default=300, help="seconds of a processor that a recipe is given")
     parser.add_argument("--here", action="store_true", help="plan in this process, whatever it takes")
     given = parser.parse_args(arguments)
     try:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.sharding.mesh import Mesh
@@ -51,6 +51,34 @@ def test_frozen_products_are_columns_and_rows_and_adapters_follow_them(strategy:
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sequence", "megatron_regather", "fsdp+tp"])
 def test_adapters_are_trained_on_ranks_as_on_one_process(strategy: str, targets: tuple[str, ...]) -> None:
     model, steps = adapted(*targets), Steps([FAMILIES["llama"].inputs(step)[1] for step in range(2)], "adamw")
+    found = train_on_ranks(copy.deepcopy(model), steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
+    assert fault_of(found, train_alone(model, steps)) == ""
+
+
+class Halved(nn.Module):
+    """In place of dropout, which draws other numbers in parts: a call between an input and the first adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+@pytest.mark.parametrize("strategy", ["megatron_regather", "async_tensor_parallel"])
+def test_products_gather_their_input_together_beside_adapters_behind_dropout(strategy: str) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["o_proj", "gate_proj"], lora_dropout=0.1)
+    model, ids = peft.get_peft_model(FAMILIES["llama"].build(), config), torch.zeros(4, 16, dtype=torch.int64)
+    plan = autopar.plan(model, Mesh({"tp": 2}, "cpu"), {"input_ids": ids, "labels": ids}, strategy=strategy)
+    gate = next(row for row in plan.rows if row.module.endswith("0.mlp.gate_proj.base_layer") and row.kind == "call")
+    assert plan.choices[gate.name] == f"...1+o via {strategy}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["megatron_regather", "async_tensor_parallel"])
+def test_products_that_gather_together_beside_adapters_train_as_on_one_process(strategy: str) -> None:
+    model = adapted(*ATTENTION, *MLP)
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout = nn.ModuleDict(dict.fromkeys(module.lora_dropout, Halved()))  # pyright: ignore
+    steps = Steps([FAMILIES["llama"].inputs(step)[1] for step in range(2)], "adamw")
     found = train_on_ranks(copy.deepcopy(model), steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
     assert fault_of(found, train_alone(model, steps)) == ""
 
