@@ -85,12 +85,11 @@ def test_each_part_has_the_axis_that_its_name_tells_of() -> None:
 
 
 def test_experts_are_stored_in_parts_over_the_axes_that_do_not_divide_them() -> None:
-    plan = autopar.plan(
-        decoder("sorted"), Mesh({"dp": 2, "ep": 2}, "cpu"), token_batches(1, batch=4)[0], strategy="fsdp+ep"
-    )
-    layouts = {row.name: row.layout.split() for row in plan.rows if row.kind == "parameter"}
-    assert layouts["p_layers_0_moe_w1"][1] == "S(0)"
-    assert all(placement.startswith("S(") for layout in layouts.values() for placement in layout)
+    program = capture(decoder("sorted"), (), token_batches(1, batch=4)[0], training=True)
+    found = annotations_for("fsdp+ep", program, Mesh({"dp": 2, "ep": 2}, "cpu"))
+    pinned = {each.pattern: each.axes for each in found if each.pattern.startswith("%p_")}
+    assert pinned == {f"%p_layers_{layer}_moe_w{n}": (("ep", 0),) for layer in range(1) for n in (1, 3, 2)}
+    assert (found[-1].pattern, found[-1].storage, found[-1].regather) == ("*", ("dp", "ep"), True)
 
 
 def test_axes_without_telling_names_go_from_the_last_to_columns_experts_and_positions() -> None:
