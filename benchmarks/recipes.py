@@ -42,6 +42,9 @@ from tabulate import tabulate
 import autopar
 from autopar.errors import AutoparError
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.plans.plan import Plan
 from autopar.units import parse_bytes
 
 TABLE = Path(__file__).with_name("recipes.csv")
@@ -74,7 +77,7 @@ class Recipe:
     """Into which a step's batch is split."""
     dp: int
     ep: int
-    """Devices that divide the experts, a part of `dp`."""
+    """Devices that divide the experts, a part of `dp`; folded experts are divided over `tp`, too."""
     cp: int
     tp: int
     pp: int
@@ -274,7 +277,7 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     if recipe.precision in UNEXPRESSED:
         return Found(recipe.name, NOT_EXPRESSED, UNEXPRESSED[recipe.precision], None, None, recipe.seconds, measured)
     start, verdict, reason = time.process_time(), ACCEPTED, ""
-    plan: Any = None
+    plan: Plan | PipelinePlan | None = None
     try:
         plan = _plan(recipe, parse_bytes(recipe.memory), time_limit)
     except AutoparError as error:
@@ -290,11 +293,20 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     seconds = recipe.seconds
     if seconds is None and recipe.mfu is not None and plan.workload is not None:
         seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device] * recipe.gpus)
-    predicted = plan.timeline().seconds if hasattr(plan, "rows") else plan.seconds
-    return Found(recipe.name, verdict, reason, predicted, plan.peak_bytes, seconds, measured, spent)
+    return Found(
+        recipe.name, verdict, reason, step_seconds(plan, recipe.microbatches), plan.peak_bytes, seconds, measured, spent
+    )
 
 
-def _plan(recipe: Recipe, memory: int | None, time_limit: float) -> Any:
+def step_seconds(plan: Plan | PipelinePlan, microbatches: int) -> float:
+    """Return the simulated seconds of a step; of a plan in one piece, of so many micro-batches one after the other."""
+    if isinstance(plan, PipelinePlan):
+        return plan.seconds
+    each = stage_seconds(plan)
+    return microbatches * (each.forward + each.backward_input + each.backward_weight) + each.once
+
+
+def _plan(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
     model, inputs = model_of(recipe)
     mesh = autopar.Mesh(recipe.axes, hardware=recipe.device)
     with warnings.catch_warnings():

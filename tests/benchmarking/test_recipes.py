@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.models.catalogue import BUILT_IN
+import autopar
+from autopar.models.catalogue import BUILT_IN, built_in
+from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.plans.plan import Plan
 from autopar.strategies.presets import preset_named
 from benchmarks import recipes
 
@@ -67,6 +70,18 @@ def test_a_recipe_that_fits_is_accepted_and_one_that_does_not_is_priced_without_
     assert accepted.ratio and accepted.memory_ratio and accepted.measured_seconds
     text = recipes.line(TINY, accepted)
     assert "tiny (pp2 dp2; zero1; 2 micro-batches); accepted; " in text and "GB of 1.1 measured" in text
+
+
+def test_a_step_in_one_piece_is_that_of_all_its_micro_batches() -> None:
+    model, inputs = built_in("tiny-llama", 8, 32)
+    options = {"strategy": "ddp", "recompute": "none"}
+    several, one = (
+        autopar.plan(model, autopar.Mesh({"dp": 2}, hardware="h100"), inputs, microbatches=count, **options)  # pyright: ignore
+        for count in (2, 1)
+    )
+    assert isinstance(one, Plan) and isinstance(several, Plan)
+    assert recipes.step_seconds(one, 1) == pytest.approx(one.timeline().seconds, rel=0.1)
+    assert recipes.step_seconds(several, 2) > 1.9 * several.timeline().seconds - stage_seconds(several).once
 
 
 def test_what_autopar_cannot_be_asked_is_listed_with_the_reason() -> None:
