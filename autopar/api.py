@@ -122,8 +122,8 @@ def compile(
         mode: "auto" (the solver decides; pins hold), "semi_auto" (the same, and every annotation must match
             something), "manual" (nothing is searched: what is not annotated follows its input, or
             is data parallel on axes that annotations leave alone).
-        strategy: name of a preset, as "zero3" or "megatron" (autopar/strategies/presets): its annotations are added to
-            the model's own, before which they give way.
+        strategy: name of a preset, as "zero3" or "megatron" (autopar/strategies/presets), or several, as "fsdp+tp+cp":
+            their annotations are added to the model's own, before which they give way.
         plan: a plan made before; nothing is solved.
         memory: hard limit per device at every moment of a step, in bytes or as text ("8GB").
         recompute: "auto" (layers are computed again in the backward where the limit asks for it), or one of "none",

@@ -27,6 +27,8 @@ ALIASES: Mapping[str, str] = {
     "ep": "expert_data",
 }
 """Short name → the preset that it means."""
+JOINED = "+"
+"""Joins presets to one strategy: "fsdp+tp+cp"."""
 PIPELINE = "pp"
 """The mesh axis that is a pipeline unless another one is named; no preset."""
 AUTO = "auto"

@@ -118,7 +118,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
     short = ", ".join(f"{alias} ({preset})" for alias, preset in names.ALIASES.items())
     presets = ", ".join(names.PRESETS)
-    parser.add_argument("--strategy", metavar="NAME", help=f"plan by a preset: {presets}, or in short {short}")
+    parser.add_argument(
+        "--strategy", metavar="NAME", help=f"plan by a preset: {presets}, or in short {short}; several as fsdp+tp+cp"
+    )
     parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
     parser.add_argument("--pipeline", metavar="AXIS", help='the axis whose ranks run stages; "pp" is taken by itself')
     parser.add_argument("--schedule", choices=names.SCHEDULES, help="of the pipeline; the best one is taken")

@@ -34,7 +34,7 @@ from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
 from autopar.space.returned import Outputs
 from autopar.strategies.presets import preset_named
-from autopar.strategies.presets.data import OF_TRAINING
+from autopar.strategies.presets.data import OF_TRAINING, parts_named
 from autopar.units import parse_bytes
 
 Recompute = Literal["auto", "none", "selective", "full_save_collectives", "full"]
@@ -157,7 +157,7 @@ def check_forward_alone(given: Mapping[str, Any]) -> None:
                 f"{name}={given[name]!r} beside training=False, which plans and runs the forward alone, in one piece: "
                 "there are no gradients, no optimizer and no micro-batches. Leave it out."
             )
-    if given["strategy"] in OF_TRAINING:
+    if not OF_TRAINING.isdisjoint(parts_named(given["strategy"])):
         raise InputError(
             f'strategy="{given["strategy"]}" beside training=False: it divides what a forward has not, gradients and '
             'the state of an optimizer. "zero3" stores parameters in parts, "data_parallel" whole.'

@@ -39,7 +39,7 @@ from autopar.space.build import build_space
 from autopar.space.returned import Outputs, Returned
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
-from autopar.strategies.presets.data import REDUCE_EACH, warn_of_gradients
+from autopar.strategies.presets.data import REDUCE_EACH, parts_named, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
 Offloaded = Literal["none", "optimizer", "activations", "both", "auto"]
@@ -204,7 +204,7 @@ class PlanRequest:
     def asked(self) -> frozenset[str]:
         """The names of implementations that are offered on demand; a preset may have one of its own name."""
         said = [each.implementations for each in self.annotations]
-        said += [frozenset((self.strategy,))] if self.strategy else []
+        said += [frozenset(parts_named(self.strategy))]
         said += [frozenset((TILED_WEIGHT,))] if self.weight_tiles else []
         return self.implementations.union(*said)
 
@@ -320,7 +320,7 @@ class PlanRequest:
     @property
     def reduces_each(self) -> bool:
         """Whether the strategy has every micro-batch reduce the gradients of weights that are stored in parts."""
-        return self.strategy in REDUCE_EACH
+        return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
 
     def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
         """The plan and its choices."""

@@ -196,7 +196,8 @@ class Space:
         if kept:
             other = self.table(wire, kept=True)
             seconds[kept] = other.seconds[np.ix_([rows[i] for i in kept], columns)]
-        if wire.target_input == 0 and self.decisions[wire.source].kind == "hub":
+        between_hubs = self.decisions[wire.target].kind == "hub"  # those of one kind may, whatever others do
+        if wire.target_input == 0 and self.decisions[wire.source].kind == "hub" and not between_hubs:
             seconds = self._moved_together(wire, seconds)
         return seconds
 

@@ -32,19 +32,30 @@ import difflib
 from collections.abc import Callable, Mapping
 
 from autopar.errors import StrategyError
-from autopar.names import ALIASES, PIPELINE
+from autopar.names import ALIASES, JOINED, PIPELINE
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import data, decoding, experts, grid, sequence, tensor
+from autopar.strategies.presets.axes import Parts
+from autopar.strategies.presets.joined import joined
 
 __all__ = ["PRESETS", "Preset", "annotations_for", "preset_named"]
 
 Preset = Callable[[Program, Mesh, bool], tuple[Annotation, ...]]
 """(program, mesh, strict) → annotations. A strict preset raises StrategyError if samples or positions do not divide;
 otherwise what does not divide stays whole."""
+ALONE: Mapping[str, Preset] = {
+    preset.__name__: preset
+    for preset in (
+        data.fully_replicated,
+        *(grid.tensor_2d, grid.tensor_2_5d, grid.tensor_3d),
+        decoding.flash_decoding,
+    )
+}
+"""The presets that are joined with no other."""
 
-PRESETS: Mapping[str, Preset] = {
+PRESETS: Mapping[str, Preset | Callable[[], Parts]] = {
     preset.__name__: preset
     for preset in (
         data.fully_replicated,
@@ -77,14 +88,24 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_named(name: str) -> str:
-    """Return the preset that a name or an alias ("fsdp") means.
+    """Return the preset that a name or an alias ("fsdp") means, or those that are joined by "+" ("fsdp+tp").
 
-    Raises StrategyError for a name that is not known, and for "pp", which is an axis of the mesh.
+    Raises StrategyError for a name that is not known, for "pp", which is an axis of the mesh, and for presets that are
+    joined with no other.
     """
+    known = [_one_named(each.strip()) for each in name.split(JOINED)]
+    alone = next((each for each in known if each in ALONE), None)
+    if alone and len(known) > 1:
+        joined_by = ", ".join(each for each in PRESETS if each not in ALONE)
+        raise StrategyError(f"strategy={name!r}: {alone} is joined with no other preset. Join some of {joined_by}.")
+    return JOINED.join(dict.fromkeys(known))
+
+
+def _one_named(name: str) -> str:
     if name == PIPELINE:
         raise StrategyError(
             f'strategy="{PIPELINE}" is no preset: a pipeline is an axis of the mesh. Name an axis "{PIPELINE}", as in '
-            f"{PIPELINE}=4,tp=2, and leave strategy out."
+            f"{PIPELINE}=4,tp=2, and leave {PIPELINE} out of the strategy."
         )
     known = ALIASES.get(name, name)
     if known not in PRESETS:
@@ -98,9 +119,20 @@ def preset_named(name: str) -> str:
 
 
 def annotations_for(name: str, program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
-    """Return the annotations of a preset for a program on a mesh.
+    """Return the annotations of a preset, or of several joined by "+", for a program on a mesh.
 
     Raises StrategyError for a name that is not known, and if the model, the mesh or (if `strict`) the sizes of the
     inputs do not suit the preset.
     """
-    return PRESETS[preset_named(name)](program, mesh, strict)
+    name = preset_named(name)
+    if name in ALONE:
+        return ALONE[name](program, mesh, strict)
+    return joined(name, parts_of(name), program, mesh, strict)
+
+
+def parts_of(name: str) -> Parts:
+    """Return what the presets of a name split together."""
+    first, *others = (PRESETS[each]() for each in data.parts_named(name))  # type: ignore[call-arg]
+    for other in others:
+        first = first.joined(other, name)  # type: ignore[union-attr]
+    return first  # type: ignore[return-value]

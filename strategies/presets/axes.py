@@ -1,18 +1,24 @@
-"""Which mesh axes a preset uses: those with a telling name, else by position.
+"""What a preset splits beside samples, and over which mesh axes: those with a telling name, else by position.
 
 tensor      "tp", "tensor", "mp" or "model", else the last axis
 sequence    "sp", "cp", "seq", "sequence" or "context", else the last axis
 expert      "ep", "expert" or "experts", else the last axis that is not the tensor axis
 shard       "fsdp", "shard" or "zero", else the last axis
 data        all the others
+
+In a strategy of several parts, as "fsdp+tp+cp", no part takes an axis whose name tells of another.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from autopar.errors import StrategyError
+from autopar.names import JOINED
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import dealt, later_see_more
@@ -20,7 +26,140 @@ from autopar.strategies.zigzag import dealt, later_see_more
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
 EXPERT = ("ep", "expert", "experts")
-SHARD = ("fsdp", "shard", "zero")
+SHARD = ("fsdp", "shard", "zero", "dp_shard")
+DATA = ("dp", "ddp", "data", "replica", "replicate", "dp_replicate")
+SAID_ONCE = {
+    "tensor": "what the axis of columns and rows splits between blocks, or how its products run",
+    "experts": "which axes have the experts",
+    "storage": "how parameters are stored",
+}
+TELLING = frozenset((*TENSOR, *SEQUENCE, *EXPERT, *SHARD, *DATA))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns and rows of matrix products over one axis."""
+
+    between: str = ""
+    """The role of what the axis splits between blocks; "" for none."""
+    products: str = ""
+    """The implementation of products between split positions; "" for the plain one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Positions over one axis."""
+
+    attention: str
+    """What the axis splits in attention (`sequence.py`); "" leaves that to the planner."""
+    names: tuple[str, ...] = SEQUENCE
+    """The names of axes that tell of it."""
+    what: str = "positions"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Parameters stored in parts (ZeRO)."""
+
+    regather: bool
+    """Whether the backward gathers again what the forward has gathered."""
+    replicas: bool = False
+    """Whether some axis has whole copies of what another one stores in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a strategy splits beside samples, which all axes split that are left."""
+
+    tensor: Columns | None = None
+    positions: tuple[Positions, ...] = ()
+    experts: Literal["", "exchanged", "folded"] = ""
+    """Experts over an axis of their own, or over the axes of attention."""
+    storage: Storage | None = None
+    left: bool | None = None
+    """Whether an axis must be left for samples (True), or none may be (False)."""
+
+    def joined(self, other: Parts, strategy: str) -> Parts:
+        """Return what both split; raise StrategyError if they want one thing in two ways.
+
+        Plain columns give way to those with something split between blocks.
+        """
+        found: dict[str, object] = {"positions": tuple(dict.fromkeys((*self.positions, *other.positions)))}
+        for name, what in SAID_ONCE.items():
+            both = [each for each in (getattr(self, name), getattr(other, name)) if each]
+            telling = {each for each in both if each != Columns()} or set(both)
+            if len(telling) > 1:
+                raise StrategyError(f"{strategy}: two of its parts say {what}. Leave one of them out.")
+            found |= {name: telling.pop()} if telling else {}
+        return dataclasses.replace(self, **found, left=None)  # type: ignore[arg-type]
+
+    @property
+    def needs(self) -> list[str]:
+        """What there must be an axis for, each a different one."""
+        found = ["for the batch"] if self.left else []
+        found += ["to replicate over"] if self.storage and self.storage.replicas else []
+        if self.storage and (self.storage.replicas or (self.tensor and not self.positions and not self.experts)):
+            found.append("to store parameters over")
+        found += ["for experts"] if self.experts == "exchanged" else []
+        found += [f"for {each.what}" for each in self.positions]
+        return [*found, "for columns and rows"] if self.tensor else found
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The mesh axes that each part of a strategy has."""
+
+    tensor: str
+    """"" for none."""
+    positions: Mapping[str, Positions]
+    experts: tuple[str, ...]
+    stored: tuple[str, ...]
+    samples: tuple[str, ...]
+    """The axes that split the batch: those of experts among them that do nothing else there."""
+
+
+def taken(strategy: str, parts: Parts, mesh: Mesh) -> Taken:
+    """Return the axes of each part; raise StrategyError if the mesh has not as many, or not of these names."""
+    needs = parts.needs
+    what = f"one {', one '.join(needs[:-1])} and one {needs[-1]}" if len(needs) > 1 else ""
+    (need_exactly if parts.left is False else need_axes)(strategy, mesh, len(needs), what)
+    claims: list[tuple[object, str, tuple[str, ...]]] = []
+    claims += [("tensor", "columns and rows", TENSOR)] if parts.tensor else []
+    claims += [("experts", "experts", EXPERT)] if parts.experts == "exchanged" else []
+    claims += [(each, each.what, each.names) for each in parts.positions]
+    claims += [("shard", "the parts of parameters", SHARD)] if parts.storage and parts.storage.replicas else []
+    found: dict[object, str] = {}
+    for claim, _, names in claims:
+        named = next((axis for axis in mesh.names if axis in names and axis not in found.values()), None)
+        found |= {claim: named} if named else {}
+    # An axis for experts that share those of attention is none for columns and rows.
+    apart = set(EXPERT) if parts.experts == "folded" and mesh.ndim > 1 else set()
+    for claim, what, names in claims:
+        if claim not in found:
+            others = TELLING - set(names) if JOINED in strategy else apart
+            free = [axis for axis in mesh.names if axis not in found.values() and axis not in others]
+            if not free:
+                raise StrategyError(
+                    f"{strategy} needs a mesh axis for {what}, called {' or '.join(names)}; the mesh is {mesh}. "
+                    "Rename one of its axes, split one in two, or leave this part of the strategy out."
+                )
+            found[claim] = free[-1]
+    return _shared(parts, mesh, found)
+
+
+def _shared(parts: Parts, mesh: Mesh, found: Mapping[object, str]) -> Taken:
+    """The same with the axes of experts and of parameters, which other parts have, too."""
+    tensor = found.get("tensor", "")
+    by_axis = {found[each]: each for each in parts.positions}
+    positions = {axis: by_axis[axis] for axis in mesh.names if axis in by_axis}
+    experts = (found["experts"],) if "experts" in found else ()
+    if parts.experts == "folded":
+        named = any(axis in EXPERT for axis in mesh.names)
+        experts = tuple(axis for axis in mesh.names if not named or axis in EXPERT or axis == tensor)
+    stored = others(mesh, tensor) if parts.storage else ()
+    if parts.storage and parts.storage.replicas:
+        stored = tuple(axis for axis in mesh.names if axis == found["shard"] or axis in positions)
+    return Taken(tensor, positions, experts, stored, others(mesh, tensor, *positions))
 
 
 def axis_of(mesh: Mesh, names: tuple[str, ...]) -> str:

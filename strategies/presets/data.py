@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from autopar.names import JOINED
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import axes
-from autopar.strategies.presets.split import Split, data, whole
+from autopar.strategies.presets.axes import Parts, Storage
+from autopar.strategies.presets.split import Split, whole
 from autopar.strategies.roles import RoledProgram
 from autopar.warned import warn_user
 
@@ -22,7 +23,7 @@ def fully_replicated(program: Program, mesh: Mesh, strict: bool = True) -> tuple
     return split.annotations()
 
 
-def data_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def data_parallel() -> Parts:
     """The batch split over all axes, parameters whole: DDP (Li et al., "PyTorch Distributed", VLDB 2020).
 
     On any model, over an outer axis n and an inner one m:
@@ -31,19 +32,19 @@ def data_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[An
         all_reduce/n = 16
         all_reduce/m = 16
     """
-    return _batch_split("data_parallel", program, mesh, strict).annotations()
+    return Parts()
 
 
-def zero1(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def zero1() -> Parts:
     """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020).
 
     It is said as `zero2` is. In `train_step` gradients of micro-batches add up whole, and are reduced once a step;
     those of one batch are reduced as they are made, which `warn_of_gradients` says.
     """
-    return _batch_split("zero1", program, mesh, strict).stored_over(mesh.names, False).annotations()
+    return Parts(storage=Storage(regather=False))
 
 
-def zero2(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def zero2() -> Parts:
     """Optimizer state and gradients in parts; weights are gathered once and kept for the backward (ZeRO, SC 2020).
 
     In `train_step` every micro-batch reduces its gradients, which add up in parts (`REDUCE_EACH`).
@@ -55,7 +56,7 @@ def zero2(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation
         all_reduce/n = 16
         all_reduce/m = 16
     """
-    return _batch_split("zero2", program, mesh, strict).stored_over(mesh.names, False).annotations()
+    return Parts(storage=Storage(regather=False))
 
 
 OF_TRAINING = frozenset((zero1.__name__, zero2.__name__))
@@ -64,16 +65,21 @@ REDUCE_EACH = frozenset((zero2.__name__,))
 """Presets by which every micro-batch reduces the gradients of weights that are stored in parts."""
 
 
+def parts_named(strategy: str | None) -> tuple[str, ...]:
+    """Return the presets that a strategy joins; of one preset it alone, and none of None."""
+    return tuple(strategy.split(JOINED)) if strategy else ()
+
+
 def warn_of_gradients(strategy: str | None, num_microbatches: int) -> None:
     """Warn where gradients are not held whole, as ZeRO-1 has them: those of one batch are reduced as they are made."""
-    if strategy == zero1.__name__ and num_microbatches == 1:
+    if zero1.__name__ in parts_named(strategy) and num_microbatches == 1:
         warn_user(
-            "zero1: gradients of a batch are reduced as they are made, and held in parts. So this is zero2, which "
-            "moves the same bytes; with microbatches=2 and more they add up whole.",
+            f"{strategy}: gradients of a batch are reduced as they are made, and held in parts. So this is zero2, "
+            "which moves the same bytes; with microbatches=2 and more they add up whole.",
         )
 
 
-def zero3(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def zero3() -> Parts:
     """Parameters in parts as well, gathered for the forward and again for the backward (ZeRO, SC 2020; FSDP).
 
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts:
@@ -83,10 +89,10 @@ def zero3(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation
         all_reduce/n = 16
         all_reduce/m = 16
     """
-    return _batch_split("zero3", program, mesh, strict).stored_over(mesh.names, True).annotations()
+    return Parts(storage=Storage(regather=True))
 
 
-def hsdp(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def hsdp() -> Parts:
     """ZeRO-3 over one axis, plain data parallel over the others (Zhao et al., "PyTorch FSDP", VLDB 2023).
 
     Over an axis r of replicas, and an axis s over which parameters are stored:
@@ -96,16 +102,4 @@ def hsdp(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation,
         reduce_scatter/s = P
         all_reduce/s = 16
     """
-    axes.need_axes("hsdp", mesh, 2, "one to replicate over and one to store parameters over")
-    stored = axes.axis_of(mesh, axes.SHARD)
-    return _batch_split("hsdp", program, mesh, strict).stored_over((stored,), True).annotations()
-
-
-def _batch_split(strategy: str, program: Program, mesh: Mesh, strict: bool) -> Split:
-    graph = RoledProgram.of(program)
-    if strict:
-        axes.need_batch(strategy, graph.samples, mesh, mesh.names)
-    split = Split(graph, mesh, strategy)
-    for axis in mesh.names:
-        split.along(axis, data)
-    return split
+    return Parts(storage=Storage(regather=True, replicas=True))

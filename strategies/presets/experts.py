@@ -20,21 +20,18 @@ from collections.abc import Mapping
 
 from autopar.errors import StrategyError
 from autopar.program.operators.experts import COMBINE, DISPATCH, OF_EXPERT
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import TOGETHER
-from autopar.strategies.presets import axes
 from autopar.strategies.presets.all_tokens import experts_of_all_tokens
+from autopar.strategies.presets.axes import Columns, Parts, Taken
 from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, product_of
 from autopar.strategies.presets.rows import in_blocks_of_experts
-from autopar.strategies.presets.split import FREE, Split, Wish, data
-from autopar.strategies.presets.tensor import found_regions, in_blocks
+from autopar.strategies.presets.split import FREE, Wish
 from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram
 from autopar.warned import warn_user
 
 
-def expert_data(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def expert_data() -> Parts:
     """The batch split over all axes, experts over one of them (E+D; Lepikhin et al., "GShard", 2020).
 
     Over an axis e of experts and an axis d of the batch alone:
@@ -44,10 +41,10 @@ def expert_data(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Anno
         all_reduce/d = X/e + 16
         all_reduce/e = 16
     """
-    return _expert_split("expert_data", program, mesh, (axes.axis_of(mesh, axes.EXPERT),), "", strict)
+    return Parts(experts="exchanged")
 
 
-def expert_model(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def expert_model() -> Parts:
     """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
     Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
@@ -58,12 +55,10 @@ def expert_model(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Ann
         all_reduce/t = (3·L + 2)·A/e + L·(A + G)/e + 3·R/e
         all_reduce/e = (P - N - X - Q)/t + N + Q + 16
     """
-    axes.need_exactly("expert_model", mesh, 2, "one for experts and one for columns and rows")
-    expert, tensor = _expert_and_tensor(mesh)
-    return _expert_split("expert_model", program, mesh, (expert,), tensor, strict)
+    return Parts(tensor=Columns(), experts="exchanged", left=False)
 
 
-def expert_data_model(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def expert_data_model() -> Parts:
     """`expert_model` on each part of the batch (E+D+M; Fedus et al., "Switch Transformers", 2022).
 
     Over an axis d of the batch alone, an axis e of experts and an axis t of columns and rows:
@@ -74,12 +69,10 @@ def expert_data_model(program: Program, mesh: Mesh, strict: bool = True) -> tupl
         all_reduce/d = X/(e·t) + 16
         all_reduce/e = 16
     """
-    axes.need_axes("expert_data_model", mesh, 3, "one for the batch, one for experts and one for columns and rows")
-    expert, tensor = _expert_and_tensor(mesh)
-    return _expert_split("expert_data_model", program, mesh, (expert,), tensor, strict)
+    return Parts(tensor=Columns(), experts="exchanged", left=True)
 
 
-def expert_folded(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def expert_folded() -> Parts:
     """Megatron, and experts over the same devices in their own way (Liu et al., "MoE Parallel Folding", 2025).
 
     Experts are whole, and divided over all axes; where one is called after them, over that one and the tensor axis.
@@ -91,57 +84,40 @@ def expert_folded(program: Program, mesh: Mesh, strict: bool = True) -> tuple[An
         all_reduce/t = (2·L + 2)·A/d + 3·R/d
         all_reduce/d = (P - N - X - Q)/t + N + Q + 16
     """
-    named = [axis for axis in mesh.names if axis in axes.EXPERT]
-    tensor = _tensor(mesh)
-    experts = tuple(axis for axis in mesh.names if axis in named or axis == tensor) if named else mesh.names
-    return _expert_split("expert_folded", program, mesh, experts, tensor, strict)
+    return Parts(tensor=Columns(), experts="folded")
 
 
-def _expert_and_tensor(mesh: Mesh) -> tuple[str, str]:
-    """The axis of experts and that of columns and rows, of a mesh of several axes: by their names, else the last."""
-    tensor = _tensor(mesh)
-    others = axes.others(mesh, tensor)
-    return next((axis for axis in others if axis in axes.EXPERT), others[-1]), tensor
+def tokens_parted(strategy: str, graph: RoledProgram, mesh: Mesh, taken: Taken, strict: bool) -> Mapping[str, str]:
+    """Return the role of the dim along which tokens part on each axis of experts.
 
-
-def _tensor(mesh: Mesh) -> str:
-    """The axis of columns and rows: by its name, else the last that is not called one of experts."""
-    unnamed = [axis for axis in mesh.names if axis not in axes.EXPERT] or mesh.names
-    return next((axis for axis in unnamed if axis in axes.TENSOR), unnamed[-1])
-
-
-def _expert_split(
-    strategy: str, program: Program, mesh: Mesh, experts: tuple[str, ...], tensor: str, strict: bool
-) -> tuple[Annotation, ...]:
-    """Experts over `experts`, columns and rows over `tensor` ("" for none), the batch over all but that."""
-    graph = RoledProgram.of(program)
-    batch = axes.others(mesh, tensor)
+    Raises StrategyError if there are no experts, or (if `strict`) these or their tokens do not divide.
+    """
+    _need_experts(strategy, graph, mesh, taken.experts)
+    roles = dict.fromkeys(taken.samples, "data") | dict.fromkeys(taken.positions, "sequence")
+    roles |= {axis: _tokens_over(graph, mesh, axis) for axis in taken.experts if axis == taken.tensor}
     if strict:
-        axes.need_batch(strategy, graph.samples, mesh, batch)
-    _need_experts(strategy, graph, mesh, experts)
-    parted = {axis: _tokens_over(graph, mesh, axis, axis == tensor) for axis in experts}
-    if strict:
-        _need_tokens(strategy, graph, mesh, {**dict.fromkeys(batch, "data"), **parted})
-    split = Split(graph, mesh, strategy)
-    for axis in mesh.names:
-        wish = data
-        if axis == tensor:
-            regions = found_regions(strategy, graph, mesh, axis)
-            wish = in_blocks(graph, regions, "")
-            if axis not in experts:
-                wish = _left_free(wish, _ways_to_columns(graph, regions) | _ways_home(graph, regions))
-                _warn_of_whole_experts(strategy, graph, regions, mesh, axis)
-        if axis in experts:
-            wish = _at_experts(wish, exchanged_factors(graph, parted[axis]))
-        split.along(axis, wish)
-    return split.annotations()
+        _need_tokens(strategy, graph, mesh, roles)
+    return {axis: roles[axis] for axis in taken.experts}
 
 
-def _tokens_over(graph: RoledProgram, mesh: Mesh, axis: str, is_tensor: bool) -> str:
-    """The role of the dim along which tokens part on an axis: samples, or positions where nothing else splits these."""
+def whole_beside(strategy: str, graph: RoledProgram, regions: Regions, mesh: Mesh, axis: str, wish: Wish) -> Wish:
+    """Columns and rows on an axis that has no experts of its own: rows on their way to these and home are left free."""
+    _warn_of_whole_experts(strategy, graph, regions, mesh, axis)
+    free = _ways_to_columns(graph, regions) | _ways_home(graph, regions)
+    return lambda call: FREE if call.name in free else wish(call)
+
+
+def at_experts(graph: RoledProgram, parted: str, elsewhere: Wish) -> Wish:
+    """Rows exchanged on an axis of experts, whose tokens part by the role `parted`, and a wish for all else."""
+    exchanged = exchanged_factors(graph, parted)
+    return lambda call: exchanged.get(call.name) or elsewhere(call)
+
+
+def _tokens_over(graph: RoledProgram, mesh: Mesh, axis: str) -> str:
+    """The role of the dim along which tokens part on the tensor axis: positions where these divide, else samples."""
     positions = [call.factor_of("sequence") for call in _ends(graph)]
     divide = [f and call.bound.sizes[f] % mesh.size(axis) == 0 for call, f in zip(_ends(graph), positions, strict=True)]
-    return "sequence" if is_tensor and divide and all(divide) else "data"
+    return "sequence" if divide and all(divide) else "data"
 
 
 def _ends(graph: RoledProgram) -> list[RoledCall]:
@@ -168,14 +144,6 @@ def exchanged_factors(graph: RoledProgram, parted: str) -> Mapping[str, str]:
         elif block and block.rows:
             found[call.name] = block.rows
     return {**found, **experts_of_all_tokens(graph)}
-
-
-def _at_experts(elsewhere: Wish, exchanged: Mapping[str, str]) -> Wish:
-    return lambda call: exchanged.get(call.name) or elsewhere(call)
-
-
-def _left_free(elsewhere: Wish, names: frozenset[str]) -> Wish:
-    return lambda call: FREE if call.name in names else elsewhere(call)
 
 
 def _ways_to_columns(graph: RoledProgram, regions: Regions) -> frozenset[str]:

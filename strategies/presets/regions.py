@@ -125,7 +125,7 @@ def product_of(graph: RoledProgram, call: RoledCall) -> Product | None:
 
 def _first_of_adapters(graph: RoledProgram) -> set[str]:
     """Return the products by A of all low-rank adapters: x·A·B, added to x·W of which A is narrower than both sides."""
-    products = {call.name: found for call in graph.learned if (found := product_of(graph, call)) is not None}
+    products = {call.name: product for call in graph.learned if (product := product_of(graph, call)) is not None}
 
     def made_by(value: Value) -> str | None:
         name = _way_back(graph, products, value)[-1][0]

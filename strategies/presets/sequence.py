@@ -8,21 +8,20 @@ import torch
 
 from autopar.errors import StrategyError
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import TOGETHER, VIA, factors_of
-from autopar.strategies.presets import axes
+from autopar.strategies.presets.axes import Parts, Positions
 from autopar.strategies.presets.rows import along_rows
-from autopar.strategies.presets.split import FREE, Split, Wish, data
+from autopar.strategies.presets.split import FREE, Wish
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram
 from autopar.strategies.rules.layers.ring_self_attention import NAME as RING_SELF_ATTENTION
 
 HEADS, QUERIES, RING, WHOLE_ROWS = "column", "sequence", "ring", RING_SELF_ATTENTION
 """What an axis splits in attention: the roles of heads and of queries, or queries and keys together, in two ways."""
+SHARED_HEADS = "shared heads"
+"""Heads that another axis splits, too: those of queries and of keys alike."""
 
 
-def ulysses(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def ulysses() -> Parts:
     """Positions split, heads instead of them in attention, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Over an axis c of positions and an axis d of the batch; parameters are whole:
@@ -35,10 +34,10 @@ def ulysses(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotati
     Where heads of keys and values do not divide over c, those of queries are split alone. Keys and values are gathered
     then, as by `gather_kv`, and the all-to-all is of 4·L·A/(c·d).
     """
-    return _split_over("ulysses", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): HEADS}, strict)
+    return Parts(positions=(Positions(HEADS),))
 
 
-def gather_kv(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def gather_kv() -> Parts:
     """Positions split, also the queries' in attention, for which keys and values are gathered (Dubey et al., "The Llama
     3 Herd", 2024).
 
@@ -50,10 +49,10 @@ def gather_kv(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annota
         all_reduce/c = 16
         all_reduce/d = 16
     """
-    return _split_over("gather_kv", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): QUERIES}, strict)
+    return Parts(positions=(Positions(QUERIES),))
 
 
-def ring(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def ring() -> Parts:
     """Positions split, also in attention, where keys and values travel around the ranks while these compute (Liu et
     al., "Ring Attention with Blockwise Transformers", 2023).
 
@@ -66,10 +65,10 @@ def ring(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation,
         all_reduce/c = 16
         all_reduce/d = 16
     """
-    return _split_over("ring", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): RING}, strict)
+    return Parts(positions=(Positions(RING),))
 
 
-def ring_self_attention(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def ring_self_attention() -> Parts:
     """Positions split, also in attention, where keys travel around the ranks until each has the whole rows of scores of
     its queries, and then values (Li et al., "Sequence Parallelism", 2021).
 
@@ -82,10 +81,10 @@ def ring_self_attention(program: Program, mesh: Mesh, strict: bool = True) -> tu
         all_reduce/c = 16
         all_reduce/d = 16
     """
-    return _split_over("ring_self_attention", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): WHOLE_ROWS}, strict)
+    return Parts(positions=(Positions(WHOLE_ROWS),))
 
 
-def usp(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def usp() -> Parts:
     """Positions split over two axes, of which attention has heads on one and a ring on the other ("USP", Fang and Zhao
     2024; 2D attention, "LoongTrain", Gu et al. 2024).
 
@@ -99,48 +98,45 @@ def usp(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, 
         all_reduce/u = 16
         all_reduce/d = 16
     """
-    axes.need_axes("usp", mesh, 2, "one for heads and one for the ring")
-    heads = axes.axis_of(mesh, ("sp", "ulysses"))
-    rest = axes.others(mesh, heads)
-    around = next((axis for axis in rest if axis in ("cp", "context", "ring")), rest[-1])
-    return _split_over("usp", program, mesh, {around: RING, heads: HEADS}, strict)
+    return Parts(
+        positions=(
+            Positions(HEADS, ("sp", "ulysses"), "heads"),
+            Positions(RING, ("cp", "context", "ring"), "the ring"),
+        )
+    )
 
 
-def context_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def context_parallel() -> Parts:
     """Positions split, and in attention what takes the least time: a ring, gathered keys and values, or heads.
 
     Megatron's context parallelism, with the planner in place of its `cp_comm_type` (Megatron-LM; Dubey et al., "The
     Llama 3 Herd", 2024). A step moves what `ring`, `gather_kv` or `ulysses` says, or less.
     """
-    return _split_over("context_parallel", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): ""}, strict)
+    return Parts(positions=(Positions(""),))
 
 
-def _split_over(
-    strategy: str, program: Program, mesh: Mesh, ways: Mapping[str, str], strict: bool
-) -> tuple[Annotation, ...]:
-    """Positions split over some axes, with what each does to attention; "" leaves that to the planner."""
-    graph = RoledProgram.of(program)
-    batch = axes.others(mesh, *ways)
-    if strict:
-        axes.need_batch(strategy, graph.samples, mesh, batch)
-        axes.need_positions(strategy, graph, mesh, tuple(ways))
+def check_attentions(
+    strategy: str, graph: RoledProgram, ways: Mapping[str, str], parts: Mapping[str, int], strict: bool
+) -> None:
+    """Raise StrategyError if there is no attention, or (if `strict`) one that its axes cannot split.
+
+    `parts` is the number of parts into which each axis, with others that split the same heads, splits an attention.
+    """
     attentions = [call for call in graph.learned if call.is_attention]
-    if not attentions:
+    if ways and not attentions:
         raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")
     for call in attentions if strict else ():
         for axis, way in ways.items():
-            _check_attention(strategy, call, way, mesh, axis)
+            _check_attention(strategy, call, way, parts[axis], axis)
 
-    def along(way: str, parts: int) -> Wish:
-        def wish(call: RoledCall) -> str | None:
-            return _in_attention(call, way, parts) if call.is_attention else call.factor_of("sequence")
 
-        return wish
+def positions_wish(graph: RoledProgram, way: str, parts: int) -> Wish:
+    """Positions split on an axis, and in attention what `way` says; `parts` as in `check_attentions`."""
 
-    split = Split(graph, mesh, strategy)
-    for axis in mesh.names:
-        split.along(axis, along_rows(graph, along(ways[axis], mesh.size(axis))) if axis in ways else data)
-    return split.annotations()
+    def wish(call: RoledCall) -> str | None:
+        return _in_attention(call, way, parts) if call.is_attention else call.factor_of("sequence")
+
+    return along_rows(graph, wish)
 
 
 def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
@@ -153,17 +149,17 @@ def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
         if way == RING or name is None:
             return name
         return f"{name}{VIA}{way}" if any(each.name == way for each in call.op.implementations) else None
-    factor = call.factor_of(way) if way else FREE
+    factor = call.factor_of(HEADS if way == SHARED_HEADS else way) if way else FREE
     return (call.fitting(factor, parts) if factor and way == HEADS else None) or factor
 
 
-def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis: str) -> None:
+def _check_attention(strategy: str, call: RoledCall, way: str, parts: int, axis: str) -> None:
     """Raise StrategyError where a call cannot be split by its heads, by its queries, or as a ring."""
     if not way:
         return
-    what = {HEADS: "heads", QUERIES: "queries"}.get(way, "queries and keys")
+    what = {HEADS: "heads", SHARED_HEADS: "heads", QUERIES: "queries"}.get(way, "queries and keys")
     others = " or ".join(each for each in ("gather_kv", "ulysses") if each != strategy)
-    factor = _in_attention(call, way, mesh.size(axis))
+    factor = _in_attention(call, way, parts)
     if factor is None:
         why = _why_no_ring(call) if way in (RING, WHOLE_ROWS) else "has none"
         raise StrategyError(
@@ -171,9 +167,9 @@ def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis:
             f"Use {others} or megatron_sequence."
         )
     for each in factors_of(factor):
-        if call.bound.sizes[each] % mesh.size(axis):
+        if call.bound.sizes[each] % parts:
             raise StrategyError(
-                f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {call.name} has "
+                f"{strategy} splits the {what} of attention into {parts} parts over {axis}; {call.name} has "
                 f"{_number_of(call, each)}. Use an axis whose size divides them."
             )
 

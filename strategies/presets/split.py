@@ -76,10 +76,12 @@ class Split:
             if said:
                 found.append(Annotation(f"{NODE}{call.name}", tuple(said), strategy=self.strategy))
         for name in self.graph.program.parameters.values():
-            at = tuple((axis, dim) for axis, dim in self.dims[name].items() if axis not in self.stored)
+            dims = self.dims[name].items()
+            # What an axis splits by itself, as experts, it stores so, too.
+            at = tuple((axis, dim) for axis, dim in dims if dim is not None or axis not in self.stored)
             if any(dim is not None for _, dim in at) and len(self.graph.infos[name, 0].shape) == 1:
                 # Parts of a vector's parts would be gathered over every axis; whole, they are a few bytes.
-                at += tuple((axis, None) for axis in self.stored)
+                at += tuple((axis, None) for axis in self.stored if self.dims[name][axis] is None)
             if at:
                 found.append(Annotation(f"{NODE}{name}", at, strategy=self.strategy))
         if self.stored:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.errors import StrategyError
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import axes
-from autopar.strategies.presets.in_chunks import in_chunks
+from autopar.sharding.rule import VIA
+from autopar.strategies.presets.axes import Columns, Parts, Storage
 from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, product_of, regions_of
 from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
-from autopar.strategies.presets.split import FREE, Split, Wish, data
+from autopar.strategies.presets.split import FREE, Wish
 from autopar.strategies.roles import RoledCall, RoledProgram
-from autopar.strategies.rules.products.chunked import AGAIN, NAME
+from autopar.strategies.rules.products.chunked import AGAIN, NAME, leading_factors, together
+from autopar.strategies.rules.products.chunked import COLUMN as ENTERING
 from autopar.warned import warn_user
 
 
-def megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def megatron() -> Parts:
     """Columns and rows of every block over one axis, the batch over the others (Shoeybi et al., "Megatron-LM", 2019).
 
     Over an axis t of columns and rows and an axis d of the batch; a block is summed once forward and once backward, the
@@ -33,10 +34,10 @@ def megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotat
     Where heads of keys and values do not divide over t, those of queries are split alone. Every device projects keys
     and values whole then; their gradients are summed, 2·L·K/d more by all-reduce over t.
     """
-    return _tensor_split("megatron", program, mesh, strict).annotations()
+    return Parts(tensor=Columns())
 
 
-def fsdp_megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def fsdp_megatron() -> Parts:
     """Megatron on one axis, ZeRO-3 on the others (2-D parallel training: Dubey et al., "The Llama 3 Herd", 2024).
 
     Over an axis t of columns and rows and an axis d of the batch:
@@ -46,12 +47,10 @@ def fsdp_megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[An
         reduce_scatter/d = (P - N)/t + N
         all_reduce/d = 16
     """
-    axes.need_axes("fsdp_megatron", mesh, 2, "one to store parameters over and one for the regions")
-    split = _tensor_split("fsdp_megatron", program, mesh, strict)
-    return split.stored_over(axes.others(mesh, axes.axis_of(mesh, axes.TENSOR)), True).annotations()
+    return Parts(tensor=Columns(), storage=Storage(regather=True))
 
 
-def megatron_sequence(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def megatron_sequence() -> Parts:
     """Megatron, and between blocks positions are split over the same axis (Korthikanti et al., "Reducing Activation
     Recomputation", 2022).
 
@@ -63,10 +62,10 @@ def megatron_sequence(program: Program, mesh: Mesh, strict: bool = True) -> tupl
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("megatron_sequence", program, mesh, strict)
+    return Parts(tensor=Columns("sequence"))
 
 
-def async_tensor_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def async_tensor_parallel() -> Parts:
     """As `megatron_sequence`, with products in chunks: one is multiplied while the next is gathered, or the last one
     reduced (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023).
 
@@ -78,10 +77,10 @@ def async_tensor_parallel(program: Program, mesh: Mesh, strict: bool = True) -> 
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("async_tensor_parallel", program, mesh, strict, NAME)
+    return Parts(tensor=Columns("sequence", NAME))
 
 
-def megatron_regather(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+def megatron_regather() -> Parts:
     """As `megatron_sequence`, but what is gathered is not kept for the backward: it is gathered again there, beside the
     product for its gradient, as Megatron-LM does (Korthikanti et al., MLSys 2023).
 
@@ -93,38 +92,13 @@ def megatron_regather(program: Program, mesh: Mesh, strict: bool = True) -> tupl
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("megatron_regather", program, mesh, strict, AGAIN)
+    return Parts(tensor=Columns("sequence", AGAIN))
 
 
-def _positions_between(
-    strategy: str, program: Program, mesh: Mesh, strict: bool, products: str = ""
-) -> tuple[Annotation, ...]:
-    """Regions, and between them positions that are split over the same axis."""
-    if strict:
-        axes.need_positions(strategy, RoledProgram.of(program), mesh, (axes.axis_of(mesh, axes.TENSOR),))
-    return _tensor_split(strategy, program, mesh, strict, between="sequence", products=products).annotations()
-
-
-def _tensor_split(
-    strategy: str, program: Program, mesh: Mesh, strict: bool, between: str = "", products: str = ""
-) -> Split:
-    """Regions split over the tensor axis, the batch over the others; `between` is the role of what lies between.
-
-    Products between split positions run by the implementation of the name `products`, where one is given.
-    """
-    graph = RoledProgram.of(program)
-    tensor = axes.axis_of(mesh, axes.TENSOR)
-    batch = axes.others(mesh, tensor)
-    if strict:
-        axes.need_batch(strategy, graph.samples, mesh, batch)
-    regions = found_regions(strategy, graph, mesh, tensor)
-    split = Split(graph, mesh, strategy)
-    wish = with_results(graph, in_blocks(graph, regions, between))
-    if products:
-        wish = in_chunks(graph, regions.factors, wish, mesh.size(tensor), products)
-    for axis in mesh.names:
-        split.along(axis, data if axis in batch else wish)
-    return split
+def tensor_wish(strategy: str, graph: RoledProgram, regions: Regions, columns: Columns, parts: int) -> Wish:
+    """Columns, rows and what lies between on an axis of `parts` devices; products by the implementation named."""
+    wish = with_results(graph, in_blocks(graph, regions, columns.between))
+    return in_chunks(graph, regions.factors, wish, parts, columns.products) if columns.products else wish
 
 
 def found_regions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> Regions:
@@ -188,3 +162,38 @@ def vocabulary(graph: RoledProgram) -> frozenset[str]:
         call.name: call.bound.sizes.get("k", 0) for call in graph.learned if call.is_lookup and not call.weight_only
     }
     return frozenset(name for name, size in lookups.items() if size == max(lookups.values()))
+
+
+def in_chunks(graph: RoledProgram, products: Mapping[str, str], wish: Wish, parts: int, name: str) -> Wish:
+    """The same wish, but for products between split positions, where columns and rows divide into so many parts.
+
+    They run by the implementation of that name where it offers what is wished. `products` are those of which an axis
+    splits columns or rows, with the factor. What goes into columns is gathered by them where nothing else takes it
+    whole: a plain gather serves all that do.
+    """
+
+    def can(call: RoledCall, factor: str | None) -> bool:
+        offers = (choice.name for each in call.op.implementations if each.name == name for choice in each.choices)
+        if factor is None or call.name not in products or together(call.call, factor) not in offers:
+            return False
+        rows = leading_factors(call.call)[-1]
+        return call.factor_of("sequence") == rows and not any(call.bound.sizes[f] % parts for f in (rows, factor))
+
+    def gathers(call: RoledCall) -> bool:
+        """Whether all products of the input gather it in chunks, and all else takes it in parts."""
+
+        def fits(other: RoledCall, position: int) -> bool:
+            factor = wish(other)
+            if position == 0 and other.node.target is call.node.target:
+                return factor == ENTERING and can(other, factor)
+            return factor == other.factor_of("sequence")
+
+        return all(fits(*use) for use in graph.users[call.inputs[0]])
+
+    def found(call: RoledCall) -> str | None:
+        factor = wish(call)
+        if factor is None or not can(call, factor) or (factor == ENTERING and not gathers(call)):
+            return factor
+        return f"{together(call.call, factor)}{VIA}{name}"
+
+    return found

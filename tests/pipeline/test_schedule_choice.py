@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.errors import PipelineError
+from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.choice import SEVERAL_STAGES, Option, recommend
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
@@ -112,3 +116,16 @@ def test_nothing_that_can_run_is_an_error_that_says_why(arguments: dict[str, obj
     seconds_of = _equal(4, 8) if given.pop("fits") else lambda microbatches, chunks: None
     with pytest.raises(PipelineError, match=message):
         recommend(num_ranks=4, batch_size=8, seconds_of=seconds_of, **given)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("chunks", "microbatches"), [(5, 64), (12, 64)])
+def test_as_many_stages_and_micro_batches_are_planned_as_are_asked_for(chunks: int, microbatches: int) -> None:
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24))), (torch.zeros(128, 8),)
+    options = {"schedule": "interleaved_1f1b", "chunks": chunks, "microbatches": microbatches}
+    plan = autopar.plan(model, autopar.Mesh({"pp": 2}, hardware="cpu"), batch, **options)  # pyright: ignore
+    assert isinstance(plan, PipelinePlan)
+    assert (plan.schedule.chunks, plan.schedule.num_microbatches, len(plan.stages)) == (
+        chunks,
+        microbatches,
+        2 * chunks,
+    )

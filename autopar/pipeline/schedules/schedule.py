@@ -173,20 +173,7 @@ class Schedule:
 
         Left out are moments at which none has more than at another one, or than half way between two others.
         """
-        stages = self.stages_of(rank)
-        now, met = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
-        for step in self.orders[rank]:
-            now[step.stage] += {"F": 1, "I": 0}.get(step.kind, -1)
-            met[tuple(now.values())] = None
-        most = [each for each in met if not any(_is_below(each, other) for other in met if other != each)]
-        return tuple(
-            each
-            for each in most
-            if not any(
-                _is_below(tuple(2 * number for number in each), tuple(map(sum, zip(*pair, strict=True))))
-                for pair in combinations((other for other in most if other != each), 2)
-            )
-        )
+        return _in_flight_at_once(self, rank)
 
     def _check_chunks(self) -> None:
         if self.name in _ONE_STAGE and self.chunks != 1:
@@ -216,6 +203,24 @@ class Schedule:
 
 def _is_below(numbers: Sequence[int], others: Sequence[int]) -> bool:
     return all(one <= other for one, other in zip(numbers, others, strict=True))
+
+
+@cache
+def _in_flight_at_once(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    stages = schedule.stages_of(rank)
+    now, met = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
+    for step in schedule.orders[rank]:
+        now[step.stage] += {"F": 1, "I": 0}.get(step.kind, -1)
+        met[tuple(now.values())] = None
+    most = [each for each in met if not any(_is_below(each, other) for other in met if other != each)]
+    return tuple(
+        each
+        for each in most
+        if not any(
+            _is_below(tuple(2 * number for number in each), tuple(map(sum, zip(*pair, strict=True))))
+            for pair in combinations((other for other in most if other != each), 2)
+        )
+    )
 
 
 def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
