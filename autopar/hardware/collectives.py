@@ -7,11 +7,16 @@ per second (LL), another the reverse (Simple), so how efficient a message is fol
 for trees of middling sizes, its in-switch reductions and its overhead of posting to a network card are left out.
 
 Where a group lies. The mesh's last axis is on neighbouring devices: an axis of n devices has a stride, the product of
-the later axes, and a span of stride · n devices. A link that joins D devices holds g = gcd(D, span) / stride of a
-group's members in each of its blocks (1 where that is no whole number: the members are then taken to lie apart). Of
-joined axes, those that follow each other are as one axis, and those that do not have the product of their g. From
+the later axes, and a span of stride · n devices. A mesh uses u devices of each block of a link (`used_devices`), which
+hold g = gcd(u, span) / stride of a group's members (1 where that is no whole number: the members are then taken to lie
+apart). Joined axes that follow each other are as one axis, and those that do not have the product of their g. From
 innermost to outermost, g₀ = 1 | g₁ | … | n; level ℓ joins the blocks of g_ℓ members to blocks of g_ℓ₊₁, and counts
 where g_ℓ < g_ℓ₊₁.
+
+Devices used of a block. Of D devices that a link joins, a mesh uses all if its devices fill whole blocks. Otherwise no
+launcher can fill all of them, and each gives the same number of devices: the largest that the mesh's axes nest in, so
+that an axis that fits in a block lies in one. A mesh of 256 devices uses 64 of the 72 GPUs of an NVLink domain, one of
+144 devices all 72.
 
 Bandwidth. All members of a block reach beyond it together, each over its own port, in g_ℓ rings of which each carries
 1/g_ℓ of the bytes. So level ℓ gives a ring g_ℓ · efficiency_ℓ · bytes_per_s_ℓ, and the slowest level bounds it: 8 GPUs
@@ -133,16 +138,39 @@ def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:
     """The links that the groups of `axis` run over, innermost first; none for an axis of one device."""
     lines = _lines(mesh, mesh.positions(axis))
-    size = math.prod(span // stride for stride, span in lines)
     found, inner = [], 1
-    for number, link in enumerate(links):
-        if link.devices is None or mesh.num_devices <= link.devices:
-            outer = size
-        else:
-            outer = math.prod(_members(link.devices, stride, span) for stride, span in lines)
+    for number, (link, used) in enumerate(zip(links, used_devices(links, mesh), strict=True)):
+        outer = math.prod(_members(used, stride, span) for stride, span in lines)
         if outer > inner:
             found.append(Level(link, inner, outer, in_node=number == 0 and link.devices is not None))
             inner = outer
+    return tuple(found)
+
+
+def used_devices(links: Sequence[Link], mesh: Mesh) -> tuple[int, ...]:
+    """Return how many devices of each block of every link the mesh uses, innermost first.
+
+    If the mesh does not fill whole blocks, each gives the most devices that nest in the mesh: every span of its last
+    axes divides that number, or is a multiple of it.
+
+    Example:
+        >>> links = Link("NVLink", 72, 0.0, 9e11), Link("InfiniBand", None, 0.0, 5e10)
+        >>> used_devices(links, Mesh({"dp": 4, "ep": 64})), used_devices(links, Mesh({"dp": 3, "ep": 32}))
+        ((64, 256), (32, 96))
+    """
+    spans = [math.prod(mesh.sizes[position:]) for position in range(mesh.ndim, -1, -1)]
+    found, used = [], 1
+    for link in links:
+        most = mesh.num_devices if link.devices is None else min(link.devices, mesh.num_devices)
+        if mesh.num_devices % most == 0:
+            used = most
+        else:
+            # The blocks of the link before lie whole in those of this one.
+            nested = [used, *(span for span in spans if span % used == 0)]
+            inner = max(span for span in nested if span <= most)
+            outer = min(span for span in nested if span > most)
+            used = inner * max(part for part in range(1, most // inner + 1) if outer // inner % part == 0)
+        found.append(used)
     return tuple(found)
 
 
@@ -156,9 +184,9 @@ def _lines(mesh: Mesh, positions: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _members(devices: int, stride: int, span: int) -> int:
-    """How many of a line of devices that are `stride` apart lie in one block of `devices`."""
-    together = math.gcd(devices, span)
+def _members(used: int, stride: int, span: int) -> int:
+    """Return how many of a line of devices that are `stride` apart lie in one block of `used` devices."""
+    together = math.gcd(used, span)
     return together // stride if together % stride == 0 else 1
 
 
