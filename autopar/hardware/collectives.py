@@ -42,7 +42,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -93,6 +93,17 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
 
 
+def ports_used(transfer: Transfer, mesh: Mesh, hardware: Hardware) -> tuple[tuple[str, float], ...]:
+    """Return the links that a collective loads, by name, each with the share of a device's port that it takes alone.
+
+    Latency loads no port. Traffic over an outer link of the network passes the ports of those within.
+    """
+    ways = _best_ways(transfer.collective, mesh, transfer.axis, hardware)
+    best = min(ways, key=lambda way: way.latency + way.seconds_per_byte * transfer.num_bytes)
+    seconds = best.latency + best.seconds_per_byte * transfer.num_bytes
+    return tuple((name, each * transfer.num_bytes / seconds) for name, each in best.ports) if seconds else ()
+
+
 def collective_seconds(collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware) -> Bytes | float:
     """Seconds of a collective of `num_bytes`, a number or an array of them: the least of its `pieces`."""
     times = [
@@ -101,21 +112,35 @@ def collective_seconds(collective: str, num_bytes: Bytes, mesh: Mesh, axis: str,
     return functools.reduce(np.minimum, times) if isinstance(num_bytes, np.ndarray) else min(times)
 
 
+class Way(NamedTuple):
+    """An algorithm with a protocol: latency in seconds, seconds per byte, and those of each link's port per byte."""
+
+    latency: float
+    seconds_per_byte: float
+    ports: tuple[tuple[str, float], ...] = ()
+
+
 @functools.lru_cache(maxsize=4096)
 def pieces(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[tuple[float, float], ...]:
     """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency."""
-    best: list[tuple[float, float]] = []
-    for piece in sorted(_all_ways(collective, mesh, axis, hardware)):
-        if not best or piece[1] < best[-1][1]:
-            best.append(piece)
+    return tuple((way.latency, way.seconds_per_byte) for way in _best_ways(collective, mesh, axis, hardware))
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[Way, ...]:
+    best: list[Way] = []
+    for way in sorted(_all_ways(collective, mesh, axis, hardware)):
+        if not best or way.seconds_per_byte < best[-1].seconds_per_byte:
+            best.append(way)
     return tuple(best)
 
 
-def _all_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> list[tuple[float, float]]:
+def _all_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> list[Way]:
     levels = levels_of(hardware.links, mesh, axis)
     if not levels:
-        return [(0.0, 0.0)]
-    return [piece for algorithm in _algorithms(collective) for piece in _ways(collective, algorithm, levels)]
+        return [Way(0.0, 0.0)]
+    within = [link for number, link in enumerate(hardware.links) if number or link.devices is None]
+    return [way for algorithm in _algorithms(collective) for way in _ways(collective, algorithm, levels, within)]
 
 
 def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
@@ -210,8 +235,8 @@ def _algorithms(collective: str) -> tuple[str, ...]:
     return ("ring", "tree") if collective == "all_reduce" else ("ring",)
 
 
-def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tuple[float, float]]:
-    """One piece for each protocol of the algorithm that all levels know."""
+def _ways(collective: str, algorithm: str, levels: tuple[Level, ...], network: Sequence[Link]) -> list[Way]:
+    """One way for each protocol of the algorithm that all levels know; `network` are the links beyond a node."""
     size = levels[-1].outer
     said = "all_to_all" if collective in MESSAGES else collective
     found = []
@@ -222,11 +247,14 @@ def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tu
             continue
         factors = [getattr(level.link.latencies, said) for level in levels]
         latency = max(protocol.base_latency_s * factor for protocol, factor in zip(known, factors, strict=True))
-        seconds_per_byte = 0.0
+        ports: dict[str, float] = {}
         for level, protocol, factor in zip(levels, known, factors, strict=True):
             steps, share = steps_and_share(collective, algorithm, level, size)
             latency += steps * protocol.step_latency_s * factor
-            efficiency = protocol.efficiency * getattr(level.link.efficiencies, said)
-            seconds_per_byte = max(seconds_per_byte, share / (efficiency * level.link.bytes_per_s))
-        found.append((latency, seconds_per_byte))
+            crossed = [level.link] if level.in_node else network[: network.index(level.link) + 1]
+            for link in crossed:
+                own = link.protocol(algorithm, name) or protocol
+                seconds = share / (own.efficiency * getattr(link.efficiencies, said) * link.bytes_per_s)
+                ports[link.name] = max(ports.get(link.name, 0.0), seconds)
+        found.append(Way(latency, max(ports.values()), tuple(ports.items())))
     return found

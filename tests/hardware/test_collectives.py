@@ -19,6 +19,7 @@ from autopar.hardware.collectives import (
     collective_seconds,
     levels_of,
     pieces,
+    ports_used,
     transfer_seconds,
     used_devices,
 )
@@ -327,3 +328,36 @@ def test_eight_gpus_all_reduce_at_the_speed_that_nccl_counts_on() -> None:
     seconds = transfer_seconds(Transfer("all_reduce", "tp", 1 << 30), mesh, h100)
     assert 2 * 7 / 8 * (1 << 30) / seconds == pytest.approx(0.824 * 450e9, rel=0.02)
     assert transfer_seconds(Transfer("all_reduce", "dp", 1 << 30), mesh, h100) > 4 * seconds
+
+
+def _ports(axes: dict[str, int], axis: str, hardware: Hardware, collective: str = "all_gather") -> dict[str, float]:
+    return dict(ports_used(Transfer(collective, axis, 10**6), Mesh(axes), hardware))
+
+
+def test_a_collective_loads_the_links_that_its_groups_run_over() -> None:
+    hardware = _hardware(_stepping("inner", 8, 0.0, 400.0), _stepping("outer", None, 0.0, 40.0))
+    assert _ports({"dp": 2, "tp": 8}, "tp", hardware) == pytest.approx({"inner": 1.0}, rel=0.1)
+    assert _ports({"dp": 2, "tp": 8}, "dp", hardware) == pytest.approx({"outer": 1.0}, rel=0.1)
+    # Eight rings of a node share its eight ports of 40, which carry what each device has within of 400.
+    assert _ports({"dp": 16}, "dp", hardware) == pytest.approx({"inner": 0.8, "outer": 1.0}, rel=0.1)
+    assert _ports({"dp": 1}, "dp", hardware) == {}
+
+
+def test_latency_loads_no_port() -> None:
+    hardware = _hardware(_stepping("inner", 8, 0.0, 400.0), _stepping("outer", None, 0.0, 40.0))
+    small = dict(ports_used(Transfer("all_gather", "dp", 80), Mesh({"dp": 2, "tp": 8}), hardware))
+    assert small == pytest.approx({"outer": 1 / 101})  # a second of 101
+
+
+def test_what_crosses_the_spine_passes_the_ports_of_the_racks() -> None:
+    links = _stepping("inner", 8, 0.0, 400.0), _stepping("rack", 32, 0.0, 50.0), _stepping("spine", None, 0.0, 25.0)
+    assert _ports({"dp": 2, "tp": 32}, "dp", _hardware(*links)) == pytest.approx({"rack": 0.5, "spine": 1.0}, rel=0.1)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("axis", ["dp", "sp", "tp", "dp_tp", "dp_sp_tp"])
+def test_no_collective_takes_more_than_a_port(collective: str, axis: str) -> None:
+    mesh = Mesh({"dp": 16, "sp": 4, "tp": 4})
+    for num_bytes in (10**3, 10**6, 10**9):
+        found = dict(ports_used(Transfer(collective, axis, num_bytes), mesh, load("h100")))
+        assert found and all(0 <= each <= 1 + 1e-9 for each in found.values())
