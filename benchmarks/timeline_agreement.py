@@ -1,7 +1,7 @@
 """The solver's sum beside the simulated timeline: published recipes, and a random grid of models, meshes and GPUs.
 
-Nothing runs: models lie on the meta device, and both predictions are autopar's own. Printed are each ratio, and by group
-the median and the worst distance of the sum from the timeline.
+Nothing runs: models lie on the meta device, and both predictions are autopar's own. Printed are each ratio, and by
+group the median and the worst distance of the sum from the timeline.
 
     python -m benchmarks.timeline_agreement                     recipes and sixteen plans of the grid: some minutes
     python -m benchmarks.timeline_agreement --grid 40 --seed 7  more of the grid

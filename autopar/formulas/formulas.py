@@ -346,9 +346,9 @@ class _Ledger:
         count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
-        for move, twice in zip(path.moves, path.regathered, strict=True):
+        for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                message = in_bucket(move, tensor) if path.together else None
+                message = in_bucket(move, tensor, leads=number == 0) if path.together else None
                 self.seconds.add(count, _times(share, self._seconds_of(transfer, message)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):

@@ -12,8 +12,8 @@ moving costs this share of its seconds, and besides what lasts longer than compu
     exposed share = max(communication_share, 1 - computing / moving)
 
 where `moving` takes parameters to be of average size. Nothing computes beside the weights of the first layer: it waits
-for them, and its gradients are the last of the backward. What several axes move one after another hides behind the same
-computing.
+for them, and its gradients are the last of the backward. Of the gathers of a weight over several axes, one after
+another, only the first is issued ahead, and the others are waited for.
 """
 
 from __future__ import annotations
