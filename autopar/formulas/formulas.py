@@ -40,7 +40,7 @@ from autopar.formulas.repetition import Repetition, stacks_of
 from autopar.formulas.reprice import exposed_share, rate
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
-from autopar.hardware.beside import GATHERING, Message
+from autopar.hardware.beside import GATHERING, Message, kind_of
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
@@ -364,7 +364,7 @@ class _Ledger:
     def _beside(self) -> dict[str, str]:
         """What hides and is hidden; of a stage it is what the whole model computes and moves, as it is now."""
         known = self.space.beside
-        if known == beside_of(self.space.program, self.space.hardware):
+        if replace(known, waited=()) == beside_of(self.space.program, self.space.hardware):
             return {name: str(each) for name, each in self.beside.items()}
         passes = (known.backward, known.forward)
         each = [value for one in passes for value in (one.seconds, one.latency, one.num_bytes)]
@@ -385,6 +385,9 @@ class _Ledger:
         seconds = f"{name}({num_bytes * together})/{together}"
         if hardware.communication_share == 1 or not message.beside.num_weights:
             return seconds
+        waited = message.waited(kind_of(collective, axis, transfer.backward))
+        if waited is not None:
+            return f"{waited!r}*{seconds}"
         passes = 1 if collective == GATHERING else passes
         share = rate_name(collective, axis, together, passes)
         if share not in self.rates:

@@ -46,7 +46,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from autopar.hardware.beside import Message
+from autopar.hardware.beside import Message, kind_of
 from autopar.hardware.profile import Hardware, Link
 from autopar.sharding.mesh import Mesh
 
@@ -89,6 +89,9 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
     def seconds(num_bytes: float) -> float:
         return float(collective_seconds(collective, num_bytes * together, mesh, axis, hardware)) / together
 
+    share = message.waited(kind_of(collective, axis, transfer.backward))
+    if share is not None:
+        return share * seconds(num_bytes)
     average = seconds(message.average(collective, num_bytes))
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
 

@@ -35,7 +35,15 @@ class Tasks:
         launch = launches * self.hardware.launch_s + host
         self.found.append(Task(name, COMPUTE, seconds, self.phase, launch, after, row=row))
 
-    def issue(self, transfer: Transfer, row: str, stream: str = "", times: float = 1.0, lateness: float = 0.0) -> int:
+    def issue(
+        self,
+        transfer: Transfer,
+        row: str,
+        stream: str = "",
+        times: float = 1.0,
+        lateness: float = 0.0,
+        weights: bool = False,
+    ) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds."""
         seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
@@ -46,6 +54,7 @@ class Tasks:
                 *(self.hardware.launch_s + lateness, tuple(sorted(after)), transfer.axis, links),
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
+                weights=weights,
             )
         )
         return len(self.found) - 1

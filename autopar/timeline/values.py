@@ -34,6 +34,8 @@ class Task:
     """Whether it takes nothing of the device, though its stream is not the computing one: copies, and what hosts do."""
     row: str = ""
     """The decision that it belongs to."""
+    weights: bool = False
+    """Whether it is a collective of weights, or of their gradients, in messages of several."""
 
     def __post_init__(self) -> None:
         assert self.seconds >= 0 and self.launch >= 0, f"{self.name}: {self.seconds} s, launched in {self.launch} s"
