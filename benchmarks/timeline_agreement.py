@@ -27,8 +27,6 @@ from autopar.errors import AutoparError
 from autopar.models.catalogue import built_in
 from autopar.sharding.mesh import Mesh
 
-GB = 10**9
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -42,9 +40,6 @@ class Case:
     strategy: str | None
     hardware: str = "h100"
     layers: int | None = None
-    memory: int | None = None
-    recompute: str = "auto"
-    microbatches: int = 1
 
 
 RECIPES = (
@@ -73,7 +68,7 @@ STRATEGIES = {
 
 
 def grid(count: int, seed: int) -> Iterator[Case]:
-    """Return cases drawn with a seed."""
+    """Yield cases drawn with a seed."""
     draw = random.Random(seed)
     for number in range(count):
         sizes = draw.choice(MESHES)
@@ -100,9 +95,6 @@ def plan_of(case: Case) -> autopar.Plan:
             Mesh(dict(case.axes), hardware=case.hardware),
             inputs,
             strategy=case.strategy,
-            memory=case.memory,
-            recompute=case.recompute,
-            microbatches=case.microbatches,
         )
 
 
@@ -137,7 +129,9 @@ def measured(cases: Sequence[Case], group: str) -> str:
     if apart:
         for what, found in (("", apart), ("without launches ", on_device)):
             median, worst = statistics.median(found), max(found)
-            lines.append(f"{group}: {len(found)} plans, {what}apart by {median:.1%} in the median, {worst:.1%} at worst")
+            lines.append(
+                f"{group}: {len(found)} plans, {what}apart by {median:.1%} in the median, {worst:.1%} at worst"
+            )
     return "\n".join(lines)
 
 
