@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.stage_seconds import step_parts
 from autopar.planning.meshes.search import Candidate
+from autopar.planning.simulated import simulated_seconds
 from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import MODES
 
@@ -20,10 +20,9 @@ SHOWN = 0.05
 
 def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
     """A plan whose step is of so many micro-batches, one after the other."""
-    parts = step_parts(plan)
     return Candidate(
         plan=plan,
-        seconds=plan.seconds if count == 1 else parts.of(count),
+        seconds=simulated_seconds(plan) if count > 1 and plan.context is not None else plan.step_seconds,
         gap=plan.gap,
         runs=_micro_batches(count),
         stored_bytes=_stored(plan),

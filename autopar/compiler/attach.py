@@ -62,6 +62,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     tiles = tiles_of(plan, program, asked, plan.mesh)
     program = program if tiles == asked else traced.program(tiles)
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
+    space = space.waiting_for(plan.waits) if plan.waits else space
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})

@@ -35,7 +35,7 @@ from autopar.pipeline.schedule_search import Wish, best_schedule, most_microbatc
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import Splitter
-from autopar.planning.least_stored import least_stored
+from autopar.planning.limit.least_stored import least_stored
 from autopar.planning.meshes.arrangements import meshes_of
 from autopar.planning.meshes.search import Candidate, Turn, best_mesh
 from autopar.planning.planner import make_plan

@@ -35,7 +35,7 @@ from autopar.pipeline.planner import plan_pipeline, stage_space
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
-from autopar.planning.least_stored import least_stored
+from autopar.planning.limit.least_stored import least_stored
 from autopar.planning.offload import of_whole, plan_as_offload_asks
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.cost.messages import ALONE, Sharing
-from autopar.hardware.beside import Message
+from autopar.hardware.beside import NOTHING, Message
 from autopar.hardware.collectives import Transfer
 from autopar.sharding.layout import I, Layout, Placement, R, S
 from autopar.sharding.mesh import Mesh, joined_name
@@ -148,16 +148,21 @@ def is_gather(move: Move, tensor: MovedTensor) -> bool:
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
-def in_bucket(move: Move, tensor: MovedTensor) -> Message | None:
-    """The message that the move shares with others (see `space.buckets`); None where it runs alone."""
+def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | None:
+    """Return the message that the move shares with others (see `space.buckets`); None if it runs alone.
+
+    Computing hides nothing of it unless it `leads` its path: only the first step of a gather is issued ahead, and only
+    that step's reduction, the last of the backward, is left running.
+    """
     gathers = is_gather(move, tensor)
     if not tensor.bucketed or not (gathers or (move.source is I and move.target is R)):
         return None
     shared, elements = tensor.sharing, math.prod(tensor.shape)
     sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize
+    beside = shared.beside if leads else NOTHING
     if gathers:
-        return Message(shared.gathered, *sizes, 1 + tensor.regather, shared.beside)
-    return Message(shared.reduced, *sizes, 1, shared.beside)
+        return Message(shared.gathered, *sizes, 1 + tensor.regather, beside)
+    return Message(shared.reduced, *sizes, 1, beside)
 
 
 def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:

@@ -5,7 +5,9 @@ One path says what it costs, forward and backward, and which nodes the rewrite i
 Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
 
 In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
-where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks.
+where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks. Computing
+hides the collectives of a path's first move alone (`moves.in_bucket`), so that a second one may cost more than it
+saves.
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ class ReshardPath:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ways:
-    """The shortest distances, and the next layout on the way from i to j."""
+    """The shortest distances, the next layout on the way from i to j, and on the way on from there."""
 
     seconds: np.ndarray
     following: np.ndarray
+    later: np.ndarray
 
 
 class ReshardTable:
@@ -105,15 +108,15 @@ class ReshardTable:
         together = ways is self._together
         moves: list[Move] = []
         while here != there:
-            after = int(ways.following[here, there])
+            after = int((ways.later if moves else ways.following)[here, there])
             before_layout, after_layout = self.layouts[here], self.layouts[after]
             axes = tuple(a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
             moves.append(Move(axes, before_layout, after_layout))
             here = after
         again = regathered(moves, self._tensor)
         moved = [
-            (t, in_bucket(move, self._tensor) if together else None)
-            for move, twice in zip(moves, again, strict=True)
+            (t, in_bucket(move, self._tensor, leads=number == 0) if together else None)
+            for number, (move, twice) in enumerate(zip(moves, again, strict=True))
             for t in transfers(move, self._tensor, self._mesh, twice)
         ]
         collectives, messages = tuple(t for t, _ in moved), tuple(shared for _, shared in moved)
@@ -131,8 +134,8 @@ def reshard_table(
     local = shapes if tensor.padded else list(map(math.prod, shapes))
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
-    together, forward = alone.copy(), np.zeros_like(alone)
-    priced: dict[object, tuple[float, float, float]] = {}
+    leading, following, forward = alone.copy(), alone.copy(), np.zeros_like(alone)
+    priced: dict[object, tuple[float, ...]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
         if not tensor.can_move(move.source, move.target):
@@ -141,19 +144,22 @@ def reshard_table(
         kind = (alike, local[i], local[j])
         if kind not in priced:
             found = transfers(move, tensor, mesh, tensor.regather)
-            shared = in_bucket(move, tensor)
             each = [] if move.is_joined else [transfer_seconds(t, mesh, hardware) for t in found]
             by_itself = math.inf if move.is_joined else sum(each)
             there = sum(s for t, s in zip(found, each, strict=False) if not t.backward)
-            in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared is not None else math.inf
-            priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS, there
-        alone[i, j], together[i, j], forward[i, j] = priced[kind]
+            messages = [in_bucket(move, tensor, leads) for leads in (True, False)]
+            in_it = [
+                math.inf if each is None else sum(transfer_seconds(t, mesh, hardware, each) for t in found)
+                for each in messages
+            ]
+            priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there)
+        alone[i, j], leading[i, j], following[i, j], forward[i, j] = priced[kind]
     ways = _all_pairs(alone)
     if not tensor.bucketed:
         return ReshardTable(layouts, ways, None, tensor, mesh, forward)
-    in_buckets = _all_pairs(together)
+    in_buckets = _led_by(leading, _all_pairs(following))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
-        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following)
+        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward)
 
 
@@ -224,4 +230,19 @@ def _all_pairs(seconds: np.ndarray) -> _Ways:
         np.less(through, distance, out=better)
         np.copyto(distance, through, where=better)
         np.copyto(following, following[:, middle, None].copy(), where=better)
-    return _Ways(distance, following)
+    return _Ways(distance, following, following)
+
+
+def _led_by(leading: np.ndarray, on: _Ways) -> _Ways:
+    """Return the ways whose first move has other seconds than those `on` from there."""
+    distance, leading = np.full_like(leading, np.inf), leading.copy()
+    np.fill_diagonal(distance, 0.0)
+    np.fill_diagonal(leading, np.inf)  # to stay is no move
+    first = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
+    through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
+    for after in range(len(distance)):
+        np.add(leading[:, after, None], on.seconds[None, after, :], out=through)
+        np.less(through, distance, out=better)
+        np.copyto(distance, through, where=better)
+        first[better] = after
+    return _Ways(distance, first, on.following)

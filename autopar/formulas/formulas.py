@@ -41,7 +41,7 @@ from autopar.formulas.reprice import exposed_share, rate
 from autopar.formulas.sums import Sum, grouped, multiplied
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
-from autopar.hardware.beside import GATHERING, Message
+from autopar.hardware.beside import GATHERING, Message, kind_of
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
@@ -308,9 +308,9 @@ class _Ledger:
         count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
-        for move, twice in zip(path.moves, path.regathered, strict=True):
+        for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                message = in_bucket(move, tensor) if path.together else None
+                message = in_bucket(move, tensor, leads=number == 0) if path.together else None
                 self.seconds.add(count, multiplied(share, self._seconds_of(transfer, message)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
@@ -329,7 +329,7 @@ class _Ledger:
     def _beside(self) -> dict[str, str]:
         """What hides and is hidden; of a stage it is what the whole model computes and moves, as it is now."""
         known = self.space.beside
-        if known == beside_of(self.space.program, self.space.hardware):
+        if replace(known, waited=()) == beside_of(self.space.program, self.space.hardware):
             return {name: str(each) for name, each in self.beside.items()}
         passes = (known.backward, known.forward)
         each = [value for one in passes for value in (one.seconds, one.latency, one.num_bytes)]
@@ -350,6 +350,9 @@ class _Ledger:
         seconds = f"{name}({num_bytes * together})/{together}"
         if hardware.communication_share == 1 or not message.beside.num_weights:
             return seconds
+        waited = message.waited(kind_of(collective, axis, transfer.backward))
+        if waited is not None:
+            return f"{waited!r}*{seconds}"
         passes = 1 if collective == GATHERING else passes
         share = rate_name(collective, axis, together, passes)
         if share not in self.rates:

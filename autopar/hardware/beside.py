@@ -12,8 +12,11 @@ moving costs this share of its seconds, and besides what lasts longer than compu
     exposed share = max(communication_share, 1 - computing / moving)
 
 where `moving` takes parameters to be of average size. Nothing computes beside the weights of the first layer: it waits
-for them, and its gradients are the last of the backward. What several axes move one after another hides behind the same
-computing.
+for them, and its gradients are the last of the backward. Of the gathers of a weight over several axes, one after
+another, only the first is issued ahead, and the others are waited for.
+
+The rule knows of one axis at a time. Where several gather and reduce beside the same computing, or share a link, it is
+replaced by the shares that the simulated step of a plan waits for (`Beside.waited`, see `planning.simulated`).
 """
 
 from __future__ import annotations
@@ -42,6 +45,18 @@ class Beside:
     forward: Pass = Pass()
     backward: Pass = Pass()
     num_weights: int = 0
+    waited: tuple[tuple[str, float], ...] = ()
+    """Shares of collectives that a simulated step waits for, by `kind_of` them, in place of the rule."""
+
+
+def kind_of(collective: str, axis: str, backward: bool) -> str:
+    """Return the name of collectives of one kind, over one axis, in one pass.
+
+    Example:
+        >>> kind_of("all_gather", "dp_tp", False)
+        'all_gather dp_tp forward'
+    """
+    return f"{collective} {axis} {'backward' if backward else 'forward'}"
 
 
 NOTHING = Beside()
@@ -75,6 +90,10 @@ class Message:
         moving = moving_each * self.beside.num_weights * (1 if collective == GATHERING else self.passes)
         computing = side.seconds / num_devices + side.latency
         return max(least, 1 - computing / moving) if moving else 1.0
+
+    def waited(self, kind: str) -> float | None:
+        """Return the share of a kind of collectives that a simulated step waits for; None if it has none of it."""
+        return next((share for name, share in self.beside.waited if name == kind), None)
 
     def _side(self, collective: str) -> Pass:
         return self.beside.forward if collective == GATHERING else self.beside.backward

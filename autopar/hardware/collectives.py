@@ -7,11 +7,16 @@ per second (LL), another the reverse (Simple), so how efficient a message is fol
 for trees of middling sizes, its in-switch reductions and its overhead of posting to a network card are left out.
 
 Where a group lies. The mesh's last axis is on neighbouring devices: an axis of n devices has a stride, the product of
-the later axes, and a span of stride · n devices. A link that joins D devices holds g = gcd(D, span) / stride of a
-group's members in each of its blocks (1 where that is no whole number: the members are then taken to lie apart). Of
-joined axes, those that follow each other are as one axis, and those that do not have the product of their g. From
+the later axes, and a span of stride · n devices. A mesh uses u devices of each block of a link (`used_devices`), which
+hold g = gcd(u, span) / stride of a group's members (1 where that is no whole number: the members are then taken to lie
+apart). Joined axes that follow each other are as one axis, and those that do not have the product of their g. From
 innermost to outermost, g₀ = 1 | g₁ | … | n; level ℓ joins the blocks of g_ℓ members to blocks of g_ℓ₊₁, and counts
 where g_ℓ < g_ℓ₊₁.
+
+Devices used of a block. Of D devices that a link joins, a mesh uses all if its devices fill whole blocks. Otherwise no
+launcher can fill all of them, and each gives the same number of devices: the largest that the mesh's axes nest in, so
+that an axis that fits in a block lies in one. A mesh of 256 devices uses 64 of the 72 GPUs of an NVLink domain, one of
+144 devices all 72.
 
 Bandwidth. All members of a block reach beyond it together, each over its own port, in g_ℓ rings of which each carries
 1/g_ℓ of the bytes. So level ℓ gives a ring g_ℓ · efficiency_ℓ · bytes_per_s_ℓ, and the slowest level bounds it: 8 GPUs
@@ -37,11 +42,11 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from autopar.hardware.beside import Message
+from autopar.hardware.beside import Message, kind_of
 from autopar.hardware.profile import Hardware, Link
 from autopar.sharding.mesh import Mesh
 
@@ -84,8 +89,22 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
     def seconds(num_bytes: float) -> float:
         return float(collective_seconds(collective, num_bytes * together, mesh, axis, hardware)) / together
 
+    share = message.waited(kind_of(collective, axis, transfer.backward))
+    if share is not None:
+        return share * seconds(num_bytes)
     average = seconds(message.average(collective, num_bytes))
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
+
+
+def ports_used(transfer: Transfer, mesh: Mesh, hardware: Hardware) -> tuple[tuple[str, float], ...]:
+    """Return the links that a collective loads, by name, each with the share of a device's port that it takes alone.
+
+    Latency loads no port. Traffic over an outer link of the network passes the ports of those within.
+    """
+    ways = _best_ways(transfer.collective, mesh, transfer.axis, hardware)
+    best = min(ways, key=lambda way: way.latency + way.seconds_per_byte * transfer.num_bytes)
+    seconds = best.latency + best.seconds_per_byte * transfer.num_bytes
+    return tuple((name, each * transfer.num_bytes / seconds) for name, each in best.ports) if seconds else ()
 
 
 def collective_seconds(collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware) -> Bytes | float:
@@ -96,21 +115,35 @@ def collective_seconds(collective: str, num_bytes: Bytes, mesh: Mesh, axis: str,
     return functools.reduce(np.minimum, times) if isinstance(num_bytes, np.ndarray) else min(times)
 
 
+class Way(NamedTuple):
+    """An algorithm with a protocol: latency in seconds, seconds per byte, and those of each link's port per byte."""
+
+    latency: float
+    seconds_per_byte: float
+    ports: tuple[tuple[str, float], ...] = ()
+
+
 @functools.lru_cache(maxsize=4096)
 def pieces(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[tuple[float, float], ...]:
     """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency."""
-    best: list[tuple[float, float]] = []
-    for piece in sorted(_all_ways(collective, mesh, axis, hardware)):
-        if not best or piece[1] < best[-1][1]:
-            best.append(piece)
+    return tuple((way.latency, way.seconds_per_byte) for way in _best_ways(collective, mesh, axis, hardware))
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[Way, ...]:
+    best: list[Way] = []
+    for way in sorted(_all_ways(collective, mesh, axis, hardware)):
+        if not best or way.seconds_per_byte < best[-1].seconds_per_byte:
+            best.append(way)
     return tuple(best)
 
 
-def _all_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> list[tuple[float, float]]:
+def _all_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> list[Way]:
     levels = levels_of(hardware.links, mesh, axis)
     if not levels:
-        return [(0.0, 0.0)]
-    return [piece for algorithm in _algorithms(collective) for piece in _ways(collective, algorithm, levels)]
+        return [Way(0.0, 0.0)]
+    within = [link for number, link in enumerate(hardware.links) if number or link.devices is None]
+    return [way for algorithm in _algorithms(collective) for way in _ways(collective, algorithm, levels, within)]
 
 
 def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
@@ -133,16 +166,39 @@ def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:
     """The links that the groups of `axis` run over, innermost first; none for an axis of one device."""
     lines = _lines(mesh, mesh.positions(axis))
-    size = math.prod(span // stride for stride, span in lines)
     found, inner = [], 1
-    for number, link in enumerate(links):
-        if link.devices is None or mesh.num_devices <= link.devices:
-            outer = size
-        else:
-            outer = math.prod(_members(link.devices, stride, span) for stride, span in lines)
+    for number, (link, used) in enumerate(zip(links, used_devices(links, mesh), strict=True)):
+        outer = math.prod(_members(used, stride, span) for stride, span in lines)
         if outer > inner:
             found.append(Level(link, inner, outer, in_node=number == 0 and link.devices is not None))
             inner = outer
+    return tuple(found)
+
+
+def used_devices(links: Sequence[Link], mesh: Mesh) -> tuple[int, ...]:
+    """Return how many devices of each block of every link the mesh uses, innermost first.
+
+    If the mesh does not fill whole blocks, each gives the most devices that nest in the mesh: every span of its last
+    axes divides that number, or is a multiple of it.
+
+    Example:
+        >>> links = Link("NVLink", 72, 0.0, 9e11), Link("InfiniBand", None, 0.0, 5e10)
+        >>> used_devices(links, Mesh({"dp": 4, "ep": 64})), used_devices(links, Mesh({"dp": 3, "ep": 32}))
+        ((64, 256), (32, 96))
+    """
+    spans = [math.prod(mesh.sizes[position:]) for position in range(mesh.ndim, -1, -1)]
+    found, used = [], 1
+    for link in links:
+        most = mesh.num_devices if link.devices is None else min(link.devices, mesh.num_devices)
+        if mesh.num_devices % most == 0:
+            used = most
+        else:
+            # The blocks of the link before lie whole in those of this one.
+            nested = [used, *(span for span in spans if span % used == 0)]
+            inner = max(span for span in nested if span <= most)
+            outer = min(span for span in nested if span > most)
+            used = inner * max(part for part in range(1, most // inner + 1) if outer // inner % part == 0)
+        found.append(used)
     return tuple(found)
 
 
@@ -156,9 +212,9 @@ def _lines(mesh: Mesh, positions: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _members(devices: int, stride: int, span: int) -> int:
-    """How many of a line of devices that are `stride` apart lie in one block of `devices`."""
-    together = math.gcd(devices, span)
+def _members(used: int, stride: int, span: int) -> int:
+    """Return how many of a line of devices that are `stride` apart lie in one block of `used` devices."""
+    together = math.gcd(used, span)
     return together // stride if together % stride == 0 else 1
 
 
@@ -182,8 +238,8 @@ def _algorithms(collective: str) -> tuple[str, ...]:
     return ("ring", "tree") if collective == "all_reduce" else ("ring",)
 
 
-def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tuple[float, float]]:
-    """One piece for each protocol of the algorithm that all levels know."""
+def _ways(collective: str, algorithm: str, levels: tuple[Level, ...], network: Sequence[Link]) -> list[Way]:
+    """One way for each protocol of the algorithm that all levels know; `network` are the links beyond a node."""
     size = levels[-1].outer
     said = "all_to_all" if collective in MESSAGES else collective
     found = []
@@ -194,11 +250,14 @@ def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tu
             continue
         factors = [getattr(level.link.latencies, said) for level in levels]
         latency = max(protocol.base_latency_s * factor for protocol, factor in zip(known, factors, strict=True))
-        seconds_per_byte = 0.0
+        ports: dict[str, float] = {}
         for level, protocol, factor in zip(levels, known, factors, strict=True):
             steps, share = steps_and_share(collective, algorithm, level, size)
             latency += steps * protocol.step_latency_s * factor
-            efficiency = protocol.efficiency * getattr(level.link.efficiencies, said)
-            seconds_per_byte = max(seconds_per_byte, share / (efficiency * level.link.bytes_per_s))
-        found.append((latency, seconds_per_byte))
+            crossed = [level.link] if level.in_node else network[: network.index(level.link) + 1]
+            for link in crossed:
+                own = link.protocol(algorithm, name) or protocol
+                seconds = share / (own.efficiency * getattr(link.efficiencies, said) * link.bytes_per_s)
+                ports[link.name] = max(ports.get(link.name, 0.0), seconds)
+        found.append(Way(latency, max(ports.values()), tuple(ports.items())))
     return found

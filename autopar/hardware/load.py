@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
-from autopar.files.schema import ListOf, Malformed, Maybe, Real, Record, Schema, Table, Text, Whole, differs
+from autopar.files.schema import Flag, ListOf, Malformed, Maybe, Real, Record, Schema, Table, Text, Whole, differs
+from autopar.hardware.network import Network
 from autopar.hardware.profile import HOST, RESERVED, Efficiencies, Hardware, Latencies, Link, Protocol
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -65,6 +66,15 @@ _LINK = Record(
         "efficiencies": _numbers_of(Efficiencies),
         "latencies": _numbers_of(Latencies),
         "straggling_s": _NUMBER,
+        "network": Record(
+            {},
+            optional={
+                "nics_per_node": _Sourced(Whole(0)),
+                "leaf_nics": _Sourced(Whole(0)),
+                "rail_optimized": _Sourced(Flag()),
+                "spine_oversubscription": _NUMBER,
+            },
+        ),
     },
     others=True,
 )
@@ -154,9 +164,22 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         _number(profile, "memory_bytes_per_s"),
         int(_number(profile, "memory_bytes")),
         _number(profile, "op_latency_s"),
-        tuple(map(_link, profile["links"])),
+        _links(profile["links"]),
         **{name: _optional(profile, name) for name in _OPTIONAL if name in profile},
     )
+
+
+def _links(written: Sequence[Mapping[str, Any]]) -> tuple[Link, ...]:
+    """Return the links of a profile, the network on the last one taken apart."""
+    found: list[Link] = []
+    for each in written:
+        link = _link(each)
+        if "network" in each:
+            said = {key: _value(each["network"], key) for key in each["network"]}
+            found.extend(Network(**said).links(link, (found[-1].devices if found else None) or 1))
+        else:
+            found.append(link)
+    return tuple(found)
 
 
 def _link(link: Mapping[str, Any]) -> Link:
@@ -185,7 +208,12 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(found: Mapping[str, Any], key: str) -> float:
-    return float(found[key]["value"] if isinstance(found[key], Mapping) else found[key])
+    return float(_value(found, key))
+
+
+def _value(found: Mapping[str, Any], key: str) -> Any:
+    """Return what is stated, bare or as the value beside its source."""
+    return found[key]["value"] if isinstance(found[key], Mapping) else found[key]
 
 
 def _optional(found: Mapping[str, Any], key: str) -> Any:

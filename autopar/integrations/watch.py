@@ -18,8 +18,6 @@ import torch.distributed as dist
 from autopar.cost.model_flops import batch_of, model_flops
 from autopar.errors import InputError, PlanError
 from autopar.hardware.load import load
-from autopar.planning.settings import context_of
-from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.runtime.module.module import ParallelModule
 
@@ -127,13 +125,11 @@ class Watch:
 
 
 def _predicted(plan: Plan, num_microbatches: int, calls: int) -> float | None:
-    """Seconds of a step of so many micro-batches and calls; None of several micro-batches by a plan that was loaded."""
+    """Return the seconds of a step of so many micro-batches and calls; None if the plan was made for another number."""
     if num_microbatches == 1:
-        return plan.seconds * calls
-    if plan.context is None:
-        return None
-    context = context_of(plan)
-    return parts_of(context.memory_model, context.choices, plan.recompute).of(num_microbatches) * calls
+        return plan.step_seconds * calls
+    workload = plan.workload
+    return workload.seconds * calls if workload is not None and workload.microbatches == num_microbatches else None
 
 
 def _peak_of(plan: Plan, dtype: torch.dtype) -> float:

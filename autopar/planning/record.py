@@ -146,6 +146,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         reduce_each=context.memory_model.microbatches.reduce_each,
         offload=_offloaded(space, answer.modes),
         host=_on_host(context.memory_model, choices, answer.modes),
+        waits=dict(space.beside.waited),
         multiplier=answer.multiplier,
         workload=_workload(context, answer),
         context=context,

@@ -5,6 +5,7 @@ One value serves `plan`, `compile`, `attach` and the stages of pipelines: they l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -26,6 +27,7 @@ from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.record import marked
 from autopar.planning.replicated_work import unused_axes, warn_of_replicated_work, warn_of_unused_axes
 from autopar.planning.settings import Settings, context_of
+from autopar.planning.simulated import as_simulated
 from autopar.planning.whole_parameters import with_storage_settled
 from autopar.plans.plan import Plan
 from autopar.program.precision import AS_IT_IS, Precision
@@ -33,7 +35,7 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import after
+from autopar.solver.deadline import after, seconds_until
 from autopar.space.between_layouts import notes_on_moves
 from autopar.space.build import build_space
 from autopar.space.returned import Outputs, Returned
@@ -294,16 +296,26 @@ class PlanRequest:
         pins, deadline = pins_of(said, space, self.mode, storage or {}), after(self.settings.time_limit)
         stated = stated or Statements(space)
 
-        def made(pins: Pins, settings: Settings) -> Plan:
-            found, _ = replace(self, settings=settings)._made(stated, pins)
+        def made(pins: Pins, settings: Settings, costs: Statements = stated) -> Plan:
+            found, _ = replace(self, settings=settings)._made(costs, pins)
             context = replace(context_of(found), annotations=said, mode=self.mode)
             moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
             rows = tuple(marked(found.rows, space, said))
             return replace(found, rows=rows, context=context, mode=self.mode, notes=(*found.notes, *moved))
 
+        def again(costs: Space) -> Plan:
+            context = context_of(plan)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what there is to say was said of the first search
+                left = replace(self.settings, time_limit=seconds_until(deadline))
+                found = made(context.pins, left, Statements(costs))
+            own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
+            return replace(found, context=own, notes=(*found.notes, *plan.notes[-1:] * context.keeps_whole))
+
         plan = made(pins, self.settings)
         if self.training and self.strategy is None and self.mode != "manual" and not storage:
             plan = with_storage_settled(plan, said, made, deadline)
+        plan = as_simulated(plan, again, deadline)
         choices = context_of(plan).choices
         self.warn(space, choices, stored=bool(storage))
         unused = unused_axes(space, choices) if self.strategy is None else ()

@@ -21,12 +21,13 @@ from autopar.errors import AnnotationError, CutOffError, InfeasibleError, Strate
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import seconds_of_microbatch
 from autopar.planning.settings import PlanContext, Settings, context_of
+from autopar.planning.simulated import simulated_seconds
 from autopar.plans.plan import Plan
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import replicated
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.space.space import Space, stores_dtensors
-from autopar.steps.step import microbatch_seconds, step_timeline
+from autopar.steps.step import step_timeline
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import data_parallel
 from autopar.units import format_seconds
@@ -87,15 +88,6 @@ def _matters(seconds: float, plan: Plan) -> bool:
 def _summed_seconds(plan: Plan) -> float:
     """Return the seconds of a step of all micro-batches, by the solver's sum."""
     return seconds_of_microbatch(plan) * context_of(plan).memory_model.microbatches.count
-
-
-def simulated_seconds(plan: Plan) -> float:
-    """Return the seconds of a step of all micro-batches, by the timeline."""
-    context = context_of(plan)
-    given = context.memory_model, context.choices, plan.recompute
-    further = context.memory_model.microbatches.count - 1
-    seconds = step_timeline(*given).seconds
-    return seconds + further * sum(microbatch_seconds(*given)) if further else seconds
 
 
 def _of_data_parallel(context: PlanContext, annotations: tuple[Annotation, ...]) -> Iterator[Pins]:

@@ -55,8 +55,9 @@ class Context(Protocol):
 class Plan:
     """A choice per decision with predictions. `print(plan)` is a table; `save` and `load` keep it as JSON.
 
-    `seconds` is the predicted step, `bound` a proven lower bound of it under the same cost model, `peak_bytes` the
-    predicted memory per device, `traffic` bytes per (collective, axis) and step in NCCL's convention.
+    `step_seconds` is the predicted step, `seconds` the sum of costs that the solver has made least, `bound` a proven
+    lower bound of that sum, `peak_bytes` the predicted memory per device, `traffic` bytes per (collective, axis) and
+    step in NCCL's convention.
     """
 
     mesh: Mesh
@@ -93,6 +94,11 @@ class Plan:
     the segments whose mode is "offload"), or "both"."""
     host: Mapping[str, int] = field(default_factory=dict)
     """What takes memory of the host ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """Kind of collectives of weights ("all_gather dp forward") → the share of them that the simulated step waits for,
+    if costs count that in place of the rule of `hardware.beside`."""
+    simulated: float = 0.0
+    """Seconds of the step by its timeline, of one micro-batch as `seconds`; 0 if it has not been simulated."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     workload: Workload | None = field(default=None, compare=False)
@@ -108,11 +114,16 @@ class Plan:
     """What the plan was made from, as long as it lives in the process that made it; not saved."""
 
     def __repr__(self) -> str:
-        step, memory = format_seconds(self.seconds), format_bytes(self.peak_bytes)
+        step, memory = format_seconds(self.step_seconds), format_bytes(self.peak_bytes)
         return f"Plan({self.mesh}, {len(self.rows)} decisions, {step} a step, {memory} per device)"
 
     def __str__(self) -> str:
         return view("Plan.__str__")(self)
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step: those of its timeline, or the sum of costs if it has not been simulated."""
+        return self.simulated or self.seconds
 
     @property
     def gap(self) -> float:

@@ -61,6 +61,8 @@ PLAN = Record(
         "reduce_each": Flag(),
         "offload": OneOf(("none", "optimizer", "activations", "both")),
         "host": Table(BYTES),
+        "waits": Table(SECONDS),
+        "simulated": SECONDS,
         "multiplier": SECONDS,
         "workload": Maybe(WORKLOAD),
         "symbols": Table(Whole(1), most=1000),

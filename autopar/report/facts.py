@@ -40,7 +40,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
     """List what a plan is for, what its step takes, and how it runs."""
     workload = workload_facts(plan.workload, plan.mesh)
     facts = [fact for fact in workload if fact.name not in OF_SECONDS]
-    facts.append(Fact("step", f"{format_seconds(plan.seconds)} predicted, {proof(plan)}"))
+    facts.append(Fact("step", f"{format_seconds(plan.step_seconds)} predicted, {proof(plan)}"))
     facts += [fact for fact in workload if fact.name in OF_SECONDS]
     if plan.context is not None:
         simulated, apart = timeline_words(plan)
@@ -79,7 +79,7 @@ def proof(plan: Plan) -> str:
         return "as annotated (manual)"
     if plan.gap == 0:
         return "proven optimal"
-    return f"optimality gap {format_share(plan.gap)}: no plan takes less than {format_seconds(plan.bound)}"
+    return f"optimality gap {format_share(plan.gap)}: no plan costs less than {format_seconds(plan.bound)} in sum"
 
 
 def workload_facts(workload: Workload | None, mesh: Mesh) -> list[Fact]:

@@ -145,6 +145,23 @@ class Space:
             decisions[number] = replace(decision, menu=menus[id(menu)])
         return replace(self, optimizer=optimizer, decisions=decisions)
 
+    def waiting_for(self, shares: Mapping[str, float]) -> Space:
+        """Return the same space in which computing hides so little of weights' collectives (`Beside.waited`)."""
+        waited = replace(self.beside, waited=tuple(sorted(shares.items())))
+        known: dict[MovedTensor, MovedTensor] = {}
+
+        def changed(wire: Wire) -> Wire:
+            tensor = wire.tensor
+            if tensor.sharing.beside == NOTHING:
+                return wire
+            if tensor not in known:
+                known[tensor] = replace(tensor, sharing=replace(tensor.sharing, beside=waited))
+            return replace(wire, tensor=known[tensor])
+
+        wires = list(map(changed, self.wires))
+        inbound = {(wire.target, wire.target_input): wire for wire in wires}
+        return replace(self, beside=waited, wires=wires, inbound=inbound)
+
     def is_matrix(self, number: int) -> bool:
         """Whether the optimizer takes a parameter as a matrix."""
         node = self.decisions[number].node

@@ -177,7 +177,7 @@ class _Step:
         return isinstance(entry, Call) and self.space.decisions[entry.number].name in self.space.weight_casts
 
     def _gather(self, bucket: Bucket, transfer: Transfer) -> int:
-        return self.tasks.issue(transfer, bucket.layer, self.streams.get(transfer.axis, ""))
+        return self.tasks.issue(transfer, bucket.layer, self.streams.get(transfer.axis, ""), weights=True)
 
     # Backward.
 
@@ -239,7 +239,7 @@ class _Step:
         if all(end in self.unused for end, _ in bucket.ends):
             return
         for message in self.messages[id(bucket)].reductions:
-            issued = self.tasks.issue(message.transfer, bucket.layer or "gradients")
+            issued = self.tasks.issue(message.transfer, bucket.layer or "gradients", weights=True)
             if message.waited_for or self.memory.frees_gradients:
                 self.tasks.wait([issued])
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.hardware.collectives import Transfer, levels_of, transfer_seconds
+from autopar.hardware.collectives import Transfer, levels_of, ports_used, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
 from autopar.timeline.values import COMPUTE, Task
@@ -35,17 +35,26 @@ class Tasks:
         launch = launches * self.hardware.launch_s + host
         self.found.append(Task(name, COMPUTE, seconds, self.phase, launch, after, row=row))
 
-    def issue(self, transfer: Transfer, row: str, stream: str = "", times: float = 1.0, lateness: float = 0.0) -> int:
+    def issue(
+        self,
+        transfer: Transfer,
+        row: str,
+        stream: str = "",
+        times: float = 1.0,
+        lateness: float = 0.0,
+        weights: bool = False,
+    ) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds."""
         seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
-        axes = frozenset(self.mesh.names[position] for position in self.mesh.positions(transfer.axis))
+        links = ports_used(transfer, self.mesh, self.hardware)
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *(self.hardware.launch_s + lateness, tuple(sorted(after)), transfer.axis, axes),
+                *(self.hardware.launch_s + lateness, tuple(sorted(after)), transfer.axis, links),
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
+                weights=weights,
             )
         )
         return len(self.found) - 1

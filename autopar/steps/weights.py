@@ -124,7 +124,7 @@ class Backward:
 
     def _issue(self, bucket: Regathered, step: int) -> int:
         transfer = bucket.gathers[step]
-        return self.tasks.issue(transfer, bucket.row, self.streams.get(transfer.axis, ""))
+        return self.tasks.issue(transfer, bucket.row, self.streams.get(transfer.axis, ""), weights=True)
 
     def _fetch(self, bucket: Regathered) -> None:
         for step in range(len(bucket.gathers)):

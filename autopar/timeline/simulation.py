@@ -6,21 +6,25 @@ Streams run their tasks in order. A task starts as soon as
     the tasks that it waits for (`after`) have ended, and
     the host has launched it, which launches tasks one after another, in the order they are given, and waits for none,
 
-and runs at a rate, 1 where it is alone. Collectives over a common mesh axis divide its links, and all of them take
-their share of the device from what computes there:
+and runs at a rate, 1 where it is alone. Collectives share the ports of the links that they load (`Task.links`),
+whatever mesh axes they run over, and all of them take their share of the device from what computes there:
 
-    rate of a collective    1 / max(collectives on its busiest axis, share · running collectives)
+    rate of a collective    1 / max(1, load of its busiest link, share · running collectives)
+    load of a link          sum of the port shares of the running collectives that use it
     rate of computing       1 - share · rates of all running collectives
 
 With a share of 0 collectives pass beside computing, and with 1, as where a host's own cores move the bytes, nothing is
 gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream. Tasks
 that run `beside` take nothing of the device, nor of each other.
+
+Seconds that computing loses are put down to what it waits for, as long as that takes alone. What that takes longer,
+since others load its links, is put down to these, and what slows computing down to all that runs, in equal parts.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from autopar.timeline.values import COMPUTE, Event, Task, Timeline
@@ -56,9 +60,11 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
         times = {number: seconds / rate for (number, seconds), rate in zip(left.items(), rates, strict=True) if rate}
         passing = min((*times.values(), *upcoming))
         computed = sum(rate for number, rate in zip(left, rates, strict=True) if tasks[number].stream == COMPUTE)
-        collectives = [number for number in left if tasks[number].stream != COMPUTE]
-        for number in collectives:
-            waited[number] += passing * (1 - computed) / len(collectives)
+        lost = passing * (1 - computed)
+        if lost > 0:
+            rate_of = dict(zip(left, rates, strict=True))
+            for number, part in _to_blame(tasks, rate_of, queues.get(COMPUTE), COMPUTE in busy):
+                waited[number] += part * lost
         launching += 0.0 if left else passing
         now += passing
         for (number, seconds), rate in zip(list(left.items()), rates, strict=True):
@@ -71,12 +77,31 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
     return Timeline(tuple(map(Event, tasks, starts, ends, waited)), now, launching)
 
 
+def _to_blame(
+    tasks: Sequence[Task], rate_of: Mapping[int, float], computations: Sequence[int] | None, computes: bool
+) -> list[tuple[int, float]]:
+    """Return the running tasks that computing loses time to, each with its part; `computations` are still to come."""
+    running = [number for number in rate_of if tasks[number].stream != COMPUTE]
+    awaited: list[int] = []
+    if computations and not computes:
+        awaited = [number for number in tasks[computations[0]].after if number in rate_of]
+    others = [number for number in running if number not in awaited]
+    if not awaited or not others:
+        return [(number, 1 / len(running)) for number in running]
+    own = max(rate_of[number] for number in awaited)
+    return [(n, own / len(awaited)) for n in awaited] + [(n, (1 - own) / len(others)) for n in others]
+
+
 def _rates(running: Sequence[Task], share: float) -> list[float]:
     """How fast each of the running tasks goes."""
     collectives = [task for task in running if task.stream != COMPUTE and not task.beside]
-    on_axis = Counter(axis for task in collectives for axis in task.axes)
+    load: dict[str, float] = defaultdict(float)
+    for task in collectives:
+        for link, part in task.links:
+            load[link] += part
     found = {
-        id(task): 1 / max(1.0, share * len(collectives), *(on_axis[axis] for axis in task.axes)) for task in collectives
+        id(task): 1 / max(1.0, share * len(collectives), *(load[link] for link, _ in task.links))
+        for task in collectives
     }
     computing = max(0.0, 1 - share * sum(found.values()))
     return [1.0 if task.beside else found.get(id(task), computing) for task in running]

@@ -26,14 +26,16 @@ class Task:
     """Tasks that it waits for, by their place; all of them are before it."""
     axis: str = ""
     """The mesh axis, or joined ones, of a collective."""
-    axes: frozenset[str] = frozenset()
-    """The mesh axes that these are."""
+    links: tuple[tuple[str, float], ...] = ()
+    """The links that a collective loads, each with the share of a device's port that it takes where it runs alone."""
     num_bytes: int = 0
     """Of a collective, in NCCL's convention."""
     beside: bool = False
     """Whether it takes nothing of the device, though its stream is not the computing one: copies, and what hosts do."""
     row: str = ""
     """The decision that it belongs to."""
+    weights: bool = False
+    """Whether it is a collective of weights, or of their gradients, in messages of several."""
 
     def __post_init__(self) -> None:
         assert self.seconds >= 0 and self.launch >= 0, f"{self.name}: {self.seconds} s, launched in {self.launch} s"
@@ -47,7 +49,7 @@ class Event:
     start: float
     end: float
     waited: float = 0.0
-    """Of what does not compute, the seconds that computing has lost to it; to several at once, in equal parts."""
+    """Of what does not compute, the seconds that computing has lost to it (`simulation`)."""
 
     @property
     def is_collective(self) -> bool:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.cost.messages import Sharing
 from autopar.cost.moves import Move, MovedTensor, in_bucket, transfers
 from autopar.cost.reshard import ReshardPath, reshard_table
+from autopar.hardware.beside import NOTHING, Beside, Pass
+from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.load import load
 from autopar.hardware.profile import Link
 from autopar.runtime.collectives.axes import use_mesh
@@ -300,3 +302,30 @@ def test_a_path_without_moves_prints_as_a_dash() -> None:
     mesh = Mesh({"x": 2})
     path = reshard_table(tensor, frozenset({0}), mesh, load("cpu")).path(Layout((S(0),)), Layout((S(0),)))
     assert (str(path), path.moves) == ("-", ())
+
+
+BESIDE = Beside(Pass(1e3, 0.0, 10**6), Pass(1e3, 0.0, 10**6), 10)
+"""More computing than any message lasts."""
+
+
+@pytest.mark.parametrize(("source", "target"), [("S(0) S(1)", "R R"), ("S(1) S(0)", "R R"), ("S(0) I", "R R")])
+def test_computing_hides_only_the_first_move_of_a_weight(source: str, target: str) -> None:
+    hardware = replace(HARDWARE, communication_share=0.25)
+    tensor = MovedTensor(SHAPE, torch.float32, True, bucketed=True, sharing=Sharing(beside=BESIDE))
+    layouts = Layout.parse(source), Layout.parse(target)
+    path = reshard_table(tensor, frozenset((0, 1)), MESH, hardware).path(*layouts)
+    assert len(path.moves) == 2 and path.together
+    each = [len(transfers(move, tensor, MESH, False)) for move in path.moves]
+    assert [m and m.beside for m in path.messages] == [BESIDE] * each[0] + [NOTHING] * each[1]
+    alone = [transfer_seconds(transfer, MESH, hardware) for transfer in path.transfers]
+    hidden, exposed = sum(alone[: each[0]]), sum(alone[each[0] :])
+    assert path.seconds == pytest.approx(0.25 * hidden + exposed, abs=3e-9)
+    shortest = min(
+        0.25 * sum(transfer_seconds(t, MESH, hardware) for t in transfers(first, tensor, MESH, False))
+        + sum(transfer_seconds(t, MESH, hardware) for t in transfers(second, tensor, MESH, False))
+        for axis in range(2)
+        for first in [Move((axis,), layouts[0], layouts[0].replace(axis, R))]
+        for second in [Move((1 - axis,), first.after, layouts[1])]
+        if layouts[0][axis] is not R
+    )
+    assert path.seconds == pytest.approx(shortest, abs=3e-9)

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from autopar.errors import MeshError
 from autopar.hardware.beside import Beside, Message, Pass
-from autopar.hardware.collectives import Level, Transfer, collective_seconds, levels_of, pieces, transfer_seconds
+from autopar.hardware.collectives import (
+    Level,
+    Transfer,
+    collective_seconds,
+    levels_of,
+    pieces,
+    ports_used,
+    transfer_seconds,
+    used_devices,
+)
 from autopar.hardware.load import known_profiles, load
 from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Protocol
 from autopar.sharding.mesh import Mesh
@@ -39,10 +48,13 @@ def _stepping(name: str, devices: int | None, step_s: float, bytes_per_s: float,
         ({"dp": 8, "tp": 2}, "dp", [(INNER, 1, 4), (OUTER, 4, 8)]),  # every second device of two nodes
         ({"dp": 4, "cp": 2, "tp": 4}, "cp", [(INNER, 1, 2)]),
         ({"dp": 2, "tp": 3}, "tp", [(INNER, 1, 3)]),  # six devices fit in one node of eight
-        ({"dp": 4, "tp": 3}, "tp", [(OUTER, 1, 3)]),  # devices 6, 7 and 8 lie on two nodes
+        ({"dp": 4, "tp": 3}, "tp", [(INNER, 1, 3)]),  # six of eight devices of two nodes
+        ({"dp": 8, "tp": 3}, "tp", [(OUTER, 1, 3)]),  # three whole nodes: devices 6, 7 and 8 lie on two of them
         ({"dp": 2, "tp": 12}, "tp", [(INNER, 1, 4), (OUTER, 4, 12)]),  # eight and four, or four and eight
-        ({"dp": 4, "tp": 3}, "dp", [(OUTER, 1, 4)]),  # a stride of 3 hits a node of 8 twice or thrice
-        ({"dp": 8, "tp": 3}, "dp", [(OUTER, 1, 8)]),
+        ({"dp": 4, "tp": 3}, "dp", [(INNER, 1, 2), (OUTER, 2, 4)]),
+        ({"dp": 8, "tp": 3}, "dp", [(OUTER, 1, 8)]),  # a stride of 3 hits a node of 8 twice or thrice
+        ({"dp": 3, "tp": 4}, "tp", [(INNER, 1, 4)]),  # four of eight devices of three nodes
+        ({"dp": 3, "tp": 4}, "dp", [(OUTER, 1, 3)]),
         ({"tp": 16}, "tp", [(INNER, 1, 8), (OUTER, 8, 16)]),
         ({"dp": 4, "tp": 1}, "tp", []),
         ({"tp": 4}, "tp", [(INNER, 1, 4)]),
@@ -60,7 +72,7 @@ def test_a_group_has_the_links_that_its_members_lie_on(
     [
         ({"dp": 4, "tp": 8}, "dp_tp"),
         ({"dp": 8, "tp": 2}, "dp_tp"),
-        ({"dp": 3, "tp": 4}, "dp_tp"),
+        ({"dp": 3, "tp": 8}, "dp_tp"),
         ({"dp": 2, "one": 1, "tp": 12}, "dp_tp"),
         ({"pp": 4, "dp": 2, "tp": 2}, "dp_tp"),
         ({"dp": 2, "cp": 8, "tp": 2}, "dp_cp_tp"),
@@ -100,6 +112,58 @@ def test_a_rack_is_a_level_between_the_node_and_the_rest() -> None:
         ("rack", 8, 32),
         ("outer", 32, 64),
     ]
+
+
+NVL72 = Link("nvlink", 72, 1e-6, 900.0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis", "levels"),
+    [
+        ({"dp": 4, "ep": 64}, "ep", [(NVL72, 1, 64)]),  # 64 of 72 devices of four domains
+        ({"dp": 4, "ep": 64}, "dp", [(OUTER, 1, 4)]),
+        ({"ep": 64}, "ep", [(NVL72, 1, 64)]),
+        ({"dp": 8, "ep": 32}, "ep", [(NVL72, 1, 32)]),
+        ({"dp": 8, "ep": 32}, "dp", [(NVL72, 1, 2), (OUTER, 2, 8)]),  # two groups of 32 in a domain
+        ({"dp": 3, "ep": 32}, "ep", [(NVL72, 1, 32)]),  # 96 devices: 48 would cut a group in two
+        ({"dp": 256}, "dp", [(NVL72, 1, 64), (OUTER, 64, 256)]),
+        ({"dp": 4, "ep": 8, "tp": 8}, "ep", [(NVL72, 1, 8)]),  # a stride of 8 and a span of 64
+        ({"dp": 4, "ep": 8, "tp": 8}, "dp_tp", [(NVL72, 1, 8), (OUTER, 8, 32)]),
+        ({"ep": 128, "tp": 2}, "ep", [(NVL72, 1, 32), (OUTER, 32, 128)]),
+        ({"dp": 2, "ep": 72}, "ep", [(NVL72, 1, 72)]),  # two whole domains
+        ({"dp": 9, "ep": 16}, "ep", [(NVL72, 1, 8), (OUTER, 8, 16)]),  # whole domains hold four groups and a half
+        ({"dp": 2, "ep": 36}, "dp", [(NVL72, 1, 2)]),
+    ],
+)
+def test_a_domain_is_used_in_multiples_that_the_axes_of_a_mesh_nest_in(
+    axes: dict[str, int], axis: str, levels: list[tuple[Link, int, int]]
+) -> None:
+    found = levels_of((NVL72, OUTER), Mesh(axes), axis)
+    assert found == tuple(Level(link, inner, outer, link is NVL72) for link, inner, outer in levels)
+
+
+def test_blocks_of_a_wider_link_hold_whole_blocks_of_the_link_before() -> None:
+    rack = Link("rack", 32, 0.0, 20.0)
+    assert used_devices((INNER, rack, OUTER), Mesh({"dp": 8, "tp": 6})) == (8, 24, 48)
+    assert used_devices((INNER, rack, OUTER), Mesh({"dp": 12, "tp": 5})) == (5, 30, 60)
+
+
+@pytest.mark.parametrize("sizes", [(4, 64), (8, 32), (16, 16), (2, 2, 64), (5, 12), (7, 11, 2), (3, 5, 7, 2)])
+def test_every_block_gives_as_many_devices_and_every_axis_nests_in_it(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh({f"a{number}": size for number, size in enumerate(sizes)})
+    used, everything = used_devices((NVL72, OUTER), mesh)
+    assert everything == mesh.num_devices and mesh.num_devices % used == 0 and used <= 72
+    for position in range(mesh.ndim):
+        span = math.prod(sizes[position:])
+        assert used % span == 0 or span % used == 0
+
+
+def test_an_all_to_all_among_64_of_256_devices_stays_in_nvlink_domains() -> None:
+    """1 GB by each of 64 GPUs: 63/64 of it at 0.8 of 900 GB/s, and not 7/8 of it at 0.97 of 50 GB/s."""
+    hardware = load("gb200")
+    seconds = transfer_seconds(Transfer("all_to_all", "ep", 10**9), Mesh({"dp": 4, "ep": 64}), hardware)
+    assert seconds == transfer_seconds(Transfer("all_to_all", "ep", 10**9), Mesh({"ep": 64}), hardware)
+    assert seconds == pytest.approx(10**9 * 63 / 64 / (0.802 * 9e11), rel=0.2)
 
 
 def test_an_axis_the_mesh_lacks_is_an_error() -> None:
@@ -264,3 +328,36 @@ def test_eight_gpus_all_reduce_at_the_speed_that_nccl_counts_on() -> None:
     seconds = transfer_seconds(Transfer("all_reduce", "tp", 1 << 30), mesh, h100)
     assert 2 * 7 / 8 * (1 << 30) / seconds == pytest.approx(0.824 * 450e9, rel=0.02)
     assert transfer_seconds(Transfer("all_reduce", "dp", 1 << 30), mesh, h100) > 4 * seconds
+
+
+def _ports(axes: dict[str, int], axis: str, hardware: Hardware, collective: str = "all_gather") -> dict[str, float]:
+    return dict(ports_used(Transfer(collective, axis, 10**6), Mesh(axes), hardware))
+
+
+def test_a_collective_loads_the_links_that_its_groups_run_over() -> None:
+    hardware = _hardware(_stepping("inner", 8, 0.0, 400.0), _stepping("outer", None, 0.0, 40.0))
+    assert _ports({"dp": 2, "tp": 8}, "tp", hardware) == pytest.approx({"inner": 1.0}, rel=0.1)
+    assert _ports({"dp": 2, "tp": 8}, "dp", hardware) == pytest.approx({"outer": 1.0}, rel=0.1)
+    # Eight rings of a node share its eight ports of 40, which carry what each device has within of 400.
+    assert _ports({"dp": 16}, "dp", hardware) == pytest.approx({"inner": 0.8, "outer": 1.0}, rel=0.1)
+    assert _ports({"dp": 1}, "dp", hardware) == {}
+
+
+def test_latency_loads_no_port() -> None:
+    hardware = _hardware(_stepping("inner", 8, 0.0, 400.0), _stepping("outer", None, 0.0, 40.0))
+    small = dict(ports_used(Transfer("all_gather", "dp", 80), Mesh({"dp": 2, "tp": 8}), hardware))
+    assert small == pytest.approx({"outer": 1 / 101})  # a second of 101
+
+
+def test_what_crosses_the_spine_passes_the_ports_of_the_racks() -> None:
+    links = _stepping("inner", 8, 0.0, 400.0), _stepping("rack", 32, 0.0, 50.0), _stepping("spine", None, 0.0, 25.0)
+    assert _ports({"dp": 2, "tp": 32}, "dp", _hardware(*links)) == pytest.approx({"rack": 0.5, "spine": 1.0}, rel=0.1)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("axis", ["dp", "sp", "tp", "dp_tp", "dp_sp_tp"])
+def test_no_collective_takes_more_than_a_port(collective: str, axis: str) -> None:
+    mesh = Mesh({"dp": 16, "sp": 4, "tp": 4})
+    for num_bytes in (10**3, 10**6, 10**9):
+        found = dict(ports_used(Transfer(collective, axis, num_bytes), mesh, load("h100")))
+        assert found and all(0 <= each <= 1 + 1e-9 for each in found.values())

@@ -119,7 +119,8 @@ def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     values = json.loads(_plan().to_json())
     del values[field]
     optional = ("memory_limit", "imbalance", "unruled", "recompute", "prefetch", "reduce_each", "mode")
-    if field in (*optional, "reserved", "offload", "host", "multiplier", "symbols", "formulas", "workload"):
+    further = ("reserved", "offload", "host", "waits", "simulated", "multiplier", "symbols", "formulas", "workload")
+    if field in (*optional, *further):
         assert Plan.from_json(json.dumps(values)) == _plan()
         return
     with pytest.raises(PlanError, match=f"not a plan: .*'{field}'"):

@@ -84,7 +84,7 @@ def _deep_plan(num_layers: int) -> Plan:
 def test_the_header_tells_mesh_time_bound_memory_and_solver() -> None:
     table = plan_table(_plan(_call("a", "head"), bound=0.0009, memory_limit=8_000_000_000))
     assert "dp=2 × tp=4 (8 devices, hardware cpu)" in table
-    assert "1.00 ms predicted, optimality gap 10.00%: no plan takes less than 900.0 µs" in table
+    assert "1.00 ms predicted, optimality gap 10.00%: no plan costs less than 900.0 µs in sum" in table
     assert "3.00 GB per device predicted at the peak, limit 8.00 GB" in table
     assert "elimination" in table
 

@@ -20,11 +20,11 @@ def tasks(draw: st.DrawFn, launches: bool = True) -> list[Task]:
     found: list[Task] = []
     for number in range(draw(st.integers(0, 12))):
         stream = draw(st.sampled_from([COMPUTE, COMPUTE, "dp", "dp, weights", "tp"]))
-        axes = frozenset() if stream == COMPUTE else frozenset([stream[:2]])
+        links = () if stream == COMPUTE else ((stream[:2], draw(st.sampled_from([0.25, 1.0]))), ("all", 0.5))
         after = tuple(sorted(draw(st.sets(st.integers(0, number - 1), max_size=2)))) if number else ()
         launch = float(draw(st.integers(0, 2))) if launches else 0.0
         seconds = float(draw(st.integers(0, 5)))
-        found.append(Task(str(number), stream, seconds, launch=launch, after=after, axes=axes))
+        found.append(Task(str(number), stream, seconds, launch=launch, after=after, links=links))
     return found
 
 
@@ -33,7 +33,7 @@ def _compute(seconds: float, *after: int, launch: float = 0.0) -> Task:
 
 
 def _moves(seconds: float, stream: str, *after: int) -> Task:
-    return Task("all_gather", stream, seconds, after=after, axis=stream[:2], axes=frozenset([stream[:2]]))
+    return Task("all_gather", stream, seconds, after=after, axis=stream[:2], links=((stream[:2], 1.0),))
 
 
 def _spans(timeline: Timeline) -> list[tuple[float, float]]:
@@ -78,9 +78,9 @@ def test_where_collectives_take_the_whole_device_nothing_is_gained(given: list[T
 @given(tasks(), st.integers(0, 11))
 def test_a_task_that_waits_for_less_makes_no_step_of_one_axis_longer(given: list[Task], number: int) -> None:
     alone = [task for task in given if task.stream in (COMPUTE, "tp")]
-    alone = [Task(t.name, t.stream, t.seconds, launch=t.launch, axes=t.axes) for t in alone]
+    alone = [Task(t.name, t.stream, t.seconds, launch=t.launch, links=t.links) for t in alone]
     waiting = [
-        Task(t.name, t.stream, t.seconds, launch=t.launch, after=(n - 1,) if n == number and n else (), axes=t.axes)
+        Task(t.name, t.stream, t.seconds, launch=t.launch, after=(n - 1,) if n == number and n else (), links=t.links)
         for n, t in enumerate(alone)
     ]
     assert simulate(alone).seconds <= simulate(waiting).seconds + 1e-9
@@ -113,3 +113,28 @@ def test_a_device_that_is_faster_than_the_host_waits_for_launches() -> None:
     found = simulate([_compute(1.0, launch=2.0), _compute(5.0, launch=2.0), _compute(1.0, launch=2.0)])
     assert _spans(found) == [(2, 3), (4, 9), (9, 10)]
     assert found.launching == 3.0
+
+
+def _over(seconds: float, stream: str, links: dict[str, float], *after: int) -> Task:
+    return Task("all_gather", stream, seconds, after=after, axis=stream, links=tuple(links.items()))
+
+
+def test_collectives_of_several_axes_share_the_card_that_they_cross() -> None:
+    found = simulate([_over(4, "dp", {"card": 1.0}), _over(4, "sp", {"card": 1.0}), _over(4, "tp", {"nvlink": 1.0})])
+    assert _spans(found) == [(0, 8), (0, 8), (0, 4)]
+
+
+def test_what_leaves_room_on_a_link_is_not_slowed() -> None:
+    found = simulate([_over(4, "dp", {"card": 0.5}), _over(4, "sp", {"card": 0.5}), _over(4, "tp", {"card": 0.0})])
+    assert _spans(found) == [(0, 4)] * 3
+    found = simulate([_over(3, "dp", {"nvlink": 0.5, "card": 1.0}), _over(3, "sp", {"card": 0.5})])
+    assert _spans(found) == [(0, 4.5), (0, 4.5)]
+
+
+def test_a_wait_is_put_down_to_what_is_waited_for_and_its_delay_to_who_shares_its_link() -> None:
+    gather, reduction = _over(6, "dp", {"card": 1.0}), _over(2, "tp", {"card": 1.0})
+    found = simulate([gather, reduction, _compute(10, 1)])
+    assert found.seconds == 14  # two seconds of the reduction, and two more since the gather shares its card
+    assert [each.waited for each in found.events] == [2, 2, 0]
+    apart = simulate([gather, _over(2, "tp", {"nvlink": 1.0}), _compute(10, 1)])
+    assert [each.waited for each in apart.events] == [0, 2, 0]

@@ -1,0 +1,147 @@
+"""Costs that agree with the simulated step: solve, simulate, count what the step waits for, and solve again.
+
+The solver's sum prices one decision at a time. What computing hides of a weight's collectives depends on all others:
+several axes hide behind the same computing, and share links. `hardware.beside` has a rule for one axis. If the step of
+the plan that it leads to waits for clearly more or less, its shares take the place of the rule, by kind of collective:
+
+    share of a kind = (seconds that its step waits for it - seconds of messages that nothing hides) / seconds of others
+
+and the problem is solved again. That ends when the plan stays the same, whose sum is then its own step, or when the
+next plan is slower by its timeline: then the plan before is kept, with the costs of its own step and the bound of the
+last search, which holds for all plans under these costs. The sum still leaves out what hosts launch too late.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
+from autopar.hardware.beside import NOTHING, kind_of
+from autopar.hardware.collectives import transfer_seconds
+from autopar.memory.peak import memory_use
+from autopar.planning.limit.answers import Answer
+from autopar.planning.record import written_down
+from autopar.planning.settings import context_of
+from autopar.planning.step_seconds import parts_of
+from autopar.plans.plan import Plan
+from autopar.solver.deadline import is_over, whole_is_over
+from autopar.space.space import Space, without_gradient
+from autopar.steps.step import microbatch_seconds, step_timeline
+from autopar.timeline.values import Timeline
+
+ROUNDS = 3
+"""Searches at most, with the first one."""
+DIFFERENT = 0.02
+"""Relative to the step: costs of weights that differ by less from the timeline's are kept."""
+WORTH = 1e-3
+"""Relative to the step: how much shorter the next plan's timeline has to be."""
+
+
+def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) -> Plan:
+    """Return the plan of least simulated seconds that searches with the costs of simulated steps lead to.
+
+    Args:
+        plan: The plan of the first search.
+        again: Searches a space with other costs under the same pins and settings.
+        deadline: Time after which no further search begins.
+    """
+    context = context_of(plan)
+    if whole_is_over():
+        return plan
+    best, timeline = plan, timeline_of(plan)
+    known = dict(context.space.beside.waited)
+    hides = context.space.hardware.communication_share < 1 and context.space.program.learns
+    for _ in range(ROUNDS - 1 if hides else 0):
+        apart, shares = _shares(best, timeline)
+        if apart <= DIFFERENT * timeline.seconds or is_over(deadline):
+            break
+        known |= shares
+        try:
+            found = again(context.space.waiting_for(known))
+        except (CutOffError, InfeasibleError, TimeLimitError):
+            break
+        if found.choices == best.choices and found.recompute == best.recompute:
+            best = found
+            break
+        next_one = timeline_of(found)
+        if next_one.seconds >= (1 - WORTH) * timeline.seconds:
+            best = _priced_as(best, found)
+            break
+        best, timeline = found, next_one
+    return _saying(best, timeline)
+
+
+def _saying(plan: Plan, timeline: Timeline) -> Plan:
+    """Return the plan with the seconds of its timeline."""
+    plan = replace(plan, simulated=timeline.seconds)
+    if plan.workload is None:
+        return plan
+    return replace(plan, workload=replace(plan.workload, seconds=simulated_seconds(plan, timeline)))
+
+
+def simulated_seconds(plan: Plan, timeline: Timeline | None = None) -> float:
+    """Return the seconds of a step of all micro-batches, by the timeline, which is simulated unless it is given."""
+    context = context_of(plan)
+    seconds, further = (timeline or timeline_of(plan)).seconds, context.memory_model.microbatches.count - 1
+    each = microbatch_seconds(context.memory_model, context.choices, plan.recompute) if further else ()
+    return seconds + further * sum(each)
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """Return the simulated step of one micro-batch."""
+    context = context_of(plan)
+    return step_timeline(context.memory_model, context.choices, plan.recompute)
+
+
+def _shares(plan: Plan, timeline: Timeline) -> tuple[float, Mapping[str, float]]:
+    """Return by how many seconds costs of weights differ from what the step waits for, and the share of each kind."""
+    waited: dict[str, float] = defaultdict(float)
+    for each in timeline.events:
+        if each.task.weights:
+            waited[kind_of(each.task.name, each.task.axis, each.task.phase != "forward")] += each.waited
+    context = context_of(plan)
+    space, unused = context.space, without_gradient(context.space)
+    priced: dict[str, float] = defaultdict(float)
+    exposed: dict[str, float] = defaultdict(float)
+    others: dict[str, float] = defaultdict(float)
+    for wire in space.wires:
+        path = space.path(wire, context.choices)
+        for transfer, message in zip(path.transfers, path.messages, strict=True):
+            if message is None or (transfer.backward and wire.target in unused):
+                continue
+            kind = kind_of(transfer.collective, transfer.axis, transfer.backward)
+            whole = transfer_seconds(transfer, space.mesh, space.hardware, replace(message, beside=NOTHING))
+            priced[kind] += transfer_seconds(transfer, space.mesh, space.hardware, message)
+            (exposed if message.beside == NOTHING else others)[kind] += whole
+    apart = sum(abs(waited[kind] - priced[kind]) for kind in priced)
+    shares = {kind: max(0.0, (waited[kind] - exposed[kind]) / whole) for kind, whole in others.items() if whole}
+    return apart, shares
+
+
+def _priced_as(best: Plan, found: Plan) -> Plan:
+    """Return a plan with the costs, and the bound, of another one, which is less by these and slower as simulated."""
+    context, own = context_of(found), context_of(best)
+    model = context.memory_model.fetching_ahead(best.prefetch)
+    peak, memory, fullest = memory_use(model, own.choices, best.recompute)
+    answer = Answer(
+        choices=own.choices,
+        modes=best.recompute,
+        seconds=parts_of(model, own.choices, best.recompute).seconds,
+        bound=found.bound,
+        peak_bytes=peak,
+        memory=memory,
+        fullest=fullest,
+        solver=found.solver,
+        multiplier=found.multiplier,
+        problem=context.problem,
+        row=context.row,
+    )
+    written = written_down(replace(context, memory_model=model, choices=own.choices), answer)
+    note = "the sum of costs prefers a plan whose simulated step is longer, which the optimality gap is measured from"
+    return replace(best, **{name: getattr(written, name) for name in COSTS}, notes=(*best.notes, note))
+
+
+COSTS = ("seconds", "bound", "rows", "solver", "multiplier", "waits", "workload", "context")
+"""Fields of a plan that depend on what its collectives cost."""

@@ -1,0 +1,161 @@
+"""The solver's sum beside the simulated timeline: published recipes, and a random grid of models, meshes and GPUs.
+
+Nothing runs: models lie on the meta device, and both predictions are autopar's own. Printed are each ratio, and by
+group the median and the worst distance of the sum from the timeline. What hosts launch too late is in no sum: distances
+are also given without it.
+
+    python -m benchmarks.timeline_agreement                     recipes and sixteen plans of the grid: some minutes
+    python -m benchmarks.timeline_agreement --grid 40 --seed 7  more of the grid
+    python -m benchmarks.timeline_agreement --grid 0 --recipes FSDP8
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.models.catalogue import built_in
+from autopar.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model with so many layers (None: its own), a global batch of a micro-batch, a mesh, and how to plan."""
+
+    name: str
+    model: str
+    batch: int
+    sequence: int
+    axes: tuple[tuple[str, int], ...]
+    strategy: str | None
+    hardware: str = "h100"
+    layers: int | None = None
+
+
+RECIPES = (
+    Case("FSDP8 8B", "llama-8b", 16, 8192, (("dp", 8),), "zero3"),
+    Case("FSDP128 8B", "llama-8b", 256, 8192, (("dp", 128),), "zero3"),
+    Case("FSDP8×TP8 8B", "llama-8b", 96, 8192, (("dp", 8), ("tp", 8)), "fsdp_megatron"),
+    Case("FSDP32×TP8 70B", "llama-70b", 512, 8192, (("dp", 32), ("tp", 8)), "fsdp_megatron"),
+    Case("FSDP256 70B", "llama-70b", 512, 8192, (("dp", 256),), "zero3"),
+    Case("FSDP32×TP2 8B", "llama-8b", 128, 8192, (("dp", 32), ("tp", 2)), "fsdp_megatron"),
+    Case("FSDP16×TP4 70B", "llama-70b", 64, 8192, (("dp", 16), ("tp", 4)), "fsdp_megatron"),
+    Case("HSDP 8×16 8B", "llama-8b", 256, 8192, (("replicate", 16), ("shard", 8)), "hsdp"),
+    Case("405B on 16,384, auto", "llama-405b", 2048, 8192, (("dp", 2048), ("sp", 8)), None),
+    Case("405B on 16,384, three axes", "llama-405b", 2048, 8192, (("dp", 512), ("sp", 4), ("tp", 8)), None),
+)
+MODELS = ("llama-8b", "llama-70b", "vit-h")
+PER_DEVICE = (1, 2, 4)
+SEQUENCES = (2048, 4096, 8192)
+MESHES = ((8,), (64,), (256,), (8, 8), (32, 4), (16, 2), (4, 4, 8), (2, 16, 4), (8, 2, 2))
+NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
+GPUS = ("h100", "a100", "gb200")
+STRATEGIES = {
+    1: (None, "zero3", "data_parallel", "zero1"),
+    2: (None, "fsdp_megatron", "megatron_sequence", "hsdp", "zero3"),
+    3: (None, None, "zero3"),
+}
+
+
+def grid(count: int, seed: int) -> Iterator[Case]:
+    """Yield cases drawn with a seed."""
+    draw = random.Random(seed)
+    for number in range(count):
+        sizes = draw.choice(MESHES)
+        axes = tuple(zip(NAMES[len(sizes)], sizes, strict=True))
+        model = draw.choice(MODELS)
+        yield Case(
+            name=f"grid {number}",
+            model=model,
+            batch=sizes[0] * draw.choice(PER_DEVICE) * (8 if model.startswith("vit") else 1),
+            sequence=0 if model.startswith("vit") else draw.choice(SEQUENCES),
+            axes=axes,
+            strategy=draw.choice(STRATEGIES[len(sizes)]),
+            hardware=draw.choice(GPUS),
+            layers=4,
+        )
+
+
+def plan_of(case: Case) -> autopar.Plan:
+    """Plan a case: float32 parameters under bfloat16 autocast, as mixed precision trains."""
+    network, inputs = built_in(case.model, case.batch, case.sequence, case.layers)
+    with torch.autocast("cpu", torch.bfloat16):
+        return autopar.plan(
+            network,
+            Mesh(dict(case.axes), hardware=case.hardware),
+            inputs,
+            strategy=case.strategy,
+        )
+
+
+def measured(cases: Sequence[Case], group: str) -> str:
+    """Return a table of the cases that have a plan, and how far their sums are from their timelines."""
+    rows: list[list[str]] = []
+    apart: list[float] = []
+    on_device: list[float] = []
+    for case in cases:
+        start = time.perf_counter()
+        try:
+            plan = plan_of(case)
+        except AutoparError as error:
+            rows.append([case.name, case.model, case.hardware, "", str(error).splitlines()[0][:60]])
+            continue
+        took = time.perf_counter() - start
+        timeline = plan.timeline()
+        simulated = timeline.seconds
+        apart.append(abs(plan.seconds / simulated - 1))
+        on_device.append(abs(plan.seconds / (simulated - timeline.launching) - 1))
+        mesh = " ".join(f"{name}={size}" for name, size in case.axes)
+        rows.append(
+            [
+                *(case.name, case.model, case.hardware, mesh, case.strategy or "auto"),
+                *(f"{plan.seconds:.4g}", f"{simulated:.4g}", f"{plan.seconds / simulated:.3f}"),
+                *(f"{timeline.launching / simulated:.1%}", f"{took:.0f} s"),
+            ]
+        )
+        print(*rows[-1], sep="\t", flush=True)
+    headers = ["case", "model", "GPU", "mesh", "strategy", "sum s", "timeline s", "ratio", "launching", "planned in"]
+    lines = [tabulate(rows, headers, disable_numparse=True)]
+    if apart:
+        for what, found in (("", apart), ("without launches ", on_device)):
+            median, worst = statistics.median(found), max(found)
+            lines.append(
+                f"{group}: {len(found)} plans, {what}apart by {median:.1%} in the median, {worst:.1%} at worst"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print both predictions for recipes and a grid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="*", help="only those whose names begin so; none: no recipe")
+    parser.add_argument("--grid", type=int, default=16, help="plans of the grid")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    wanted = [
+        each
+        for each in RECIPES
+        if options.recipes is None or any(each.name.startswith(start) for start in options.recipes)
+    ]
+    tables = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if wanted:
+            tables.append(measured(wanted, "recipes"))
+        if options.grid:
+            tables.append(measured(list(grid(options.grid, options.seed)), f"grid, seed {options.seed}"))
+    print("\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()
