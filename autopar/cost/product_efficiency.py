@@ -11,8 +11,12 @@ at the mean of the three, which is right for all of them together:
     FLOPs + wave · (m + n + k) / 3
 
 So few rows, narrow outputs and short sums reach little of the peak. Fused attention goes through its queries in tiles
-that begin and end: it takes  FLOPs · (1 + length / queries),  `length` being the hardware's `attention_length`, at
-which it reaches half of its rate.
+that begin and end, and through the features of a head: it takes
+
+    FLOPs · (1 + length / queries) · (1 + head / features)
+
+`length` being the hardware's `attention_length`, at which it reaches half of its rate under a causal mask, and `head`
+its `attention_head`. Without a mask no tile is half full and all take as long: the length is `WITHOUT_MASK` times that.
 
 What states its own FLOPs (a convolution, experts, a loss in tiles) is no single product, and goes at the full rate.
 All of it holds for sizes with symbols, too: see `formulas`.
@@ -32,6 +36,9 @@ Sides = tuple[tuple[str, ...], ...]
 """The factors that make the rows of a product's output, its columns, and what is summed."""
 QUERIES = "s"
 """The factor of queries in the rules of attention."""
+WITHOUT_MASK = 0.3
+"""From published curves: 170 of 500 queries on an A100 (FlashAttention-2, arXiv:2307.08691, figure 4), 100 of 390 on an
+H100 (FlashAttention-3, arXiv:2407.08608, figure 5)."""
 
 
 def full_rate_flops(
@@ -43,8 +50,10 @@ def full_rate_flops(
     implementation: Implementation | None = None,
 ) -> float:
     """The FLOPs that a device makes at its full rate while a call computes `num_flops`; `local` are its own sizes."""
-    if takes_longer(op, local, hardware, implementation):
-        num_flops *= 1 + hardware.attention_length / local[QUERIES]
+    if is_attention(op, implementation):
+        length = attention_length(op, hardware) if QUERIES in local else 0.0
+        num_flops *= (1 + length / local[QUERIES]) if length else 1.0
+        num_flops *= (1 + hardware.attention_head / op.head_size) if op.head_size else 1.0
     if hardware.product_wave:
         elements = sum(math.prod(local[each] for each in side) for side in sides)
         num_flops += hardware.product_wave / SIDES * elements
@@ -64,9 +73,11 @@ def sides_of(op: OpRule, bound: BoundRule) -> Sides:
     return ()
 
 
-def takes_longer(
-    op: OpRule, local: LocalSizes, hardware: Hardware, implementation: Implementation | None = None
-) -> bool:
-    """Whether a call is attention whose queries, on a device, say how much of its rate it reaches."""
-    reached = (implementation and implementation.efficiency) or op.efficiency
-    return reached == "attention" and QUERIES in local and hardware.attention_length > 0
+def is_attention(op: OpRule, implementation: Implementation | None = None) -> bool:
+    """Return whether a call reaches the rate of fused attention, by the ATen call or by an implementation."""
+    return ((implementation and implementation.efficiency) or op.efficiency) != "matmul"
+
+
+def attention_length(op: OpRule, hardware: Hardware) -> float:
+    """Return the queries at which a call of fused attention reaches half of its rate."""
+    return hardware.attention_length * (WITHOUT_MASK if op.efficiency == "attention" else 1.0)

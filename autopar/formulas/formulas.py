@@ -263,6 +263,12 @@ class _Ledger:
             self.seconds.add(computed, _times(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
+        for position in menu.summed:
+            layout = menu.strategies[self.choices[number]].inputs[position]
+            moved = self.sizes.local(call.inputs[position].shape, layout).polynomial
+            factor = operations.GRADIENTS_MOVED * call.inputs[position].dtype.itemsize
+            each = f"({moved})*{factor / self.space.hardware.elementwise_bytes_per_s!r}"
+            self.seconds.add(count, _times(share, f"({each} + {self.space.hardware.op_latency_s!r})"))
         self._own_waits(work, passes, count, share)
         for transfer in work.transfers:
             if not (unused and transfer.backward):

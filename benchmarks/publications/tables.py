@@ -110,9 +110,49 @@ def vtrain_row(cells: Cells) -> Row:
     )
 
 
+def bloom_row(cells: Cells) -> Row:
+    """Return an iteration of BLOOM's tuning by Megatron-DeepSpeed, whose attention writes out its scores."""
+    heads, layers = int(cells["heads"]), cells["stage_layers"].split()
+    shape = Shape(
+        "gpt",
+        int(cells["layers"]),
+        int(cells["hidden"]),
+        heads,
+        heads,
+        int(cells["ffn"]),
+        int(cells["vocabulary"]),
+        tied=True,
+        flash=False,
+    )
+    accumulation, pp = int(cells["accumulation"]), int(cells["pp"])
+    return Row(
+        source="bloom",
+        label=f"line {cells['line']} {cells['layers']}x{cells['hidden']} {heads} heads dp{cells['dp']} tp{cells['tp']} "
+        f"pp{pp} {cells['micro_batch']} of {cells['global_batch']}",
+        framework="megatron",
+        shape=shape,
+        sequence=int(cells["sequence"]),
+        micro_batch=int(cells["micro_batch"]),
+        accumulation=accumulation,
+        device=cells["gpu_type"],
+        dp=int(cells["dp"]),
+        tp=int(cells["tp"]),
+        pp=pp,
+        schedule="1f1b" if accumulation >= pp else "gpipe",
+        zero=int(cells["zero"] or 0),
+        recompute=cells["recompute"],
+        precision="fp16-mixed",
+        seconds=_number(cells["step_seconds"]) if cells["status"] == "Success" else None,
+        reserved_bytes=None if not cells["memory_GB"] else 1e9 * float(cells["memory_GB"]),
+        out_of_memory=cells["status"] == "OOM",
+        unexpressed=None if len(set(layers)) < 2 else "stages of unequal layers",
+    )
+
+
 _READERS: tuple[tuple[frozenset[str], Callable[[Cells], Row]], ...] = (
     (frozenset(("run", "zero_stage", "accumulation", "reserved_GB")), nanotron_row),
     (frozenset(("source", "table", "gpu_type", "notes", "vpp")), paper_row),
+    (frozenset(("size_B", "odd_head", "stage_layers")), bloom_row),
     (frozenset(("params_B", "gpu_type", "recompute", "step_seconds")), vtrain_row),
 )
 
