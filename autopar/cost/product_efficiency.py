@@ -10,7 +10,8 @@ at the mean of the three, which is right for all of them together:
 
     FLOPs + wave · (m + n + k) / 3
 
-So few rows, narrow outputs and short sums reach little of the peak. Fused attention goes through its queries in tiles
+So few rows, narrow outputs and short sums reach little of the peak. Batches of products whose rows are not aligned
+reach the hardware's `product_unaligned` of their rate. Fused attention goes through its queries in tiles
 that begin and end, and through the features of a head: it takes
 
     FLOPs · (1 + length / queries) · (1 + head / features)
@@ -33,7 +34,9 @@ from autopar.sharding.rule import BoundRule
 
 SIDES = 3
 Sides = tuple[tuple[str, ...], ...]
-"""The factors that make the rows of a product's output, its columns, and what is summed."""
+"""The factors that make the rows of a product's output, its columns, what is summed, and what counts products."""
+ROW = 8
+"""Elements of 16 bytes in a dtype of two, which a device reads at once."""
 QUERIES = "s"
 """The factor of queries in the rules of attention."""
 WITHOUT_MASK = 0.3
@@ -55,20 +58,32 @@ def full_rate_flops(
         num_flops *= (1 + length / local[QUERIES]) if length else 1.0
         num_flops *= (1 + hardware.attention_head / op.head_size) if op.head_size else 1.0
     if hardware.product_wave:
-        elements = sum(math.prod(local[each] for each in side) for side in sides)
+        elements = sum(math.prod(local[each] for each in side) for side in sides[:SIDES])
         num_flops += hardware.product_wave / SIDES * elements
-    return num_flops
+    return num_flops / unaligned_share(sides, local, hardware)
+
+
+def unaligned_share(sides: Sides, local: LocalSizes, hardware: Hardware) -> float:
+    """Return the share of its rate that a product reaches by the alignment of its rows.
+
+    Columns and what is summed are rows of matrices in memory. Libraries have slow kernels for batches of products whose
+    rows are no multiple of 16 bytes.
+    """
+    if not sides or not sides[-1]:
+        return 1.0
+    rows = (math.prod(local[each] for each in side) for side in sides[1:SIDES])
+    return hardware.product_unaligned if any(row % ROW for row in rows) else 1.0
 
 
 def sides_of(op: OpRule, bound: BoundRule) -> Sides:
-    """The factors of a single product that make its rows, its columns, and what is summed; () for what is none."""
+    """Return the factors of a single product: rows, columns, what is summed, and batch; () for what is none."""
     if op.flops is not None:
         return ()
     terms = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
     kept = {factor for term in bound.rule.outputs for factor in term.factors}
     for left, right in itertools.combinations(terms, 2):
         if left & right - kept:
-            sides = (left & kept) - right, (right & kept) - left, (left & right) - kept
+            sides = (left & kept) - right, (right & kept) - left, (left & right) - kept, left & right & kept
             return tuple(tuple(each for each in bound.rule.factors if each in side) for side in sides)
     return ()
 

@@ -40,6 +40,7 @@ _OPTIONAL = (
     "product_bytes_per_s",
     "product_efficiency",
     "product_wave",
+    "product_unaligned",
     "attention_efficiency",
     "attention_length",
     "attention_head",

@@ -152,6 +152,8 @@ class Hardware:
     """Share of the peak FLOP/s that large products reach, differentiated; 1: the peak was measured so."""
     product_wave: float = 0.0
     """Elements of a product's output that the device makes at once (see `cost.product_efficiency`); 0: one by one."""
+    product_unaligned: float = 1.0
+    """Share of their rate that batches of products reach whose rows are no multiple of 16 bytes; 1: all of it."""
     attention_length: float = 0.0
     """Queries at which fused attention under a causal mask reaches half of its share; 0: it does not depend on them."""
     attention_head: float = 0.0
@@ -180,7 +182,7 @@ class Hardware:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
         if "float32" not in self.flops:
             raise PlanError(f"hardware {self.name!r} has no flops for float32, to which other dtypes fall back.")
-        for name in ("product_efficiency", "attention_efficiency"):
+        for name in ("product_efficiency", "product_unaligned", "attention_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."

@@ -75,3 +75,15 @@ def test_attention_reaches_half_of_its_rate_at_the_head_that_the_hardware_states
     assert full_rate_flops(10.0, op, (), {"s": 64}, hardware) == 10.0 * (1 + 24 / op.head_size)
     as_matmul = Implementation("somewhere:one", None, efficiency="matmul")
     assert full_rate_flops(10.0, op, (), {"s": 64}, hardware, as_matmul) == 10.0
+
+
+def test_a_batch_of_products_of_unaligned_rows_reaches_the_share_that_the_hardware_states() -> None:
+    hardware = replace(load("cpu"), product_wave=0.0, product_unaligned=0.25)
+    scores, plain = "b m k, b k n -> b m n", "m k, k n -> m n"
+    for size, rate in ((16, 1.0), (24, 1.0), (20, 0.25)):
+        batch = bound(scores, (7, 9, size), (7, size, 32), (7, 9, 32))
+        op = OpRule(scores)
+        assert full_rate_flops(10.0, op, sides_of(op, batch), batch.sizes, hardware) == 10.0 / rate
+        one = bound(plain, (9, size), (size, 32), (9, 32))
+        op = OpRule(plain)
+        assert full_rate_flops(10.0, op, sides_of(op, one), one.sizes, hardware) == 10.0
