@@ -65,6 +65,16 @@ VTRAIN = (
     "step_seconds\nGPT,0.3,4,64,4,256,128,16,2,8,A100,2,2,2,full,fp16,0.14\n"
 )
 
+BLOOM = (
+    "line,section,date,nodes,gpus,gpu_type,size_B,layers,hidden,ffn,heads,heads_stated,head_size,odd_head,vocabulary,"
+    "sequence,dp,tp,pp,micro_batch,global_batch,accumulation,zero,precision,gradients,partition,stage_layers,recompute,"
+    "step_seconds,memory_GB,tflops,status,formula_ratio,notes\n"
+    "9,a,02-23,48,384,a100_80gb,18,8,1440,5760,96,1,15,1,256,128,8,8,2,4,2048,64,1,fp16,16 bits,uniform,4 4,full,12.5,"
+    "44,99.8,Success,1.0,\n"
+    "10,a,02-23,48,384,a100_80gb,18,7,1440,5760,96,1,15,1,256,128,8,8,2,4,2048,64,0,fp16,16 bits,uniform,4 3,full,,,,"
+    "OOM,,\n"
+)
+
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "table.csv"
@@ -93,6 +103,14 @@ def test_megatron_of_vtrain_writes_out_scores_and_computes_again(tmp_path: Path)
     (only,) = read_table(written(tmp_path, VTRAIN))
     assert only.source == "vtrain one node" and not only.shape.flash
     assert (only.accumulation, only.recompute, only.precision, only.schedule) == (4, "full", "fp16-mixed", "1f1b")
+
+
+def test_bloom_writes_out_scores_on_equal_stages(tmp_path: Path) -> None:
+    equal, unequal = read_table(written(tmp_path, BLOOM))
+    assert (equal.source, equal.framework, equal.shape.kind, equal.shape.flash) == ("bloom", "megatron", "gpt", False)
+    assert (equal.dp, equal.tp, equal.pp, equal.accumulation, equal.zero) == (8, 8, 2, 64, 1)
+    assert (equal.seconds, equal.recompute, equal.shape.tied, equal.unexpressed) == (12.5, "full", True, None)
+    assert unequal.out_of_memory and unequal.seconds is None and unequal.unexpressed == "stages of unequal layers"
 
 
 def test_rows_of_papers_say_their_sharding_and_schedule_in_notes(tmp_path: Path) -> None:
