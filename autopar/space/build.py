@@ -153,7 +153,7 @@ class _Builder:
             dims if any(map(any, dims)) else None,
             self.asked,
             self._turn(found),
-            self._summed(found),
+            self.roled.summed(found),
         )
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)
@@ -183,27 +183,6 @@ class _Builder:
             if not shares or not all(map(self.roled.is_weight, each.inputs[1:])):
                 return "alone"
         return "alone" if len(alike) < 2 else "first" if alike[0] is call else "later"
-
-    def _summed(self, call: RoledCall) -> tuple[int, ...]:
-        """Return the positions of activations that have later uses, to whose gradients those of this one are added."""
-        if not any(output.requires_grad for output in call.call.outputs):
-            return ()
-        return tuple(
-            position
-            for position, (value, info) in enumerate(zip(call.inputs, call.call.inputs, strict=True))
-            if info.requires_grad
-            and self.roled.is_activation(value)
-            and self._last_use(value) != (call.node.name, position)
-        )
-
-    def _last_use(self, value: Value) -> tuple[str, int]:
-        """Return the last call, and its input, that takes a value and has a gradient."""
-        uses = (
-            (user.node.name, position)
-            for user, position in reversed(self.roled.users[value])
-            if any(output.requires_grad for output in user.call.outputs)
-        )
-        return next(uses, ("", 0))
 
     def _outputs(self) -> None:
         """Add one sink per tensor the graph returns; scalars and mutated buffers are equal everywhere.
