@@ -1,16 +1,17 @@
-"""Fits what GPUs reach, and what frameworks and machines add, to steps that others measured, and with groups left out.
+"""Fit the numbers of shipped profiles to steps that others measured, and report errors with whole groups left out.
 
 Left out are whole models, and whole numbers of nodes.
 
     python -m benchmarks.fit_profiles a100 vtrain_a100_single_node.csv vtrain_a100_multi_node.csv papers.csv
-    python -m benchmarks.fit_profiles h100 nanotron_h100.csv papers.csv --sample 60 --most 2000
-    python -m benchmarks.fit_profiles h100 nanotron_h100.csv --machine nanotron   only what this machine adds
+    python -m benchmarks.fit_profiles h100 nanotron_h100.csv papers.csv --sample 60 --most 300
+    python -m benchmarks.fit_profiles h100 nanotron_h100.csv --machine "nanotron, late hosts"   what this machine adds
 
-Numbers of the device are the same for all rows, `launch_s` for those of a framework, links and lateness for those of a
-machine (`publications.machines`); nothing is fitted to a row. Steps are priced by `publications.ledger`. Logarithms of
+The numbers of a profile are the same for all rows; nothing is fitted to a row or to a source. Attention is not fitted:
+its numbers are those of published curves. Rows run on what their sources say of them (`publications.machines`); those
+of nanotron's late hosts are left out of a profile's fit. Steps are priced by `publications.ledger`. Logarithms of
 predicted over measured seconds are made small by Gauss and Newton's method, in which rows that are far off count less,
 and numbers stay near where they begin unless rows say otherwise. Folds are fitted on the slopes at the numbers of all
-rows. `benchmarks.published` says what autopar then predicts.
+rows. `benchmarks.published --shipped` says what autopar then predicts.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications.folds import both, sampled
 from benchmarks.publications.ledger import RowLedger
-from benchmarks.publications.machines import VTRAIN_BYTES_PER_S, Machine, machine_name
+from benchmarks.publications.machines import Machine, machine_name
+from benchmarks.publications.machines import hardware_of as on_machine
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Row
 from benchmarks.publications.strategies import PROFILES, Unexpressed
 from benchmarks.publications.tables import read_table
 
-DEVICE = {"product": 0.75, "attention": 0.4, "length": 200.0, "elementwise": 0.8}
-"""Shares of the peak FLOP/s that products and attention reach, queries at which this is half, share of bandwidth."""
-NOT_FITTED = "nanotron, no NVLink"  # whose node and messages `machines` says
-MACHINE = ("late in node", "late in network", "network", "latency", "gathered")
-BEGIN = {"nanotron": (1e-6, 4.5e-4, 30e9, 3.0, 0.6), "nanotron, late hosts": (3.6e-4, 2.7e-3, 21e9, 10.0, 0.9)}
-"""Of a machine seconds of lateness, bytes/s of the network, times the latencies of NCCL's model, and the share of the
-network that gathers and reduce-scatters reach."""
-MOST = {"product": 0.95, "attention": 0.95, "elementwise": 1.0}
-MOST |= {f"gathered {name}": 1.0 for name in BEGIN}
-FIRM = {"product": 1.0, "elementwise": 0.6, "length": 0.5, "attention": 0.3}
+DEVICE = {"product": 0.7, "elementwise": 0.7, "launch": 5e-5}
+"""Shares of the peak FLOP/s and of the memory's bandwidth; seconds of a launch."""
+NETWORK = {"late in network": 6e-4, "network": 0.74, "gathered": 0.5}
+"""Seconds of lateness, share of the network that all collectives reach, and of that, what gathers and scatters do."""
+MACHINE = {"late in node": 3.6e-4, "late in network": 2.7e-3, "bandwidth": 21e9, "latency": 10.0, "gathers": 1.5}
+"""Of a machine seconds of lateness, bytes/s of the network, times the latencies of NCCL's model, and times the share of
+the network that gathers and reduce-scatters reach by the profile."""
+MOST = {"product": 0.95, "elementwise": 1.0, "network": 1.0, "gathered": 1.0}
+FIRM = {"product": 1.0, "elementwise": 0.6}
 """How firmly a number stays where it begins, in rows that are 100% off."""
 LOOSE = 0.25  # of all others
 STEPS, STEP = 4, 0.05
@@ -52,43 +53,34 @@ FAR, FARTHEST = 0.1, 0.6  # an error from which on rows count less; the most tha
 Numbers = Mapping[str, float]
 
 
-def begin(rows: Sequence[Row], device: Numbers = DEVICE) -> dict[str, float]:
-    """What is fitted to some rows, where it begins."""
-    found = dict(device)
-    for name in sorted({machine_name(row) for row in rows}):
-        found[f"launch {'nanotron' if name.startswith('nanotron') else name.split()[0]}"] = 3e-5
-        if name.startswith("nanotron"):
-            found |= {f"{what} {name}": value for what, value in zip(MACHINE, BEGIN[name], strict=True)}
-    return found
-
-
-def numbers_of(profile: Hardware) -> dict[str, float]:
-    """What a profile says of its device, in the numbers that are fitted."""
-    return {
-        "product": profile.product_efficiency,
-        "attention": profile.product_efficiency * profile.attention_efficiency,
-        "length": profile.attention_length,
-        "elementwise": profile.elementwise_bytes_per_s / profile.memory_bytes_per_s,
-    }
+def begin(rows: Sequence[Row], machine: str | None = None) -> dict[str, float]:
+    """Return the numbers that are fitted to some rows, where they begin."""
+    if machine:
+        return {"launch": DEVICE["launch"], **MACHINE}
+    return {**DEVICE, **(NETWORK if any(machine_name(row) == "nanotron" for row in rows) else {})}
 
 
 def hardware_of(numbers: Numbers, row: Row, profile: Hardware) -> Hardware:
-    """The profile with fitted numbers, on the machine of a row."""
-    name = machine_name(row)
-    machine = Machine(numbers[f"launch {'nanotron' if name.startswith('nanotron') else name.split()[0]}"])
-    if name in BEGIN:
-        in_node, between, *network = (numbers[f"{each} {name}"] for each in MACHINE)
-        machine = Machine(machine.launch_s, (in_node, between), *network)
-    elif name == "vtrain several nodes":
-        machine = replace(machine, network_bytes_per_s=VTRAIN_BYTES_PER_S)
+    """Return the profile with fitted numbers, on the machine of a row."""
+    if "bandwidth" in numbers:
+        late = numbers["late in node"], numbers["late in network"]
+        network = numbers["bandwidth"], numbers["latency"], numbers["gathers"]
+        return Machine(numbers["launch"], late, *network).of(profile)
+    node, network = profile.links
+    if "network" in numbers:
+        share, gathered = numbers["network"], numbers["network"] * numbers["gathered"]
+        reached = replace(network.efficiencies, all_reduce=share, all_gather=gathered, reduce_scatter=gathered)
+        network = replace(network, efficiencies=reached, straggling_s=numbers["late in network"])
+    attention = profile.product_efficiency * profile.attention_efficiency
     device = replace(
         profile,
         product_efficiency=numbers["product"],
-        attention_efficiency=min(1.0, numbers["attention"] / numbers["product"]),
-        attention_length=numbers["length"],
+        attention_efficiency=min(1.0, attention / numbers["product"]),
         elementwise_bytes_per_s=numbers["elementwise"] * profile.memory_bytes_per_s,
+        launch_s=numbers["launch"],
+        links=(node, network),
     )
-    return machine.of(device)
+    return on_machine(row, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +90,12 @@ class Fit:
     ledgers: Sequence[RowLedger]
     profiles: Mapping[str, Hardware]
     """Device → the profile that numbers are put into."""
-    fixed: Numbers
-    """Numbers that are not fitted."""
 
     def errors(self, numbers: Numbers, of: Sequence[int]) -> np.ndarray:
         """Logarithms of predicted over measured seconds."""
         found = []
         for each in (self.ledgers[n] for n in of):
-            hardware = hardware_of({**self.fixed, **numbers}, each.row, self.profiles[each.row.device])
+            hardware = hardware_of(numbers, each.row, self.profiles[each.row.device])
             found.append(math.log(each.seconds(hardware) / (each.row.seconds or math.nan)))
         return np.array(found)
 
@@ -163,9 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ledgers.append(RowLedger.of(row, profiles[row.device]))
         except (Unexpressed, NotRepeated, AutoparError):
             continue
-    kept = numbers_of(load(given.kind)) if given.machine else {}
-    fit = Fit(ledgers, profiles, kept)
-    first = begin(rows, {} if given.machine else DEVICE)
+    fit = Fit(ledgers, {row.device: load(PROFILES[row.device]) for row in rows})
+    first = begin(rows, given.machine)
     names, firm = list(first), np.array([FIRM.get(name, LOOSE) for name in first])
     start = here = np.log(list(first.values()))
     for _ in range(STEPS):
@@ -185,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _is_of(row: Row, machine: str | None) -> bool:
-    """Whether a row is fitted: of one machine, or of all that are."""
-    return machine_name(row) != NOT_FITTED if machine is None else machine_name(row) == machine
+    """Return whether a row is fitted: of one machine, or of all whose hosts are not late."""
+    return not machine_name(row).startswith("nanotron,") if machine is None else machine_name(row) == machine
 
 
 def _say(what: str, ledgers: Sequence[RowLedger], off: np.ndarray) -> None:

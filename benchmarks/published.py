@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--whole", action="store_true", help="plan all layers of each model")
     parser.add_argument("--store", type=Path, default=STORE, help="folder in which predictions are kept")
     parser.add_argument("--profile", action="append", default=[], metavar="DEVICE=PROFILE", help="another profile")
-    parser.add_argument("--bare", action="store_true", help="leave out what machines differ in from profiles")
+    parser.add_argument("--shipped", action="store_true", help="profiles as they come, without fitted machines")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = profiles[row.device]
         if name not in known:
             known[name] = load(name)
-        return known[name] if given.bare else machines.hardware_of(row, known[name])
+        return known[name] if given.shipped else machines.hardware_of(row, known[name])
 
     def progress(done: int, of: int) -> None:
         print(f"\r{done} of {of} planned", end="" if done < of else "\n", file=sys.stderr, flush=True)

@@ -147,6 +147,25 @@ class RoledProgram:
         call = self.calls.get(value[0])
         return value[0] in self.parameters or (call is not None and call.learned and call.weight_only)
 
+    def summed(self, call: RoledCall) -> tuple[int, ...]:
+        """Return the positions of activations that have later uses, to whose gradients those of this one are added."""
+        if not any(output.requires_grad for output in call.call.outputs):
+            return ()
+        return tuple(
+            position
+            for position, (value, info) in enumerate(zip(call.inputs, call.call.inputs, strict=True))
+            if info.requires_grad and self.is_activation(value) and self._last_use(value) != (call, position)
+        )
+
+    def _last_use(self, value: Value) -> tuple[RoledCall, int] | None:
+        """Return the last call, and its input, that takes a value and has a gradient."""
+        uses = (
+            (user, position)
+            for user, position in reversed(self.users[value])
+            if any(output.requires_grad for output in user.call.outputs)
+        )
+        return next(uses, None)
+
 
 class _Reader:
     """What is known of each tensor so far, in one pass over the nodes."""

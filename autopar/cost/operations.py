@@ -6,8 +6,8 @@ where the bandwidth is that of products of few rows for contractions, which read
 operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
 memory bounds all of them), and the peak is what large matmuls reach of it by the hardware's `product_efficiency`, of
 which fused attention reaches the share that the hardware states, FLOPs being counted as in `product_efficiency`, which
-says what is lost to small shapes; forward once, backward once per input that needs a gradient
-(a matmul has one matmul for each of them) unless its rule says otherwise, as that of fused attention.
+says what is lost to small shapes; forward once, backward as `backward_share` says: a matmul has one
+matmul for each input that needs a gradient. A tensor of several uses has its gradients summed.
 What a call moves, and whose share of the peak it reaches, its rule says, or the implementation that runs it.
 """
 
@@ -24,6 +24,13 @@ from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule, is_product, is_view
 from autopar.sharding.rule import BoundRule, Rule
+
+NOT_LINEAR = 1.5
+"""Work of the backward of a function that is not linear, over its forward."""
+GRADIENTS_MOVED = 3
+"""Gradients that are read and written to sum two."""
+LINEAR, ADDED = "~", "+"
+"""Marks of inputs in a rule."""
 
 
 def flops(call: Call, op: OpRule, bound: BoundRule) -> int:
@@ -44,7 +51,7 @@ def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Imple
     """The FLOP/s that a call may reach, by the ATen call or by an implementation."""
     peak = hardware.flops_of(_computed_in(call, op))
     reached = (implementation and implementation.efficiency) or op.efficiency
-    share = hardware.attention_efficiency if reached == "attention" else 1.0
+    share = hardware.attention_efficiency if reached != "matmul" else 1.0
     return peak * hardware.product_efficiency * share
 
 
@@ -97,33 +104,48 @@ def forward_seconds(
 
 
 def backward_share(call: Call, op: OpRule) -> float:
-    """The work of the backward over that of the forward: as much for each input that needs a gradient, or as stated.
+    """Return the work of the backward over that of the forward: as stated, or the sum over inputs that need a gradient.
 
-    What is added to a product, as a bias, has a gradient that is no product, but a sum beside those.
+    A product has one product per input; an input that is added to it has a sum in their place. A sum passes its
+    gradient on, unless an input was broadcast. A function of one input that is not linear reads its input again: it
+    moves three tensors where the forward moves two.
     """
-    needed = _needed(call)
-    if needed and op.backward is not None:
+    if not _needed(call):
+        return 0
+    if op.backward is not None:
         return op.backward
-    return sum(call.inputs[position].requires_grad for position in _multiplied(op, len(call.inputs))) if needed else 0
+    marks = _marks(op, len(call.inputs))
+    if marks.count(LINEAR) > 1:
+        return sum(each.requires_grad for each, mark in zip(call.inputs, marks, strict=True) if mark != ADDED)
+    if ADDED in marks and LINEAR not in marks:
+        elements = call.outputs[0].num_elements
+        return sum(each.requires_grad and each.num_elements < elements for each in call.inputs)
+    if marks == ("",) and op.flops is None:
+        return NOT_LINEAR
+    return sum(each.requires_grad for each in call.inputs)
 
 
 def backward_launches(call: Call, op: OpRule) -> int:
-    """How many operations the backward starts: one for each input that needs a gradient, or as the rule states."""
+    """Count the operations that the backward starts: one per input that needs a gradient, or as the rule states."""
     needed = _needed(call)
     return math.ceil(op.backward) if needed and op.backward is not None else needed
 
 
+def gradient_sum_seconds(info: TensorInfo, layout: Layout, sizes: Sequence[int], hardware: Hardware) -> float:
+    """Return the seconds that add the gradient of one use of a tensor to that of its later uses."""
+    num_bytes = local_elements(info, layout, sizes) * info.dtype.itemsize
+    return GRADIENTS_MOVED * num_bytes / hardware.elementwise_bytes_per_s + hardware.op_latency_s
+
+
 def _needed(call: Call) -> int:
-    """How many inputs need a gradient, where one comes back at all."""
+    """Count the inputs that need a gradient, if one comes back at all."""
     return sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
 
 
 @functools.lru_cache(maxsize=4096)
-def _multiplied(op: OpRule, num_inputs: int) -> tuple[int, ...]:
-    """The positions of inputs without those that are added to a product of others."""
-    marks = [term.mark for term in Rule.parse(op.rule).inputs] if "+" in op.rule else []
-    added = [n for n, mark in enumerate(marks) if mark == "+"] if marks.count("~") > 1 else []
-    return tuple(n for n in range(num_inputs) if n not in added)
+def _marks(op: OpRule, num_inputs: int) -> tuple[str, ...]:
+    """Return the marks of a rule's inputs."""
+    return tuple(term.mark for term in Rule.parse(op.rule).inputs) if op.rule else ("?",) * num_inputs
 
 
 def hidden_share(implementation: Implementation | None, hardware: Hardware, call: Call, local: LocalSizes) -> float:

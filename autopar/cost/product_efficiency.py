@@ -10,9 +10,14 @@ at the mean of the three, which is right for all of them together:
 
     FLOPs + wave · (m + n + k) / 3
 
-So few rows, narrow outputs and short sums reach little of the peak. Fused attention goes through its queries in tiles
-that begin and end: it takes  FLOPs · (1 + length / queries),  `length` being the hardware's `attention_length`, at
-which it reaches half of its rate.
+So few rows, narrow outputs and short sums reach little of the peak. Batches of products whose rows are not aligned
+reach the hardware's `product_unaligned` of their rate. Fused attention goes through its queries in tiles
+that begin and end, and through the features of a head: it takes
+
+    FLOPs · (1 + length / queries) · (1 + head / features)
+
+`length` being the hardware's `attention_length`, at which it reaches half of its rate under a causal mask, and `head`
+its `attention_head`. Without a mask no tile is half full and all take as long: the length is `WITHOUT_MASK` times that.
 
 What states its own FLOPs (a convolution, experts, a loss in tiles) is no single product, and goes at the full rate.
 All of it holds for sizes with symbols, too: see `formulas`.
@@ -29,9 +34,14 @@ from autopar.sharding.rule import BoundRule
 
 SIDES = 3
 Sides = tuple[tuple[str, ...], ...]
-"""The factors that make the rows of a product's output, its columns, and what is summed."""
+"""The factors that make the rows of a product's output, its columns, what is summed, and what counts products."""
+ROW = 8
+"""Elements of 16 bytes in a dtype of two, which a device reads at once."""
 QUERIES = "s"
 """The factor of queries in the rules of attention."""
+WITHOUT_MASK = 0.3
+"""From published curves: 170 of 500 queries on an A100 (FlashAttention-2, arXiv:2307.08691, figure 4), 100 of 390 on an
+H100 (FlashAttention-3, arXiv:2407.08608, figure 5)."""
 
 
 def full_rate_flops(
@@ -43,30 +53,46 @@ def full_rate_flops(
     implementation: Implementation | None = None,
 ) -> float:
     """The FLOPs that a device makes at its full rate while a call computes `num_flops`; `local` are its own sizes."""
-    if takes_longer(op, local, hardware, implementation):
-        num_flops *= 1 + hardware.attention_length / local[QUERIES]
+    if is_attention(op, implementation):
+        length = attention_length(op, hardware) if QUERIES in local else 0.0
+        num_flops *= (1 + length / local[QUERIES]) if length else 1.0
+        num_flops *= (1 + hardware.attention_head / op.head_size) if op.head_size else 1.0
     if hardware.product_wave:
-        elements = sum(math.prod(local[each] for each in side) for side in sides)
+        elements = sum(math.prod(local[each] for each in side) for side in sides[:SIDES])
         num_flops += hardware.product_wave / SIDES * elements
-    return num_flops
+    return num_flops / unaligned_share(sides, local, hardware)
+
+
+def unaligned_share(sides: Sides, local: LocalSizes, hardware: Hardware) -> float:
+    """Return the share of its rate that a product reaches by the alignment of its rows.
+
+    Columns and what is summed are rows of matrices in memory. Libraries have slow kernels for batches of products whose
+    rows are no multiple of 16 bytes.
+    """
+    if not sides or not sides[-1]:
+        return 1.0
+    rows = (math.prod(local[each] for each in side) for side in sides[1:SIDES])
+    return hardware.product_unaligned if any(row % ROW for row in rows) else 1.0
 
 
 def sides_of(op: OpRule, bound: BoundRule) -> Sides:
-    """The factors of a single product that make its rows, its columns, and what is summed; () for what is none."""
+    """Return the factors of a single product: rows, columns, what is summed, and batch; () for what is none."""
     if op.flops is not None:
         return ()
     terms = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
     kept = {factor for term in bound.rule.outputs for factor in term.factors}
     for left, right in itertools.combinations(terms, 2):
         if left & right - kept:
-            sides = (left & kept) - right, (right & kept) - left, (left & right) - kept
+            sides = (left & kept) - right, (right & kept) - left, (left & right) - kept, left & right & kept
             return tuple(tuple(each for each in bound.rule.factors if each in side) for side in sides)
     return ()
 
 
-def takes_longer(
-    op: OpRule, local: LocalSizes, hardware: Hardware, implementation: Implementation | None = None
-) -> bool:
-    """Whether a call is attention whose queries, on a device, say how much of its rate it reaches."""
-    reached = (implementation and implementation.efficiency) or op.efficiency
-    return reached == "attention" and QUERIES in local and hardware.attention_length > 0
+def is_attention(op: OpRule, implementation: Implementation | None = None) -> bool:
+    """Return whether a call reaches the rate of fused attention, by the ATen call or by an implementation."""
+    return ((implementation and implementation.efficiency) or op.efficiency) != "matmul"
+
+
+def attention_length(op: OpRule, hardware: Hardware) -> float:
+    """Return the queries at which a call of fused attention reaches half of its rate."""
+    return hardware.attention_length * (WITHOUT_MASK if op.efficiency == "attention" else 1.0)

@@ -218,6 +218,12 @@ class _Ledger:
             self.seconds.add(computed, multiplied(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
+        for position in menu.summed:
+            layout = menu.strategies[self.choices[number]].inputs[position]
+            moved = self.sizes.local(call.inputs[position].shape, layout).polynomial
+            factor = operations.GRADIENTS_MOVED * call.inputs[position].dtype.itemsize
+            each = f"({moved})*{factor / self.space.hardware.elementwise_bytes_per_s!r}"
+            self.seconds.add(count, multiplied(share, f"({each} + {self.space.hardware.op_latency_s!r})"))
         again = [each for each in work.transfers if not each.backward and number in self.rerun.communicating]
         self._own_waits(work, again, passes, count, share)
         for transfer in (*work.transfers, *again):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autopar.cost.product_efficiency import QUERIES, SIDES, sides_of, takes_longer
+from autopar.cost.product_efficiency import QUERIES, SIDES, attention_length, is_attention, sides_of, unaligned_share
 from autopar.formulas.symbols import Polynomial, Size
 from autopar.hardware.profile import Hardware
 from autopar.sharding.operation import Implementation, OpRule
@@ -20,12 +20,20 @@ def full_rate_formula(
     hardware: Hardware,
     chosen: Implementation | None = None,
 ) -> str:
-    """What a device makes at its full rate while a call computes `flops`; `local` are its own sizes."""
+    """What a device makes at its full rate while a call computes `flops`; `local` are its own sizes.
+
+    Rows of products are taken to be as aligned as at the sizes of the plan.
+    """
     found = str(flops)
-    if takes_longer(op, local, hardware, chosen):
-        found = f"({found})*(1 + {hardware.attention_length!r}/({Size.of(local[QUERIES]).polynomial}))"
-    sides = sides_of(op, bound) if hardware.product_wave else ()
-    if sides:
-        elements = Polynomial.sum(Size.of(math.prod(local[each] for each in side)).polynomial for side in sides)
+    if is_attention(op, chosen):
+        length = attention_length(op, hardware)
+        if length and QUERIES in local:
+            found = f"({found})*(1 + {length!r}/({Size.of(local[QUERIES]).polynomial}))"
+        if op.head_size and hardware.attention_head:
+            found = f"({found})*(1 + {hardware.attention_head!r}/({Size.of(op.head_size).polynomial}))"
+    sides = sides_of(op, bound)
+    if sides and hardware.product_wave:
+        elements = Polynomial.sum(Size.of(math.prod(local[each] for each in side)).polynomial for side in sides[:SIDES])
         found = f"{found} + {hardware.product_wave / SIDES!r}*({elements})"
-    return found
+    share = unaligned_share(sides, local, hardware)
+    return found if share == 1 else f"({found})/{share!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ _OPTIONAL = (
     "product_bytes_per_s",
     "product_efficiency",
     "product_wave",
+    "product_unaligned",
     "attention_efficiency",
     "attention_length",
+    "attention_head",
     "launch_s",
     "dtensor_s",
     "communication_share",
@@ -87,7 +89,7 @@ PROFILE = Record(
         "op_latency_s": _NUMBER,
         "links": ListOf(_LINK, most=100),
     },
-    optional=dict.fromkeys(_OPTIONAL, _NUMBER),
+    optional={**dict.fromkeys(_OPTIONAL, _NUMBER), "launches": Table(_NUMBER)},
     others=True,
 )
 """The fields of a profile; what else it says, as what a fit left over, is for those who read it."""
@@ -99,12 +101,35 @@ def known_profiles() -> tuple[str, ...]:
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """Read a profile by the name of one in the package, or by the path of a JSON file."""
-    path = _path_of(name_or_path)
+    """Read a profile by the name of one in the package, or by the path of a JSON file.
+
+    A suffix names how the host launches calls, if not module by module: "h100:graph". It is one of the profile's
+    `launches`.
+    """
+    name, launched = _split(name_or_path)
+    path = _path_of(name)
     try:
-        return parse(_read(path))
+        profile = _read(path)
+        hardware = parse(profile)
+        return hardware if launched is None else replace(hardware, launch_s=_launch_s(profile, launched))
     except (Malformed, PlanError) as error:
         raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
+
+
+def _split(name_or_path: str | Path) -> tuple[str | Path, str | None]:
+    """Return a profile's name or path, and how its host launches calls; None if that is not said."""
+    name, _, launched = str(name_or_path).rpartition(":")
+    stated = isinstance(name_or_path, str | Path) and (name in known_profiles() or name.endswith(".json"))
+    return (name, launched) if stated else (name_or_path, None)
+
+
+def _launch_s(profile: Mapping[str, Any], launched: str) -> float:
+    """Return the seconds of the host for a call that is launched so."""
+    launches = profile.get("launches", {})
+    if launched not in launches:
+        found = ", ".join(map(repr, launches)) or "none"
+        raise PlanError(f"it has no launches of {launched!r}, found {found}; use one of them, or leave the suffix out.")
+    return _number(launches, launched)
 
 
 def is_profile_of(profile: str, device: str) -> bool:
@@ -113,13 +138,13 @@ def is_profile_of(profile: str, device: str) -> bool:
     >>> is_profile_of("h100", "NVIDIA H100 80GB HBM3"), is_profile_of("h100", "NVIDIA A100-SXM4-80GB")
     (True, False)
     """
-    words = re.findall(r"[a-z0-9]+", device.lower())
+    words, profile = re.findall(r"[a-z0-9]+", device.lower()), str(_split(profile)[0])
     return profile not in known_profiles() or all(part in words for part in profile.split("-"))
 
 
 def links_of(name_or_path: str | Path) -> dict[str, Any]:
     """What a profile, which `load` reads, says of links and of what collectives take: its JSON, with sources."""
-    profile = _read(_path_of(name_or_path))
+    profile = _read(_path_of(_split(name_or_path)[0]))
     return {name: profile[name] for name in ("links", "communication_share") if name in profile}
 
 

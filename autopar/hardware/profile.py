@@ -155,8 +155,12 @@ class Hardware:
     """Share of the peak FLOP/s that large products reach, differentiated; 1: the peak was measured so."""
     product_wave: float = 0.0
     """Elements of a product's output that the device makes at once (see `cost.product_efficiency`); 0: one by one."""
+    product_unaligned: float = 1.0
+    """Share of their rate that batches of products reach whose rows are no multiple of 16 bytes; 1: all of it."""
     attention_length: float = 0.0
-    """Queries of a sequence at which fused attention reaches half of its share; 0: it does not depend on them."""
+    """Queries at which fused attention under a causal mask reaches half of its share; 0: it does not depend on them."""
+    attention_head: float = 0.0
+    """Features of a head at which fused attention reaches half of its share; 0: it does not depend on them."""
     host_link_bytes_per_s: float = 0.0
     """Between a device and its host, in each direction; 0: not said, as the two below, and nothing is offloaded."""
     host_memory_bytes_per_s: float = 0.0
@@ -189,12 +193,20 @@ class Hardware:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
         if "float32" not in self.flops:
             raise PlanError(f"hardware {self.name!r} has no flops for float32, to which other dtypes fall back.")
-        for name in ("product_efficiency", "attention_efficiency"):
+        for name in ("product_efficiency", "product_unaligned", "attention_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
                 )
-        for name in ("op_latency_s", "launch_s", "dtensor_s", "product_wave", "attention_length", *HOST):
+        for name in (
+            "op_latency_s",
+            "launch_s",
+            "dtensor_s",
+            "product_wave",
+            "attention_length",
+            "attention_head",
+            *HOST,
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
         if not 0 <= self.communication_share <= 1:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from autopar.annotations.matching import Catalog
 from autopar.cost.offload import ACTIVATIONS, host_bytes
-from autopar.cost.operations import backward_share
 from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
@@ -211,6 +210,7 @@ def _row(
     strategy, call = decision.menu.strategies[choice], decision.menu.call
     share = space.share(space.rows.get(number), answer.choices)
     forward = float(decision.menu.forward_seconds[choice]) * share
+    computing = float(decision.menu.seconds[choice]) - sum(strategy.waits)
     mode = model.lifetimes.mode_of(number, answer.modes)
     own, rerun = model.own(number), model.second_forward.collectives_of(number, answer.choices, answer.modes)
     gradients = None if model.frees_gradients else model.gradients(number)
@@ -228,7 +228,7 @@ def _row(
         seconds=float(decision.menu.seconds[choice]) * share + wait + waits + recomputed,
         transfers=tuple(Moved(t.collective, t.axis, t.num_bytes, s, t.backward) for t, s in transfers),
         forward_seconds=forward,
-        backward_seconds=forward * backward_share(call, decision.menu.op) if call and decision.menu.op else 0.0,
+        backward_seconds=max(0.0, computing * share - forward) if call else 0.0,
         recompute_seconds=recomputed,
         saved_bytes=held + kept,
         stored_bytes=stored + (int(gradients[choice]) if gradients is not None else 0),

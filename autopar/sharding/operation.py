@@ -44,8 +44,8 @@ Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]
 """The collectives of a strategy that splits an implementation's factors."""
 MovedBytes = Callable[[int, int], int]
 """(bytes of all inputs, bytes of all outputs) → bytes that a forward reads and writes, on one device."""
-Efficiency = Literal["matmul", "attention"]
-"""Whose share of the peak FLOP/s is reached (see `hardware.profile`)."""
+Efficiency = Literal["matmul", "attention", "masked attention"]
+"""Kernel whose share of the peak FLOP/s is reached (see `cost.product_efficiency`)."""
 
 
 def read_and_written(inputs: int, outputs: int) -> int:
@@ -144,6 +144,8 @@ class OpRule:
     """The work of the whole backward over that of the forward; None: once for each input that needs a gradient."""
     moved_bytes: MovedBytes = read_and_written
     efficiency: Efficiency = "matmul"
+    head_size: int = 0
+    """Features of a head of fused attention; 0: none, or they do not matter."""
     elementwise_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that its forward reads and writes in elementwise operations, beside its products."""
     backward_bytes: Callable[[Call, LocalSizes], int] | None = None

@@ -158,6 +158,7 @@ class _Builder:
             dims if any(map(any, dims)) else None,
             self.asked,
             self._turn(found),
+            self.roled.summed(found),
         )
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)

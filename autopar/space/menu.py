@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.cost.operations import backward_share, hidden_share
+from autopar.cost.operations import backward_share, gradient_sum_seconds, hidden_share
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import MOVED_TOGETHER
@@ -49,6 +49,8 @@ class Menu:
     bound: BoundRule | None = None
     reason: str = ""
     """Why the call runs replicated, where no rule fits it."""
+    summed: tuple[int, ...] = ()
+    """Positions of inputs whose gradient is added to that of later uses."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,6 +114,7 @@ def menu_of(
     dealt: DealtDims | None = None,
     asked: frozenset[str] = frozenset(),
     turn: Turn = "alone",
+    summed: tuple[int, ...] = (),
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
@@ -119,6 +122,7 @@ def menu_of(
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
     multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.
+    `summed` are the positions of inputs whose gradient is added to that of later uses.
     """
     call, op, bound = found.call, found.op.offering(() if weight_only else asked), found.bound
     op = op.following() if turn == "later" else op
@@ -160,9 +164,13 @@ def menu_of(
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
             same = (strategy.inputs, strategy.outputs, implementation)
             if same not in seen:
-                seen[same] = (strategy, forward * passes + sum(strategy.waits), forward)
+                seconds = forward * passes + sum(strategy.waits)
+                for position in summed:
+                    layout = strategy.inputs[position]
+                    seconds += gradient_sum_seconds(call.inputs[position], layout, mesh.sizes, hardware)
+                seen[same] = (strategy, seconds, forward)
     strategies, times, forwards = zip(*seen.values(), strict=True)
-    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, found.reason)
+    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, found.reason, summed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,13 +62,14 @@ class Ledger:
         self.plan = plan
         self.microbatch = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
         self.step = step_tasks(context.memory_model, context.choices, plan.recompute)
-        self.computed: dict[str, tuple[Strategy, Work]] = {}
-        """Row of a task → the strategy of its call."""
+        self.computed: dict[str, tuple[Strategy, Work, float]] = {}
+        """Row of a task → the strategy of its call, its work, and its seconds on that hardware."""
         for name, number in context.space.index.items():
             menu = context.space.decisions[number].menu
             if menu.call is not None and menu.op is not None and menu.bound is not None:
                 strategy = menu.strategies[context.choices[number]]
-                self.computed[name] = strategy, Work.of(menu.call, menu.op, menu.bound)
+                work = Work.of(menu.call, menu.op, menu.bound)
+                self.computed[name] = strategy, work, computing_seconds(strategy, work, self.mesh, hardware)
 
     def passes(self, hardware: Hardware) -> Passes:
         """On other numbers."""
@@ -80,8 +81,7 @@ class Ledger:
         once = sum(each.seconds for each in step) - sum(each.seconds for each in microbatch)
         return Passes(forward, found.seconds - forward, simulate(step, share).seconds, max(0.0, once))
 
-    def _ratio(self, strategy: Strategy, work: Work, hardware: Hardware) -> float:
-        before = computing_seconds(strategy, work, self.mesh, self.hardware)
+    def _ratio(self, strategy: Strategy, work: Work, before: float, hardware: Hardware) -> float:
         return computing_seconds(strategy, work, self.mesh, hardware) / before if before else 1.0
 
     def _moving(self, task: Task, hardware: Hardware) -> float:

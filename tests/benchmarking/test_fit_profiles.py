@@ -34,7 +34,9 @@ def test_a_machine_replaces_what_it_differs_in_and_nothing_else() -> None:
     assert Machine().of(h100) == h100
     slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 0.5, 1e11).of(h100)
     shares = slower.links[1].efficiencies
-    assert (shares.all_gather, shares.reduce_scatter, shares.all_reduce) == (0.5, 0.5, 1.0)
+    said = h100.links[1].efficiencies
+    assert (shares.all_gather, shares.reduce_scatter) == (said.all_gather / 2, said.reduce_scatter / 2)
+    assert shares.all_reduce == said.all_reduce
     assert slower.links[0].efficiencies == h100.links[0].efficiencies
     assert [each.bytes_per_s for each in slower.links] == [1e11, 1e10]
     assert [each.straggling_s for each in slower.links] == [2e-4, 3e-3]
@@ -57,10 +59,31 @@ def test_messages_between_stages_begin_as_late_as_a_machine_says_and_collectives
 def test_a_row_of_several_nodes_of_vtrain_has_the_cards_that_its_source_says() -> None:
     row = replace(ROW, source="vtrain several nodes")
     assert on_its_machine(row, load("a100")).links[1].bytes_per_s == VTRAIN_BYTES_PER_S == 12.5e9
-    numbers = begin([row])
-    fitted = hardware_of(numbers, row, load("a100"))
-    assert fitted.links[1].bytes_per_s == VTRAIN_BYTES_PER_S and fitted.launch_s == numbers["launch vtrain"]
-    assert fitted.attention_efficiency == pytest.approx(numbers["attention"] / numbers["product"])
+    numbers, a100 = begin([row]), load("a100")
+    fitted = hardware_of(numbers, row, a100)
+    assert fitted.links[1].bytes_per_s == VTRAIN_BYTES_PER_S and fitted.launch_s == numbers["launch"]
+    assert fitted.attention_efficiency * fitted.product_efficiency == pytest.approx(
+        a100.attention_efficiency * a100.product_efficiency
+    ), "published, and not fitted"
+    assert fitted.links[1].efficiencies == a100.links[1].efficiencies
+
+
+def test_the_network_of_a_profile_is_fitted_to_the_rows_of_a_cluster_and_lateness_to_those_of_a_machine() -> None:
+    h100, numbers = load("h100"), begin([ROW])
+    fitted = hardware_of(numbers, ROW, h100)
+    reached = fitted.links[1].efficiencies
+    assert reached.all_reduce == numbers["network"]
+    assert reached.all_gather == reached.reduce_scatter == numbers["network"] * numbers["gathered"]
+    assert fitted.links[1].straggling_s == numbers["late in network"] and fitted.links[0] == h100.links[0]
+    late = hardware_of(begin([ROW], "nanotron, late hosts"), ROW, h100)
+    assert late.product_efficiency == h100.product_efficiency and late.links[0].straggling_s > 0
+
+
+def test_llm_foundry_ran_slower_kernels_of_attention() -> None:
+    row, h100 = replace(ROW, source="llm-foundry"), load("h100")
+    found = on_its_machine(row, h100)
+    assert found.attention_efficiency < h100.attention_efficiency
+    assert replace(found, attention_efficiency=h100.attention_efficiency) == h100
 
 
 def test_numbers_that_rows_agree_on_come_back_and_those_they_say_nothing_of_stay() -> None:

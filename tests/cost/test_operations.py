@@ -30,7 +30,7 @@ from autopar.sharding.operation import ZIGZAG, Call, OpRule, is_contraction, is_
 from autopar.sharding.rule import TOGETHER, Rule
 from autopar.strategies import rule_of
 from tests.support.eager import calls
-from tests.support.planned import call_menu
+from tests.support.planned import call_menu, space_of
 
 aten = torch.ops.aten
 WIRES = (Link("wire", None, 0.0, 1.0),)
@@ -264,7 +264,7 @@ def test_a_bias_has_no_product_in_the_backward_but_a_launch() -> None:
     assert backward_share(call, op) == backward_share(linear(), OpRule("~b k, ~o k -> b o")) == 1
     assert backward_launches(call, op) == 2
     added = replace(linear(), inputs=(info(4, 10), info(4, 10)))
-    assert backward_share(added, OpRule("+b o, +b o -> b o")) == 2, "a sum is no product"
+    assert backward_share(added, OpRule("+b o, +b o -> b o")) == 0, "a sum passes its gradient on"
 
 
 def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:
@@ -280,3 +280,36 @@ def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:
     assert op is not None
     read, written = 4 * 24 + 4 * 4, 4
     assert moved_bytes(op, read, written) == 2 * read + written
+
+
+def test_a_sum_passes_its_gradient_on_unless_an_input_was_broadcast() -> None:
+    rule, row = OpRule("+a b, +a b -> a b"), info(4, 6)
+    assert backward_share(Call(aten.add.Tensor, (row, row), (row,), {}), rule) == 0
+    assert backward_share(Call(aten.add.Tensor, (row, info(1, 6)), (row,), {}), rule) == 1
+    assert backward_launches(Call(aten.add.Tensor, (row, row), (row,), {}), rule) == 2, "nodes of autograd"
+
+
+def test_the_backward_of_what_is_not_linear_reads_its_input_again() -> None:
+    row = info(4, 6)
+    call, scaled = Call(aten.gelu.default, (row,), (row,), {}), Call(aten.mul.Scalar, (row,), (row,), {})
+    assert backward_share(call, OpRule("a b -> a b")) == 1.5
+    assert backward_share(scaled, OpRule("~a b -> a b")) == 1
+    assert backward_share(call, OpRule("a b -> a b", flops=7)) == 1, "as a convolution"
+
+
+class _UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x.sin() + x
+
+
+def test_the_gradients_of_a_tensor_of_two_uses_are_summed_once() -> None:
+    space = space_of(_UsedTwice(), (torch.ones(4, 6),), BANDWIDTH_BOUND, dp=1)
+    menus = {each.menu.call.name: each.menu for each in space.decisions if each.menu.call is not None}
+    assert {name: menu.summed for name, menu in menus.items()} == {"linear": (), "sin": (0,), "add": ()}
+    forward, whole = menus["sin"].forward_seconds[0], menus["sin"].seconds[0]
+    assert whole == pytest.approx(2.5 * forward + 3 * 24 * 4 / 8.0), "two gradients are read, one is written"

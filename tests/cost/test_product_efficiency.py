@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.product_efficiency import full_rate_flops, sides_of
+from autopar.cost.product_efficiency import WITHOUT_MASK, full_rate_flops, sides_of
 from autopar.hardware.load import load
 from autopar.sharding.operation import Implementation, OpRule
 from autopar.sharding.rule import BoundRule, Rule
@@ -53,11 +53,37 @@ def test_what_is_no_single_product_has_no_waves() -> None:
 
 
 def test_attention_reaches_half_of_its_rate_at_the_length_that_the_hardware_states() -> None:
-    call = attention(64, 64)
-    op = rule_of(call)
+    op = rule_of(attention(64, 64, is_causal=True))
     assert op is not None
     for queries, slower in ((64, 2.0), (16, 5.0), (1024, 1.0625)):
         assert full_rate_flops(10.0, op, (), {"s": queries}, WAVES) == 10.0 * slower
     as_matmul = Implementation("somewhere:one", None, efficiency="matmul")
     assert full_rate_flops(10.0, op, (), {"s": 64}, WAVES, as_matmul) == 10.0, "as what runs it says"
     assert full_rate_flops(10.0, op, (), {"s": 64}, load("cpu")) == 10.0
+
+
+def test_attention_without_a_mask_fills_its_tiles_at_fewer_queries() -> None:
+    op = rule_of(attention(64, 64))
+    assert op is not None
+    assert full_rate_flops(10.0, op, (), {"s": 64}, WAVES) == 10.0 * (1 + WITHOUT_MASK)
+
+
+def test_attention_reaches_half_of_its_rate_at_the_head_that_the_hardware_states() -> None:
+    call = attention(64, 64)
+    op, hardware = rule_of(call), replace(load("cpu"), attention_head=24.0)
+    assert op is not None and op.head_size == call.inputs[0].shape[-1]
+    assert full_rate_flops(10.0, op, (), {"s": 64}, hardware) == 10.0 * (1 + 24 / op.head_size)
+    as_matmul = Implementation("somewhere:one", None, efficiency="matmul")
+    assert full_rate_flops(10.0, op, (), {"s": 64}, hardware, as_matmul) == 10.0
+
+
+def test_a_batch_of_products_of_unaligned_rows_reaches_the_share_that_the_hardware_states() -> None:
+    hardware = replace(load("cpu"), product_wave=0.0, product_unaligned=0.25)
+    scores, plain = "b m k, b k n -> b m n", "m k, k n -> m n"
+    for size, rate in ((16, 1.0), (24, 1.0), (20, 0.25)):
+        batch = bound(scores, (7, 9, size), (7, size, 32), (7, 9, 32))
+        op = OpRule(scores)
+        assert full_rate_flops(10.0, op, sides_of(op, batch), batch.sizes, hardware) == 10.0 / rate
+        one = bound(plain, (9, size), (size, 32), (9, 32))
+        op = OpRule(plain)
+        assert full_rate_flops(10.0, op, sides_of(op, one), one.sizes, hardware) == 10.0

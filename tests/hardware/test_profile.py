@@ -77,7 +77,7 @@ def test_what_a_gpu_reaches_is_less_than_its_peaks_and_a_fit_names_script_date_a
     assert hardware.elementwise_bytes_per_s < hardware.memory_bytes_per_s
     assert hardware.product_wave % (128 * 256) == 0, "a tile on each multiprocessor"
     source = written["product_efficiency"]["source"]
-    assert all(part in source for part in ("benchmarks.fit_profiles", "2026-11-24", "2026-11-24-profiles.txt"))
+    assert all(part in source for part in ("benchmarks.fit_profiles", "2026-11-28", "2026-11-28-profiles.txt"))
     assert source.startswith("fit: " if name[:4] in ("a100", "h100") else "assumed: as fitted for h100")
 
 
@@ -287,7 +287,7 @@ def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
             parse({**profile, "attention_efficiency": share})
 
 
-@pytest.mark.parametrize("name", ["product_wave", "attention_length"])
+@pytest.mark.parametrize("name", ["product_wave", "attention_length", "attention_head"])
 def test_shapes_cost_nothing_where_a_profile_says_nothing_of_them(name: str) -> None:
     profile = json.loads((PROFILES / "cpu.json").read_text())
     assert getattr(parse(profile), name) == 0.0
@@ -340,3 +340,41 @@ def test_a_file_that_is_no_profile_is_refused_by_its_name(tmp_path: Path, conten
     path.write_bytes(content)
     with pytest.raises(PlanError, match=r"the hardware profile '.*mine\.json': "):
         load(path)
+
+
+def test_a_suffix_says_how_the_host_launches_calls(tmp_path: Path) -> None:
+    link = {"name": "wire", "devices": None, "latency_s": 0.0, "bytes_per_s": 1e9}
+    path = tmp_path / "mine.json"
+    launches = {"graph": {"value": 1e-9, "source": "assumed"}}
+    path.write_text(json.dumps(_profile(link, launch_s=4e-5, launches=launches)))
+    assert (load(path).launch_s, load(f"{path}:graph").launch_s) == (4e-5, 1e-9)
+    with pytest.raises(PlanError, match="no launches of 'eager', found 'graph'; use one of them, or leave the suffix"):
+        load(f"{path}:eager")
+    with pytest.raises(PlanError, match="no launches of ''"):
+        load(f"{path}:")
+    with pytest.raises(PlanError, match="'h999:graph' is not known"):
+        load("h999:graph")
+
+
+@pytest.mark.parametrize("name", [name for name in known_profiles() if name != "cpu"])
+def test_a_gpu_launches_more_slowly_the_more_python_runs(name: str) -> None:
+    seconds = [load(each).launch_s for each in (name, *(f"{name}:{how}" for how in ("generated", "compiled", "graph")))]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "head", "published"),
+    [
+        *(("a100", queries, 128, rate) for queries, rate in ((512, 99e12), (2048, 155e12), (16384, 189e12))),
+        *(("a100", queries, 64, rate) for queries, rate in ((512, 88e12), (2048, 140e12), (16384, 171e12))),
+        *(("h100", queries, 128, rate) for queries, rate in ((512, 191e12), (2048, 298e12), (16384, 335e12))),
+        *(("h100", queries, 64, rate) for queries, rate in ((512, 180e12), (2048, 262e12), (16384, 299e12))),
+    ],
+)
+def test_attention_follows_the_published_curves_of_flash_attention(
+    name: str, queries: int, head: int, published: float
+) -> None:
+    hardware = load(name)
+    rate = hardware.flops_of("bfloat16") * hardware.product_efficiency * hardware.attention_efficiency
+    rate /= (1 + hardware.attention_length / queries) * (1 + hardware.attention_head / head)
+    assert rate == pytest.approx(published, rel=0.12)

@@ -19,7 +19,7 @@ import torch
 
 from autopar.program.operators.attention.hops import chains_of, hops_of
 from autopar.sharding.layout import R, S
-from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
+from autopar.sharding.operation import ZIGZAG, Call, Collective, Efficiency, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, batch_names, broadcast, rule, term
 from autopar.strategies.rules.layers.attention_sizes import (
@@ -91,13 +91,14 @@ def attention(call: Call) -> OpRule:
     text = rule(terms, [term(dims)]) + further
     flops = _flops(call, causal=call["is_causal"] and fused)
     backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
+    kernel: Efficiency = "masked attention" if call["is_causal"] else "attention"
     if not in_parts:
         drawing = Implementation(
             "attention.explicit:attention_with_dropout", factors=None, random=True, saved_bytes=_probabilities
         )
         taking = Implementation("attention.heads:attention", shared, wraps=True)
         ways = (drawing,) if dropout else (taking,) if shared else ()
-        return OpRule(text, ways, flops=flops, backward=backward, efficiency="attention", choices=alone)
+        return OpRule(text, ways, flops=flops, backward=backward, efficiency=kernel, head_size=query[-1], choices=alone)
     causal, around = call["is_causal"], query[-2] == key[-2]
     served = (frozenset({"s", "t"}) if causal else frozenset({"t"})) | shared
     by_blocks = Implementation(
@@ -119,7 +120,8 @@ def attention(call: Call) -> OpRule:
         ways,
         flops=flops,
         backward=backward,
-        efficiency="attention",
+        efficiency=kernel,
+        head_size=query[-1],
         only_together=frozenset({"t"}) if around else frozenset(),
         choices=(*alone, *((_ring(call),) if around else ())),
     )

@@ -52,7 +52,8 @@ def attention_by_mask(call: Call) -> OpRule:
         (by_blocks,),
         flops=round(call["seen"] * _flops(call, query[-2], key[-2], math.prod(query[:-2]))),
         backward=FUSED_BACKWARD,
-        efficiency="attention",
+        efficiency="masked attention",
+        head_size=query[-1],
         only_together=frozenset({"t"}) if around else frozenset(),
         choices=(*alone, *((_ring(call["vectors"]),) if around else ())),
     )
