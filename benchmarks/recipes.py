@@ -294,7 +294,14 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     if seconds is None and recipe.mfu is not None and plan.workload is not None:
         seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device] * recipe.gpus)
     return Found(
-        recipe.name, verdict, reason, step_seconds(plan, recipe.microbatches), plan.peak_bytes, seconds, measured, spent
+        recipe.name,
+        verdict,
+        reason,
+        step_seconds(plan, recipe.microbatches),
+        plan.reserved_bytes,
+        seconds,
+        measured,
+        spent,
     )
 
 

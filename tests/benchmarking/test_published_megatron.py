@@ -214,8 +214,9 @@ def test_ranks_of_several_stages_hold_what_a_pipelines_plan_says() -> None:
     wanted = replace(wanted, stages=tuple(f"layers.{start}" for start in (1, 2, 3)))
     schedule = Schedule("interleaved_1f1b", 2, 4, 2)
     program = planning.captured(shape, asked.sequence, asked.batch, asked.precision)
-    plan = plan_pipeline(PipelineRequest.of(wanted, program, asked.mesh("h100"), "pp", schedule))
-    ranks = planning._bytes([Depths(each.plan) for each in plan.stages], schedule, planning._runs(schedule, wanted))
+    request = PipelineRequest.of(wanted, program, asked.mesh("h100"), "pp", schedule)
+    plan = plan_pipeline(request)
+    ranks = planning._bytes([Depths(each.plan) for each in plan.stages], schedule, planning._runs(request))
     assert [rank.peak for rank in ranks] == [plan.rank_bytes(0), plan.rank_bytes(1)]
     maxima = [sum(plan.stages[stage].plan.peak_bytes for stage in schedule.stages_of(rank)) for rank in (0, 1)]
     assert all(rank.peak < most for rank, most in zip(ranks, maxima, strict=True))

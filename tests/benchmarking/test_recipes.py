@@ -64,9 +64,9 @@ def test_axes_go_from_the_slowest_and_those_of_experts_are_a_part_of_the_batch_s
 
 
 def test_a_recipe_that_fits_is_accepted_and_one_that_does_not_is_priced_without_a_limit() -> None:
-    accepted, refused = (recipes.asked(replace(TINY, memory=memory), 10.0) for memory in ("1GB", "1MB"))
+    accepted, refused = (recipes.asked(replace(TINY, memory=memory), 10.0) for memory in ("4GB", "1MB"))
     assert (accepted.verdict, refused.verdict) == (recipes.ACCEPTED, recipes.REFUSED)
-    assert "no cut into 2 stages fits into memory" in refused.reason and refused.seconds == accepted.seconds
+    assert "1.32 GB of it are no tensors" in refused.reason and refused.seconds == accepted.seconds
     assert accepted.ratio and accepted.memory_ratio and accepted.measured_seconds
     text = recipes.line(TINY, accepted)
     assert "tiny (pp2 dp2; zero1; 2 micro-batches); accepted; " in text and "GB of 1.1 measured" in text
@@ -81,7 +81,7 @@ def test_a_step_in_one_piece_is_that_of_all_its_micro_batches() -> None:
     )
     assert isinstance(one, Plan) and isinstance(several, Plan)
     assert recipes.step_seconds(one, 1) == pytest.approx(one.timeline().seconds, rel=0.1)
-    assert recipes.step_seconds(several, 2) > 1.9 * several.timeline().seconds - stage_seconds(several).once
+    assert recipes.step_seconds(several, 2) > 1.8 * several.timeline().seconds - stage_seconds(several).once
 
 
 def test_what_autopar_cannot_be_asked_is_listed_with_the_reason() -> None:
