@@ -27,7 +27,7 @@ from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.report.html import page
 from tests.support.towers import tower
 
-FAST_LINK = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16)
+FAST_LINK = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16, launch_s=6e-6)
 """Copies take next to nothing."""
 SLOW_LINK = replace(FAST_LINK, host_link_bytes_per_s=1e6)
 DOWN, UP = "device to host", "host to device"

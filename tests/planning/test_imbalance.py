@@ -73,8 +73,8 @@ def test_grouped_products_take_as_many_times_as_long_as_there_are_rows(imbalance
     assert len(balanced) == 2
     for one, other in zip(balanced, uneven, strict=True):
         assert one.forward_seconds > 0
-        assert other.forward_seconds == one.forward_seconds * imbalance
-        assert other.backward_seconds == one.backward_seconds * imbalance
+        assert other.forward_seconds == pytest.approx(one.forward_seconds * imbalance, rel=1e-9)
+        assert other.backward_seconds == pytest.approx(one.backward_seconds * imbalance, rel=1e-9)
 
 
 def _pinned_to(space: Space, made: tuple[int, ...]) -> dict[int, np.ndarray]:

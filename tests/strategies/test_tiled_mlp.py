@@ -85,5 +85,6 @@ def test_it_takes_the_time_of_hidden_activations_that_are_computed_again() -> No
     assert len(apart) == 10
     latency = context_of(plans[0]).space.hardware.op_latency_s
     assert mlp.forward_seconds == pytest.approx(sum(apart) / 2 - 4 * latency, rel=0.02)
-    # Three products forward; backward two of them again, and two for each of the three.
-    assert mlp.backward_seconds == pytest.approx(8 / 3 * mlp.forward_seconds)
+    # Three products forward; backward two of them again, and two for each of the three, and the sum with the gradient
+    # of the residual.
+    assert mlp.backward_seconds == pytest.approx(8 / 3 * mlp.forward_seconds, rel=0.03)

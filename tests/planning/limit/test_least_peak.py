@@ -104,12 +104,11 @@ def test_every_limit_down_to_the_least_found_gives_a_plan_and_one_byte_less_the_
 
 def test_rows_state_the_same_problem_whether_or_not_the_mode_matters_at_their_moments() -> None:
     """A row in which recomputation changes nothing stood beside one in which it does with other edges."""
-    space = SPACES["layers"]()
+    space = SPACES["gpt2"]()
     memory = MemoryModel(space)
     modes = dict.fromkeys(memory.lifetimes.segments, "")
     assert modes
-    count = len(memory.lifetimes.calls)
-    rows = tuple(MemoryRow(((moment, 1),)) for moment in range(4 * count))
+    rows = tuple(MemoryRow(((moment, 1),)) for moment in range(0, 4 * len(memory.lifetimes.calls), 13))
     problems = Formulation(space, memory).problems({}, rows, None, modes)
     alone = [Formulation(space, memory).problem({}, row, None, modes) for row in rows]
     assert len({tuple(edge.ends for edge in each.edges) for each in alone}) > 1

@@ -16,7 +16,7 @@ from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
 from autopar.sharding.mesh import Mesh
 
-SHARE = 0.9  # of what the plan without a limit takes
+SHARE = 0.85  # of what the plan without a limit takes
 
 
 def test_a_plan_is_made_of_pieces_that_fit_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_choices_are_had_with_every_segment_in_each_mode_that_it_may_have(space:
     answer = replace(_answer(space, pins, 0.9)[0], modes={"first": "none", "second": "selective"})
     found = in_each_mode(answer, {"first": "", "second": "none|selective"}, ("none", "selective", "full"))
     assert [each[: len(answer.choices)] for each in found] == [answer.choices] * 4
-    assert [each[len(answer.choices) :] for each in found] == [(0, 1), (0, 0), (1, 1), (2, 1)]
+    assert [each[len(answer.choices) :] for each in found] == [(0, 1), (0, 0), (1, 1), (MODES.index("full"), 1)]
 
 
 def test_an_answer_that_is_computed_again_may_have_the_bound_of_a_plan_without_segments(
