@@ -127,7 +127,7 @@ def compile(
         plan: a plan made before; nothing is solved.
         memory: hard limit per device at every moment of a step, in bytes or as text ("8GB").
         recompute: "auto" (layers are computed again in the backward where the limit asks for it), or one of "none",
-            "selective" (saves products, attention and results of collectives), "full_save_collectives" (saves results
+            "selective" (saves products, attention and results of reductions), "full_save_collectives" (saves results
             of collectives alone) and "full" (saves a layer's inputs; its collectives run again) for every layer.
         optimizer: whose state and step are planned for: "adamw", "sgd", "adamw-8bit", "muon", "galore" or "none", or an
             `autopar.Optimizer`, which says GaLore's rank and which parameters are matrices.

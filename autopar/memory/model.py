@@ -213,8 +213,9 @@ class MemoryModel(TensorBytes):
             return None
         needed, there = self.lifetimes.needs_input(wire), self.lifetimes.is_there_anyway(wire)
         found = [self._kept_by_target(wire, there) if needed else None]
-        again, inside = self.second_forward.moves_again(wire), self.lifetimes.is_inside(wire)
+        inside = self.lifetimes.is_inside(wire)
         for mode in range(1, self.lifetimes.num_modes(wire.target)):
+            again = self.second_forward.moves_again(wire, mode)
             if self.lifetimes.modes[mode] == OFFLOAD:
                 found.append(None if self.lifetimes.leaves(wire.source) else found[0])
             elif self.space.is_weight(wire.source):
@@ -223,16 +224,23 @@ class MemoryModel(TensorBytes):
             elif not needed and not self.lifetimes.reruns(wire.target, mode):
                 found.append(None)
             elif inside:
-                found.append(self.sent(wire) if mode != FULL_MODE or again is None else None)
+                found.append(self._sent_once(wire, again))
             else:
                 is_input = source.kind in ("input", "buffer") and there
-                found.append(self._entering(wire, is_input, again if mode == FULL_MODE else None))
+                found.append(self._entering(wire, is_input, again))
         if all(each is None for each in found):
             return None
         nothing = self.nothing(
             tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
         )
         return self.modes([nothing if each is None else each for each in found])
+
+    def _sent_once(self, wire: Wire, again: np.ndarray | None) -> Bytes:
+        """Bytes that a segment saves of a tensor that it has sent itself; none if the collectives run `again`."""
+        sent = self.sent(wire)
+        if again is None:
+            return sent
+        return self.cached(("sent once", id(sent), id(again)), lambda: np.where(again, 0, sent))
 
     def _entering(self, wire: Wire, there: bool, again: np.ndarray | None) -> Bytes:
         """Bytes that a segment saves of a tensor from outside; as it was before the collectives that run `again`."""

@@ -1,8 +1,8 @@
 """What runs again in the backward, by mode: calls, and the collectives that bring their inputs.
 
     call    its forward; in the mode full with the collectives that it runs itself, in other modes never if it has any
-    wire    its collectives in the mode full, if something that runs again, or a backward, needs the tensor: always
-            inside a segment; on the way into a segment if they enlarge the tensor, so that the smaller one is saved
+    wire    its collectives, if something that runs again, or a backward, needs the tensor: in the modes selective and
+            full if they enlarge it, so that the smaller one is saved; in the mode full always inside a segment
 
 Of rows of experts a wire's collectives that run again move an equal share of them, however uneven the rows are.
 
@@ -20,10 +20,11 @@ from autopar.hardware.collectives import Transfer
 from autopar.memory.host_copies import HostCopies
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
-from autopar.program.recompute_segments import FULL, MODES
+from autopar.program.recompute_segments import FULL, GATHERING_AGAIN, MODES
 from autopar.space.space import Decision, Wire
 
 FULL_MODE = MODES.index(FULL)
+GATHERING_MODES = tuple(map(MODES.index, GATHERING_AGAIN))
 
 
 class SecondForward:
@@ -31,7 +32,7 @@ class SecondForward:
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, host_copies: HostCopies) -> None:
         self.tensors, self.lifetimes, self.host_copies, self.space = tensors, lifetimes, host_copies, tensors.space
-        self._again: dict[tuple[int, int], np.ndarray | None] = {}
+        self._again: dict[tuple[int, int, int], np.ndarray | None] = {}
 
     def communicates(self, decision: Decision) -> np.ndarray:
         """Return which strategies of a call run collectives of their own in the forward."""
@@ -77,21 +78,21 @@ class SecondForward:
         found = self.tensors.cached(("runs again", id(decision.menu), needed, mode == FULL_MODE), make)
         return found if found.any() else None
 
-    def moves_again(self, wire: Wire) -> np.ndarray | None:
-        """Return between which strategies a wire's collectives run again in the mode full; None if between none."""
-        end = wire.target, wire.target_input
-        if end not in self._again:
-            found = self._moves_again(wire) if self._needs_again(wire) else None
-            self._again[end] = found if found is not None and found.any() else None
-        return self._again[end]
+    def moves_again(self, wire: Wire, mode: int) -> np.ndarray | None:
+        """Return between which strategies a wire's collectives run again in a mode; None if between none."""
+        key = wire.target, wire.target_input, mode
+        if key not in self._again:
+            found = self._moves_again(wire, mode) if self._needs_again(wire, mode) else None
+            self._again[key] = found if found is not None and found.any() else None
+        return self._again[key]
 
-    def _needs_again(self, wire: Wire) -> bool:
-        if not self.lifetimes.segment[wire.target] or wire.tensor.is_of_weights:
+    def _needs_again(self, wire: Wire, mode: int) -> bool:
+        if mode not in GATHERING_MODES or not self.lifetimes.segment[wire.target] or wire.tensor.is_of_weights:
             return False
-        return self.lifetimes.needs_input(wire) or self.lifetimes.reruns(wire.target, FULL_MODE)
+        return self.lifetimes.needs_input(wire) or self.lifetimes.reruns(wire.target, mode)
 
-    def _moves_again(self, wire: Wire) -> np.ndarray:
-        inside = self.lifetimes.is_inside(wire)
+    def _moves_again(self, wire: Wire, mode: int) -> np.ndarray:
+        inside = mode == FULL_MODE and self.lifetimes.is_inside(wire)
 
         def make() -> np.ndarray:
             before, after = self.tensors.wire_ends(wire)
@@ -101,17 +102,21 @@ class SecondForward:
 
     def seconds_on(self, wire: Wire) -> Modes | None:
         """Return the seconds of what runs again on account of a wire, by mode; None if there are none in any mode."""
-        copying, again = self.host_copies.seconds_on(wire), self.moves_again(wire)
-        if copying is None and again is None:
+        copying = self.host_copies.seconds_on(wire)
+        again = [self.moves_again(wire, mode) for mode in range(self.lifetimes.num_modes(wire.target))]
+        if copying is None and all(each is None for each in again):
             return None
         shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
-        found = [self._nothing(shape)] * self.lifetimes.num_modes(wire.target)
-        if again is not None:
-            key = ("seconds again", id(again), self.space.kind(wire))
-            found[FULL_MODE] = self.tensors.cached(key, lambda: np.where(again, self.space.forward_seconds(wire), 0.0))
+        found = [self._nothing(shape) if each is None else self._seconds_on(wire, each) for each in again]
         if copying is not None:
             found[-1] = copying
         return tuple(found)
+
+    def _seconds_on(self, wire: Wire, again: np.ndarray) -> Bytes:
+        return self.tensors.cached(
+            ("seconds again", id(again), self.space.kind(wire)),
+            lambda: np.where(again, self.space.forward_seconds(wire), 0.0),
+        )
 
     def at(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> float:
         """Return the seconds of a call's second forward under choices and modes."""
@@ -138,7 +143,7 @@ class SecondForward:
 
     def collectives_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Transfer, ...]:
         """Return the collectives of a wire that run again."""
-        again = self.moves_again(wire) if self._is_full(wire.target, modes) else None
+        again = self.moves_again(wire, self.lifetimes.mode_of(wire.target, modes))
         if again is None or not again[choices[wire.source], choices[wire.target]]:
             return ()
         return tuple(each for each in self.space.path(wire, choices).transfers if not each.backward)

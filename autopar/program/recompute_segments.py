@@ -3,15 +3,15 @@
 A segment is a contiguous run of calls whose module path begins alike, up to its first number ("model.layers.3").
 
 none                    nothing is recomputed; what autograd saves stays
-selective               products (linear, matmul, convolution, attention) and results of collectives are saved; norms,
-                        activations, casts and other elementwise calls are recomputed
+selective               products (linear, matmul, convolution, attention) and results of collectives are saved, but for
+                        gathers, which run again; norms, activations, casts and other elementwise calls are recomputed
 full_save_collectives   everything is recomputed from the segment's inputs and the results of its collectives
 full                    everything is recomputed from the segment's inputs alone; its collectives run again
 offload                 nothing is recomputed; what autograd saves goes to the host, and comes back for the backward
 
 Only what a segment alone uses leaves, and no weights: what others use, too, would have to stay for them. A call that
-has made its gradients in the forward never runs again. In the mode full a segment saves its inputs as they arrive from
-outside, before a collective that enlarges them: with sequence parallelism a part of the positions.
+has made its gradients in the forward never runs again. In the modes selective and full a tensor is saved before a
+gather that enlarges it: with sequence parallelism a part of the positions.
 
 Chen et al. 2016 (full), Korthikanti et al. 2022 (full with tensor parallelism; selective, which here saves attention,
 as FlashAttention saves no scores), Rhu et al. 2016 (offload).
@@ -33,8 +33,10 @@ from autopar.program.program import Program, tensor_inputs
 from autopar.program.saved_tensors import saved_in
 
 OFFLOAD = "offload"
-FULL = "full"
-RECOMPUTATIONS = ("none", "selective", "full_save_collectives", FULL)
+SELECTIVE, FULL = "selective", "full"
+RECOMPUTATIONS = ("none", SELECTIVE, "full_save_collectives", FULL)
+GATHERING_AGAIN = (SELECTIVE, FULL)
+"""Modes in which gathers of activations run again."""
 MODES = (*RECOMPUTATIONS, OFFLOAD)
 """The modes of a segment; where nothing may leave for the host, the last of them is not offered."""
 GRADIENTS_IN_FORWARD = (LINEAR_CROSS_ENTROPY,)
@@ -108,7 +110,7 @@ def recomputation(program: Program, segment: Segment, mode: str, products: Colle
 
 def is_kept(node: fx.Node, mode: str, products: Collection[fx.Node]) -> bool:
     """Return whether a call of a segment never runs again, whether it communicates or not."""
-    return node.target in GRADIENTS_IN_FORWARD or (mode == "selective" and node in products)
+    return node.target in GRADIENTS_IN_FORWARD or (mode == SELECTIVE and node in products)
 
 
 def leaving(program: Program) -> frozenset[fx.Node]:

@@ -24,7 +24,7 @@ from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.paths import layer_of
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import FULL, OFFLOAD, is_kept, leaving, segments_of
+from autopar.program.recompute_segments import FULL, GATHERING_AGAIN, OFFLOAD, is_kept, leaving, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark, modes_of_calls
@@ -246,11 +246,12 @@ class _Rewriter:
 
     def _moves_again(self, wire: Wire, path: ReshardPath) -> bool:
         """Return whether the collectives of a path run again in the backward (see `memory.second_forward`)."""
-        if self.segment is None or self.segment[1] != FULL or wire.tensor.is_of_weights:
+        if self.segment is None or self.segment[1] not in GATHERING_AGAIN or wire.tensor.is_of_weights:
             return False
         source = self.space.decisions[wire.source]
         segment = self.hub_segments.get(wire.source) if source.kind == "hub" else self.modes.get(source.node)
-        return segment == self.segment or enlarges(path, wire.tensor, self.mesh)
+        inside = self.segment[1] == FULL and segment == self.segment
+        return inside or enlarges(path, wire.tensor, self.mesh)
 
     def _value(self, decision: int, output: int) -> fx.Node:
         """A decision's output; a hub is emitted when it is first asked for."""
