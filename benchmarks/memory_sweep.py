@@ -117,7 +117,7 @@ class Answer:
 
 
 def asked(name: str, limit: int | None, time_limit: float) -> Answer:
-    """The plan of a family under a limit, or its refusal."""
+    """The plan of a family under a limit on bytes of tensors, or its refusal."""
     make, axes, hardware = FAMILIES[name]
     model, inputs = make()
     start = time.monotonic()
@@ -125,7 +125,8 @@ def asked(name: str, limit: int | None, time_limit: float) -> Answer:
         warnings.simplefilter("ignore")
         try:
             mesh = autopar.Mesh(axes, hardware=hardware)
-            plan = autopar.plan(model, mesh, inputs, memory=limit, time_limit=time_limit)
+            said: dict[str, Any] = {"memory_conventions": "tensors", "time_limit": time_limit}
+            plan = autopar.plan(model, mesh, inputs, memory=limit, **said)
         except InfeasibleError as error:
             return Answer(limit or 0, None, None, time.monotonic() - start, str(error))
     return Answer(limit or plan.peak_bytes, plan.peak_bytes, plan.seconds, time.monotonic() - start)

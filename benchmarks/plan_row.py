@@ -22,7 +22,7 @@ import autopar
 from autopar.compiler import offline
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import built_in
-from autopar.planning import planner, request
+from autopar.planning import request
 from autopar.planning.settings import TIME_LIMIT
 from autopar.sharding.mesh import Mesh
 from benchmarks.wide_models import NAMES, wide_model
@@ -32,13 +32,13 @@ AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 IN_STAGES = ("pp", "dp", "tp")
 """Those of a pipeline."""
 CAPTURE = {"trace": offline}
-STAGES = {**CAPTURE, "build_space": request, "make_plan": planner}
+STAGES = {**CAPTURE, "build_space": request, "best_plan_of": request}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is planned: a model by name with so many layers (None: its own), inputs, mesh and bytes per device.
+    """A model by name with so many layers (None: its own), inputs, mesh and bytes of tensors per device, to be planned.
 
     With a schedule the outermost axis is a pipeline's; a mesh of one number that is searched is so many devices.
     """
@@ -123,7 +123,12 @@ def measure(row: Row) -> Measured:
 
 def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """A Plan or a PipelinePlan."""
-    limits = {"memory": row.memory, "time_limit": row.time_limit, "microbatches": row.microbatches}
+    limits: dict[str, Any] = {
+        "memory": row.memory,
+        "memory_conventions": "tensors",
+        "time_limit": row.time_limit,
+        "microbatches": row.microbatches,
+    }
     if row.is_searched:
         found = {"devices": row.mesh[0], "hardware": row.hardware, "pipeline": row.pipeline}
         return autopar.plan(model, "auto", inputs, **found, **limits)

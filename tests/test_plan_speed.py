@@ -67,6 +67,14 @@ def test_a_row_with_a_limit_of_its_own_is_planned_once(monkeypatch: pytest.Monke
     assert [line.row for line in plan_speed.lines(GROUPS["limits"], (0.9,))] == list(GROUPS["limits"])
 
 
+def test_a_limit_is_one_on_tensors() -> None:
+    row = Row("tiny-mlp", (2,), 8, 64)
+    free = measure(row).peak_bytes
+    assert free is not None
+    within = measure(replace(row, memory=free - 1))
+    assert within.peak_bytes is not None and within.peak_bytes < free
+
+
 @pytest.mark.slow
 def test_a_row_that_no_plan_satisfies_is_measured_as_such() -> None:
     found = measure(Row("demo", (2, 2), 4, 16, layers=1, memory=1, hardware="cpu"))

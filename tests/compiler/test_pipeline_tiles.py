@@ -53,7 +53,7 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def _planned(memory: int | None = None, model: type[Classes] = Classes, **options: Any) -> PipelinePlan:
-    said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, **options}
+    said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "memory_conventions": "tensors", **options}
     plan = autopar.plan(model(), Mesh({"pp": 2, "dp": 2}, hardware="h100"), _batch(0), memory=memory, **said)
     assert isinstance(plan, PipelinePlan)
     return plan

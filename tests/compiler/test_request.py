@@ -122,7 +122,11 @@ def test_a_profile_that_is_not_known_is_refused_before_there_are_inputs(ranks: R
             InputError,
             "precision=16; give one of 'bf16-mixed', 'fp16-mixed', 'bf16', 'fp32', or an autopar",
         ),
-        ({"recompute": "some"}, PlanError, "recompute='some'; give 'auto', 'none', 'selective', 'full'"),
+        (
+            {"recompute": "some"},
+            PlanError,
+            "recompute='some'; give 'auto', 'none', 'selective', 'full_save_collectives', 'full'",
+        ),
     ],
 )
 def test_a_word_that_is_not_known_is_refused_by_all(options: dict[str, Any], error: type, text: str) -> None:

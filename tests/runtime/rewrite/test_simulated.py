@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
-from autopar.planning import planner, request
+from autopar.planning import request
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -67,7 +67,7 @@ def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytes
             (whole_model, "trace"),
             (Traced, "program"),
             (request, "build_space"),
-            (planner, "make_plan"),
+            (request, "best_plan_of"),
         ):
             monkeypatch.setattr(module, name, unsimulated(getattr(module, name)))
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)

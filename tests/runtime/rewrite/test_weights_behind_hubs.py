@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
-from autopar.planning import planner, request
+from autopar.planning import request
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
@@ -59,7 +59,12 @@ def without_simulation(mode: Any) -> contextlib.ExitStack:
         return run
 
     stack = contextlib.ExitStack()
-    for module, name in ((whole_model, "trace"), (Traced, "program"), (request, "build_space"), (planner, "make_plan")):
+    for module, name in (
+        (whole_model, "trace"),
+        (Traced, "program"),
+        (request, "build_space"),
+        (request, "best_plan_of"),
+    ):
         stack.enter_context(mock.patch.object(module, name, once(getattr(module, name))))
     return stack
 

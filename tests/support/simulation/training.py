@@ -25,7 +25,7 @@ import autopar
 from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
 from autopar.hardware.profile import Hardware, Link
-from autopar.planning import planner, request
+from autopar.planning import request
 from autopar.plans.plan import Plan
 from autopar.runtime.module.executable import Executable
 from autopar.space.space import Space
@@ -188,7 +188,7 @@ def planning_alone(
             (whole_model, "trace"),
             (Traced, "program"),
             (request, "build_space"),
-            (planner, "make_plan"),
+            (request, "best_plan_of"),
         ):
             stack.enter_context(mock.patch.object(module, name, unsimulated(getattr(module, name))))
         stack.enter_context(mock.patch.object(request, "pins_of", pinned))
