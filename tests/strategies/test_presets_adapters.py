@@ -46,7 +46,7 @@ def test_frozen_products_are_columns_and_rows_and_adapters_follow_them(strategy:
         assert found == wanted, module
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ATTENTION + MLP], ids=["two", "all"])
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sequence", "megatron_regather", "fsdp+tp"])
 def test_adapters_are_trained_on_ranks_as_on_one_process(strategy: str, targets: tuple[str, ...]) -> None:

@@ -80,7 +80,7 @@ def _by_definition(case: PipelineCase, optimizer: str, delay: int = 1) -> Traine
     return Trained(losses, gradients, {name: weight.detach() for name, weight in named.items()})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
 @pytest.mark.parametrize(
     ("case", "optimizer"),

@@ -119,7 +119,7 @@ def _held(schedule: str, axes: dict[str, int], options: dict[str, Any]) -> tuple
     return {stage: each for stage, each in watch.most.items() if any(each)}, expected
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "axes", "options"),
     [

@@ -144,7 +144,7 @@ def _alone() -> tuple[list[float], Mapping[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_ranks_gather_a_tied_weight_once_a_step_and_train_as_one_process(ranks: Ranks, strategy: str) -> None:
     few, many = (ranks.run(_ran, strategy, count, world_size=4, timeout=120) for count in (2, 4))

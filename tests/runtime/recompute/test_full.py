@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_process_and_moves_what_is_predicted(ranks: Ranks, name: str) -> None:
     for found in check(ranks, CASES[name]):
