@@ -152,7 +152,8 @@ class RoledProgram:
     def summed(self, call: RoledCall) -> tuple[int, ...]:
         """Return the positions of activations that have later uses, to whose gradients those of this one are added.
 
-        A later use may be on a later stage, which sends its gradient back: sums of stages are those of the whole.
+        A later use may be on a later stage, which sends a gradient back: sums of stages are those of the whole, and one
+        more for an output of the user's that stages hand on.
         """
         if not any(output.requires_grad for output in call.call.outputs):
             return ()
@@ -208,7 +209,8 @@ class _Reader:
                 self._call(node)
         users = {value: tuple(found) for value, found in self.users.items()}
         outputs = self.program.output[: self.program.num_sent]
-        sent = frozenset(source_of(each) for each in outputs if isinstance(each, fx.Node))
+        sources = (source_of(each) for each in outputs if isinstance(each, fx.Node))
+        sent = frozenset((source.name, position) for source, position in sources)
         return RoledProgram(
             self.program, self.calls, users, self.infos, self.dims, self.parameters, sent, samples, positions
         )
