@@ -115,6 +115,8 @@ class RoledProgram:
     dims: Mapping[Value, Roles]
     parameters: frozenset[str]
     """Placeholders of parameters."""
+    sent: frozenset[Value]
+    """What the next stage receives."""
     samples: int
     """Size of the batch: dim 0 of the inputs; 0 where no input has dims."""
     positions: int
@@ -148,17 +150,26 @@ class RoledProgram:
         return value[0] in self.parameters or (call is not None and call.learned and call.weight_only)
 
     def summed(self, call: RoledCall) -> tuple[int, ...]:
-        """Return the positions of activations that have later uses, to whose gradients those of this one are added."""
+        """Return the positions of activations that have later uses, to whose gradients those of this one are added.
+
+        A later use may be on a later stage, which sends a gradient back: sums of stages are those of the whole, and one
+        more for an output of the user's that stages hand on.
+        """
         if not any(output.requires_grad for output in call.call.outputs):
             return ()
         return tuple(
             position
             for position, (value, info) in enumerate(zip(call.inputs, call.call.inputs, strict=True))
-            if info.requires_grad and self.is_activation(value) and self._last_use(value) != (call, position)
+            if info.requires_grad and self._is_summed(value) and self._last_use(value) != (call, position)
         )
 
+    def _is_summed(self, value: Value) -> bool:
+        return self.is_activation(value) or value[0] in self.program.received
+
     def _last_use(self, value: Value) -> tuple[RoledCall, int] | None:
-        """Return the last call, and its input, that takes a value and has a gradient."""
+        """Return the last call, and its input, that takes a value and has a gradient; None: a later stage does."""
+        if value in self.sent:
+            return None
         uses = (
             (user, position)
             for user, position in reversed(self.users[value])
@@ -197,7 +208,12 @@ class _Reader:
             elif is_call(node):
                 self._call(node)
         users = {value: tuple(found) for value, found in self.users.items()}
-        return RoledProgram(self.program, self.calls, users, self.infos, self.dims, self.parameters, samples, positions)
+        outputs = self.program.output[: self.program.num_sent]
+        sources = (source_of(each) for each in outputs if isinstance(each, fx.Node))
+        sent = frozenset((source.name, position) for source, position in sources)
+        return RoledProgram(
+            self.program, self.calls, users, self.infos, self.dims, self.parameters, sent, samples, positions
+        )
 
     def _call(self, node: fx.Node) -> None:
         inputs = tuple((source.name, position) for source, position in map(source_of, tensor_inputs(node)))

@@ -113,7 +113,10 @@ def _crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int
 
 
 def _blocks_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
-    """The block of every decision: that of its call, or of the first that uses it."""
+    """Return the block of every decision: of its call, of the call before a hub, or of the first use.
+
+    A value is sent in the layout of its hub: the stage that makes it has moved it there.
+    """
     place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     found: list[int | None] = [place.get(d.node) if d.kind == "call" else None for d in space.decisions]
     for wire in reversed(space.wires):  # the wires that leave a hub lie behind the one that enters it
@@ -121,4 +124,7 @@ def _blocks_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | No
         if space.decisions[wire.source].kind in ("hub", "parameter") and target is not None:
             before = found[wire.source]
             found[wire.source] = target if before is None else min(before, target)
+    for wire in space.wires:
+        if space.decisions[wire.target].kind == "hub" and space.decisions[wire.source].kind == "call":
+            found[wire.target] = found[wire.source]
     return found

@@ -21,6 +21,7 @@ from autopar.program.program import Program, info_of
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.space.returned import WHOLE
+from autopar.strategies.roles import RoledProgram
 from tests.support.eager import calls
 from tests.support.families import FAMILIES
 from tests.support.planned import SLOW_LINKS, X_BD
@@ -92,6 +93,23 @@ def test_stages_one_after_another_compute_what_the_whole_program_computes(name: 
         family.loss(pytree.tree_unflatten(outputs, program.out_spec)).backward()
         each.append((outputs, buffers, {name: p.grad for name, p in model.named_parameters()}))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def _sums(program: Program) -> set[tuple[str, int]]:
+    """The calls, with the inputs, whose gradient is added to that of later uses."""
+    roled = RoledProgram.of(program)
+    return {(call.name, position) for call in roled.learned for position in roled.summed(call)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_sum_the_gradients_that_the_whole_sums(name: str) -> None:
+    """Those of uses on several stages, too; beside them those of outputs that stages hand on."""
+    program = _captured(name)
+    of_stages = [each for stage in _stages(program, 4) for each in _sums(stage)]
+    assert len(set(of_stages)) == len(of_stages) and _sums(program) <= set(of_stages)
+    given = {node.name for node in program.output[: program.num_outputs] if isinstance(node, fx.Node)}
+    read = {RoledProgram.of(program).calls[name].inputs[at][0] for name, at in set(of_stages) - _sums(program)}
+    assert read <= given
 
 
 @pytest.mark.parametrize("name", NAMES)
