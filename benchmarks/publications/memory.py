@@ -86,9 +86,10 @@ def further_bytes(row: Row, parameters: float) -> float:
 
 def hosts_are_ahead(row: Row) -> bool:
     """Whether a layer computes for longer, forward, than the last host of tp ranks comes late to a collective."""
-    if machine_name(row) == UNDISTURBED:
+    straggling_s = None if machine_name(row) == UNDISTURBED else MACHINES[machine_name(row)].straggling_s
+    if straggling_s is None:
         return True
-    in_node, between = MACHINES[machine_name(row)].straggling_s
+    in_node, between = straggling_s
     late = in_node * (min(row.tp, 8) - 1) + between * (-(-row.tp // 8) - 1)
     return layer_seconds(row) > late
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def test_autopars_conventions_are_the_profiles_numbers() -> None:
     ],
 )
 def test_each_part_is_switched_by_its_name(field: str, value: float, part: str, of_mesh: float) -> None:
-    plain, other = (each.reserved(H100, MESH) for each in (MemoryConventions(), MemoryConventions(**{field: value})))
+    plain, other = (
+        each.reserved(H100, MESH) for each in (MemoryConventions(), replace(MemoryConventions(), **{field: value}))
+    )
     names = ("allocator_factor", "context_bytes", "communicator_bytes", "workspace_bytes")
     assert {name for name in names if getattr(plain, name) != getattr(other, name)} == {part}
     assert getattr(other, part) == of_mesh
