@@ -46,6 +46,7 @@ from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.stage_seconds import stage_seconds
 from autopar.plans.plan import Plan
 from autopar.units import parse_bytes
+from benchmarks.folding import MODELS as MAPPED
 
 TABLE = Path(__file__).with_name("recipes.csv")
 UNEXPRESSED = {
@@ -192,37 +193,6 @@ def _mpt(layers: int, hidden: int, heads: int, positions: int) -> Any:
     )
 
 
-def _mixtral() -> Any:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(
-        hidden_size=6144,
-        intermediate_size=16384,
-        num_hidden_layers=56,
-        num_attention_heads=48,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        vocab_size=32768,
-    )
-
-
-def _qwen2_moe() -> Any:
-    from transformers import Qwen2MoeConfig
-
-    return Qwen2MoeConfig(
-        hidden_size=3584,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        moe_intermediate_size=2560,
-        shared_expert_intermediate_size=20480,
-        num_experts=64,
-        num_experts_per_tok=8,
-        vocab_size=151936,
-    )
-
-
 def _qwen3_moe(layers: int, hidden: int, heads: int, intermediate: int) -> Any:
     from transformers import Qwen3MoeConfig
 
@@ -253,8 +223,8 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
     "gpt-1t": lambda: _gpt(128, 25600, 160),
     "mpt-7b": lambda: _mpt(32, 4096, 32, 32768),
     "mpt-70b": lambda: _mpt(80, 8192, 64, 2048),
-    "mixtral-8x22b": _mixtral,
-    "qwen2-57b-a14b": _qwen2_moe,
+    "mixtral-8x22b": MAPPED["mixtral-8x22b"],
+    "qwen2-57b-a14b": MAPPED["qwen2-57b"],
     "qwen3-30b-a3b": lambda: _qwen3_moe(48, 2048, 32, 768),
     "qwen3-235b-a22b": lambda: _qwen3_moe(94, 4096, 64, 1536),
     "gpt-oss-120b": _gpt_oss,

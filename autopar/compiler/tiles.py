@@ -201,7 +201,7 @@ def pipeline_as_memory_asks(
 
 
 def _costs_time(plan: PipelinePlan, memory: int) -> bool:
-    """Whether memory costs a stage time, and the logits of the last one are worth it."""
+    """Return whether memory costs a stage time, and the logits of the last one are worth it."""
     last = plan.stages[-1].plan
     space = context_of(last).space
     bound = any(stage.plan.multiplier or set(stage.plan.recompute.values()) - {"none"} for stage in plan.stages)

@@ -72,7 +72,7 @@ class MovedTensor:
 
     @property
     def is_of_weights(self) -> bool:
-        """Whether it is a weight, a view of one, or made of weights and summed as their gradients are."""
+        """True if it is a weight, a view of one, or made of weights and summed as their gradients are."""
         return self.bucketed or self.view or self.reduced is not None
 
     def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:

@@ -60,7 +60,7 @@ def memory_formulas(
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """What runs again in the backward."""
+    """Calls and wires that run again in the backward."""
 
     calls: frozenset[int] = frozenset()
     communicating: frozenset[int] = frozenset()

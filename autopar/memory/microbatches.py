@@ -45,7 +45,7 @@ class Microbatches:
     works: bool = False
     """Whether the optimizer works on more than it updates."""
     main_gradients: bool = False
-    """Whether gradients are added up, and last, also where a step has one micro-batch."""
+    """True if gradients are added up, and last, also where a step has one micro-batch."""
     stashes: bool = False
     """Whether each has weights of its own, those of its forward, and is a step of the optimizer (PipeDream)."""
     inputs: int | None = None
@@ -53,7 +53,7 @@ class Microbatches:
     gradients: int = 1
     """Of how many the received gradients are there at once."""
     keeps_older: bool = False
-    """Whether the weights before the last update are kept, too, as they are stored (PipeDream-2BW)."""
+    """True if the weights before the last update are kept, too, as they are stored (PipeDream-2BW)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:

@@ -26,7 +26,7 @@ class NodeParts:
     gradients: Bytes | None
     own: Modes | None
     rerun: Modes | None
-    """What is there of `own` while the segment runs again."""
+    """Bytes of `own` that are there while the segment runs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class WireParts:
 
     kept: Modes | None
     rerun: Modes | None
-    """What is there of `kept` while the segment runs again."""
+    """Bytes of `kept` that are there while the segment runs again."""
     sent: Modes | None
     weight: WeightParts | None
     many: ManyParts | None

@@ -1,4 +1,4 @@
-"""What runs again in the backward, by mode: calls, and the collectives that bring their inputs.
+"""Calls, and the collectives that bring their inputs, that run again in the backward, by mode.
 
     call    its forward; in the mode full with the collectives that it runs itself, in other modes never if it has any
     wire    its collectives, if something that runs again, or a backward, needs the tensor: in the modes selective and

@@ -295,7 +295,7 @@ class StageSearch:
         return known
 
     def _fits(self, known: Known, stage: int) -> bool:
-        """Whether choices fit into the room of a stage with its micro-batches in flight."""
+        """Return whether choices fit into the room of a stage with its micro-batches in flight."""
         runs, room = self.runs[stage], self.rooms[stage]
         if room is None or (runs.holds_no_more(known.runs) and as_much(room, known.room)):
             return True

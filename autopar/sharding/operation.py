@@ -94,7 +94,7 @@ class Implementation:
     unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
     """Positions of the inputs that it does not keep for its backward, though the ATen call does."""
     saves_moved: bool = False
-    """Whether it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
+    """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
     efficiency: Efficiency | None = None
     forward_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""

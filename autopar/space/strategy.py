@@ -43,7 +43,7 @@ class Strategy:
 
     @property
     def saves_moved(self) -> bool:
-        """Whether its implementation saves what its collectives bring."""
+        """True if its implementation saves what its collectives bring."""
         return self.implementation is not None and self.implementation.saves_moved
 
     @property

@@ -35,7 +35,7 @@ class Task:
     row: str = ""
     """The decision that it belongs to."""
     weights: bool = False
-    """Whether it is a collective of weights, or of their gradients, in messages of several."""
+    """True if it is a collective of weights, or of their gradients, in messages of several."""
 
     def __post_init__(self) -> None:
         assert self.seconds >= 0 and self.launch >= 0, f"{self.name}: {self.seconds} s, launched in {self.launch} s"

@@ -30,7 +30,7 @@ class Mark:
     segment: str
     mode: str
     kept: bool
-    """Whether the call never runs again: the mode saves its result."""
+    """True if the call never runs again: the mode saves its result."""
     weight: bool = False
     """Whether the call casts a parameter, perhaps long before its segment runs: it is computed again on its own."""
 

@@ -62,9 +62,9 @@ class Storage:
     """Parameters stored in parts (ZeRO)."""
 
     regather: bool
-    """Whether the backward gathers again what the forward has gathered."""
+    """True if the backward gathers again what the forward has gathered."""
     replicas: bool = False
-    """Whether some axis has whole copies of what another one stores in parts."""
+    """True if some axis has whole copies of what another one stores in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Parts:
     """Experts over an axis of their own, or over the axes of attention."""
     storage: Storage | None = None
     left: bool | None = None
-    """Whether an axis must be left for samples (True), or none may be (False)."""
+    """True if an axis must be left for samples (True), or none may be (False)."""
 
     def joined(self, other: Parts, strategy: str) -> Parts:
         """Return what both split; raise StrategyError if they want one thing in two ways.

@@ -180,7 +180,7 @@ def in_chunks(graph: RoledProgram, products: Mapping[str, str], wish: Wish, part
         return call.factor_of("sequence") == rows and not any(call.bound.sizes[f] % parts for f in (rows, factor))
 
     def gathers(call: RoledCall) -> bool:
-        """Whether all products of the input gather it in chunks, and all else takes it in parts."""
+        """Return whether all products of the input gather it in chunks, and all else takes it in parts."""
 
         def fits(other: RoledCall, position: int) -> bool:
             factor = wish(other)

@@ -131,7 +131,7 @@ class Schedule:
 
     @property
     def delays_updates(self) -> bool:
-        """Whether a step runs on the weights before the last update, of which a second version is kept."""
+        """True if a step runs on the weights before the last update, of which a second version is kept."""
         return self.name == "pipedream_2bw"
 
     @property

@@ -118,7 +118,7 @@ def _first_again(case: PipelineCase) -> float:
 
 
 def _around_a_step() -> tuple[bool, bool, bool, list[float]]:
-    """Whether newest weights are in place behind a step, also one that fails, and losses around a checkpoint."""
+    """Return whether newest weights are in place behind a step, also one that fails, and losses around a checkpoint."""
     case = PipelineCase("mlp", "pp2", NAME)
     model = compiled(case)
     assert isinstance(model, PipelineModule)
