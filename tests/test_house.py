@@ -55,7 +55,7 @@ ORDER = (
     ("planning", "pipeline.schedules"),
     ("formulas", "pipeline.stages"),
     ("inspection", "translation", "pipeline", "runtime.collectives"),
-    ("runtime.implementations", "runtime.ranks"),
+    ("arranging", "runtime.implementations", "runtime.ranks"),
     ("runtime.recompute", "runtime.checkpoints"),
     ("runtime.rewrite",),
     ("runtime.outputs", "runtime.numbers"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.export import capture, trace
-from autopar.compiler.offline import _Planner
+from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import CutOffError, InfeasibleError, MeshError, TimeLimitError
 from autopar.hardware.load import load
@@ -312,7 +312,7 @@ def test_the_first_layers_of_a_model_of_many_say_which_mesh_is_likely_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("autopar.compiler.offline.MANY_BLOCKS", 4)
-    planner = _Planner(Layers(), (X_64_16,), PlanRequest(hardware=SLOW_DEVICES), PlanCache())
+    planner = OfflinePlanner(Layers(), (X_64_16,), PlanRequest(hardware=SLOW_DEVICES), PlanCache())
     meshes = meshes_of("auto", 8, SLOW_DEVICES, 3)
     found = {str(mesh): planner.outlook(mesh) for mesh in meshes}
     assert found["dp=2 × tp=2 × sp=2"] == math.inf
@@ -323,7 +323,7 @@ def test_the_first_layers_of_a_model_of_many_say_which_mesh_is_likely_the_best(
 def test_the_bound_of_a_pipeline_counts_as_many_micro_batches_as_its_plan_may_have() -> None:
     """The devices of a stage cannot share six samples: micro-batches may be of one."""
     request = PlanRequest(hardware=SLOW_DEVICES, pipeline="pp")
-    planner = _Planner(Layers(), (X_64_16[:6],), request, PlanCache())
+    planner = OfflinePlanner(Layers(), (X_64_16[:6],), request, PlanCache())
     mesh = Mesh({"pp": 2, "dp": 4}, SLOW_DEVICES.name)
     assert planner.in_stages(mesh, "pp").microbatches > 1
     own = planner.at_least(Mesh({"dp": 8}, SLOW_DEVICES.name))
@@ -396,10 +396,10 @@ def test_where_nothing_fits_the_nearest_is_said_with_the_limit_that_would_do() -
 
 
 def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(planner: _Planner, mesh: Mesh, request: PlanRequest) -> Plan:
+    def on(planner: OfflinePlanner, mesh: Mesh, request: PlanRequest) -> Plan:
         raise InfeasibleError("it does not fit in one piece", 123)
 
-    monkeypatch.setattr(_Planner, "on", on)
+    monkeypatch.setattr(OfflinePlanner, "on", on)
     asked = {"devices": 2, "hardware": SLOW_DEVICES, "microbatches": 2}
     found = autopar.plan(Layers(), "auto", (X_64_16,), memory="1MB", **asked)
     assert isinstance(found, PipelinePlan) and str(found.mesh) == "pp=2" and found.peak_bytes <= 10**6
@@ -417,7 +417,7 @@ def test_the_table_says_what_each_axis_splits() -> None:
 
 def test_experts_and_few_samples_are_worth_a_third_axis() -> None:
     def axes_for(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-        return _Planner(model, inputs, PlanRequest(), PlanCache()).usual_axes(8)
+        return OfflinePlanner(model, inputs, PlanRequest(), PlanCache()).usual_axes(8)
 
     assert axes_for(*built_in("tiny-moe", 64, 16, None)) == 3
     assert axes_for(Layers(), (X_64_16,)) == 2 and axes_for(Layers(), (X_64_16[:4],)) == 3

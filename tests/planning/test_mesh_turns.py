@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.compiler.offline import _Planner
+from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import CutOffError, TimeLimitError
 from autopar.planning.meshes.arrangements import meshes_of
@@ -186,7 +186,7 @@ def test_that_memory_costs_time_is_no_bound_of_a_model_that_is_then_planned_with
 
     monkeypatch.setattr(PlanRequest, "plan", plan)
     asked = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(memory=10**6, cutoff=1.0))
-    planner = _Planner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), asked, PlanCache())
+    planner = OfflinePlanner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), asked, PlanCache())
     with pytest.raises(CutOffError) as raised:
         planner.on(Mesh({"dp": 2}))
     assert raised.value.seconds == at_least and next(bounds, None) is None

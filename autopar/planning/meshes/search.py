@@ -1,12 +1,14 @@
 """mesh="auto": the best arrangement of a number of devices in axes, found by planning on those that may be the best.
 
+This is the search for models without repeated layers; of others all arrangements are estimated first (`arranging`).
+
 An arrangement is an ordered factorization of the number. The order is the assignment of axes to the topology: the last
 axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost.
 
-bounds    meshes are tried by what a step takes at least on them (`at_least`), of equals those of the best `outlook`
-          first, which may be wrong, then the simplest; one that takes as long as the best plan so far is not tried, and
-          one whose search proves as much ends there (`cutoff`); of meshes that are no simpler than that of the best
-          plan, one that gains too little to be a line of its own is no better either
+bounds    meshes are tried by what a step takes at least on them (`at_least`), of equals the simplest first; one that
+          takes as long as the best plan so far is not tried, and one whose search proves as much ends there
+          (`cutoff`); of meshes that are no simpler than that of the best plan, one that gains too little to be a line
+          of its own is no better either
 axes      of meshes of as many, those come first that split an axis of the best so far
 time      all share a part of the time limit; what is left is for those that may find more in longer turns, the least
           proven first; each has half of it, at least twice as much as before: until any plan is found all of it
@@ -134,16 +136,13 @@ def best_mesh(
     time_limit: float = NEVER,
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
-    outlook: Callable[[Mesh], float] | None = None,
 ) -> Searched[P]:
     """The best plan on any of the meshes, in at most so many seconds; `at_least` bounds a step on a mesh from below.
-
-    `outlook` says in seconds of its own which meshes are likely the better ones.
 
     Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, with what came
     nearest, and TimeLimitError where none was found in time.
     """
-    tried = try_meshes(make, meshes, time_limit, at_least, pipeline, outlook)
+    tried = try_meshes(make, meshes, time_limit, at_least, pipeline)
     late = sum(each.reason.startswith(NOT_TRIED) for each in tried)
     searched = Searched(meshes[0].num_devices, merged(tried), tuple(each for each in tried if each.found is None))
     if not searched.lines:
@@ -156,11 +155,15 @@ def best_mesh(
             f"{why} when {len(tried) - late} of {len(tried)} meshes had been tried; the best of these is taken, and "
             "nothing is known of the others. Give it longer to try them.",
         )
-    for each in dict.fromkeys((str(each.message), each.category) for each in searched.lines[0][0].said):
-        text, category = each
-        mesh = str(searched.lines[0][0].mesh)
-        warn_user(text if mesh in text else f"mesh {mesh}: {text}", category)
+    warn_of_best(searched)
     return searched
+
+
+def warn_of_best(searched: Searched[Any]) -> None:
+    """Issue the warnings of the best plan, with its mesh."""
+    best = searched.lines[0][0]
+    for text, category in dict.fromkeys((str(each.message), each.category) for each in best.said):
+        warn_user(text if str(best.mesh) in text else f"mesh {best.mesh}: {text}", category)
 
 
 def _nearest(tried: Sequence[Tried[Any]]) -> str:
@@ -181,13 +184,11 @@ def try_meshes(
     time_limit: float = NEVER,
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
-    outlook: Callable[[Mesh], float] | None = None,
 ) -> tuple[Tried[P], ...]:
     """Plan on each mesh; one where the pins, the limit or the schedules leave nothing keeps the reason."""
     deadline = after(time_limit)
     first = after(FIRST_ROUND * seconds_until(deadline)) if len(meshes) > 1 else deadline
     bounds = {mesh: at_least(mesh) if at_least else 0.0 for mesh in meshes}
-    likely = {mesh: outlook(mesh) if outlook else 0.0 for mesh in meshes}
     waiting, found, late = list(meshes), dict[Mesh, Tried[P]](), dict[Mesh, float]()
 
     def plan(mesh: Mesh, until: float, share: float) -> Tried[P]:
@@ -197,10 +198,10 @@ def try_meshes(
             return Tried(mesh, None, NOT_TRIED + why_over())
         known = [each for other, each in found.items() if other != mesh]
         if bounds[mesh] > min(map(_seconds, known), default=math.inf):
-            return Tried(mesh, None, _no_better(bounds[mesh]))
+            return Tried(mesh, None, no_better(bounds[mesh]))
         if pipeline in mesh.axes and _pipelines(found, pipeline) >= MOST_PIPELINES:
             return Tried(mesh, None, f"left out: {MOST_PIPELINES} pipelines that may be faster were planned")
-        turn = Turn(share * seconds_until(until), _cutoff(mesh, known))
+        turn = Turn(share * seconds_until(until), cutoff_of(mesh, known))
         short = (late[each] for each in late if each.ndim == mesh.ndim and not found[each].found)
         if turn.time_limit < MUCH_SHORTER * max(short, default=0.0):
             late[mesh] = late.get(mesh, 0.0)
@@ -213,7 +214,7 @@ def try_meshes(
         return tried
 
     for _ in progress(meshes, "meshes"):
-        mesh = min(waiting, key=lambda each: (bounds[each], likely[each], each.ndim, _joined(each, found, pipeline)))
+        mesh = min(waiting, key=lambda each: (bounds[each], each.ndim, _joined(each, found, pipeline)))
         waiting.remove(mesh)
         found[mesh] = plan(mesh, first, 1 / min(1 + len(waiting), TOGETHER))
     again = dict(late)
@@ -257,7 +258,7 @@ def _joined(mesh: Mesh, found: Mapping[Mesh, Tried[Any]], pipeline: str | None) 
     return min((_seconds(found[other]) for other in others if other in found), default=math.inf)
 
 
-def _cutoff(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
+def cutoff_of(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
     """The step that a plan on a mesh has to beat: where the mesh is no simpler, by more than equal plans differ by."""
     known = [(each.found.seconds, each.mesh.ndim) for each in found if each.found]
     seconds, ndim = min(known, default=(math.inf, 0))
@@ -276,7 +277,7 @@ def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
             found = make(mesh, turn)
         return Tried(mesh, found, said=tuple(said))
     except CutOffError as error:
-        return Tried(mesh, None, _no_better(error.seconds))
+        return Tried(mesh, None, no_better(error.seconds))
     except TimeLimitError:
         return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found")
     except InfeasibleError as error:
@@ -285,7 +286,7 @@ def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
         return Tried(mesh, None, str(error))
 
 
-def _no_better(seconds: float) -> str:
+def no_better(seconds: float) -> str:
     return f"no better: a step takes at least {format_seconds(seconds)}"
 
 
