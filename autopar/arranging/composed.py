@@ -158,15 +158,17 @@ def _rank_bytes(
 
 
 def in_flight(schedule: Schedule, rank: int) -> list[int]:
-    """Return the most micro-batches in flight on the stages of a rank, by the warm-up of the schedule's kind."""
+    """Return the micro-batches in flight on the stages of a rank at its fullest, by the schedule's kind."""
     count, ranks, chunks = schedule.num_microbatches, schedule.num_ranks, schedule.chunks
     if schedule.name == "gpipe":
         return [count] * chunks
     if chunks == 1:
         return [min(count, ranks - rank)]
     if schedule.is_v:
-        return [min(count, 2 * ranks - 1 - rank), min(count, ranks - rank)]
+        return [min(count, 2 * ranks - 1 - rank), min(count, rank + 1)]
     each = count // max(1, count // ranks)
+    if schedule.halves_backwards:  # gradients of weights wait for a gap, on all ranks alike
+        return [each] * chunks
     left = min(count * chunks, (chunks - 1) * each + 2 * (ranks - 1 - rank) + 1)
     cycles, rest = divmod(left, chunks * each)
     return [cycles * each + min(max(rest - chunk * each, 0), each) for chunk in range(chunks)]

@@ -19,7 +19,7 @@ from autopar.arranging.inner import Inner
 from autopar.arranging.shortened import Shortened
 from autopar.errors import AutoparError
 from autopar.pipeline.request import stage_mesh
-from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.request import PlanRequest
 from autopar.progress import progress
 from autopar.sharding.layout import Layout
@@ -28,6 +28,10 @@ from autopar.solver.deadline import is_over
 
 EXPANDED = 6
 """Best candidates whose neighbours are all estimated."""
+ENOUGH = 1e-3
+"""Relative to the step without a limit: what is so near to it is not looked at with less memory."""
+SIMPLER = 5e-3
+"""Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
 NODE = 8
 """Devices of a usual host: with tensor parallelism over so many, and with none, the search begins."""
 
@@ -59,8 +63,11 @@ class Subject:
     schedules: Sequence[str]
     samples: Callable[[Mesh], int]
     """Of a whole batch, for the devices of one stage."""
-    short: Callable[[int, Mesh], tuple[Shortened, Mapping[str, Layout]]]
-    """The shorter program of one of so many micro-batches on the devices of a stage, and layouts of its inputs."""
+    short: Callable[[int, Mesh], Iterator[tuple[Shortened, Mapping[str, Layout]]]]
+    """Shorter programs of one of so many micro-batches on the devices of a stage, and layouts of their inputs.
+
+    The first is as the user asks; others take less memory, as with the loss in tiles, and count under a limit.
+    """
     limit: Callable[[Mesh], float]
     """Bytes of tensors on a device of a mesh."""
     at_least: Callable[[Mesh], float]
@@ -78,7 +85,7 @@ class Estimates:
     found: dict[Candidate, Estimate | None] = field(default_factory=dict)
     num_bounded: int = 0
     """Candidates that were left out by a bound."""
-    _inner: dict[tuple[tuple[tuple[str, int], ...], int], Inner] = field(default_factory=dict)
+    _inner: dict[tuple[tuple[tuple[str, int], ...], int], list[Inner]] = field(default_factory=dict)
 
     def search(self) -> None:
         """Estimate candidates until the best have no better neighbours, or time is over."""
@@ -97,7 +104,7 @@ class Estimates:
                     self.num_bounded += 1
                     self.found[each] = None
                 else:
-                    self.found[each] = self._estimate(each)
+                    self.found[each] = self.estimate(each)
             best = sorted((e for e in self.found.values() if e), key=lambda each: (each.seconds, str(each.mesh)))
             left = [Candidate(each.mesh, each.microbatches) for each in best[:EXPANDED]]
             left = [each for each in left if each not in expanded]
@@ -123,7 +130,7 @@ class Estimates:
     def _best_seconds(self) -> float:
         return min((each.seconds for each in self.found.values() if each), default=math.inf)
 
-    def _counts(self, mesh: Mesh) -> list[int]:
+    def counts(self, mesh: Mesh) -> list[int]:
         """Return the numbers of micro-batches that go with a mesh, ascending."""
         asked, samples = self.subject.request.microbatches, self.subject.samples(self._stage(mesh))
         if asked is not None:
@@ -138,7 +145,7 @@ class Estimates:
             inner = self._stage(mesh)
             if inner.ndim > 2 or (inner.ndim == 2 and inner.sizes[1] != NODE):
                 continue
-            counts = self._counts(mesh)
+            counts = self.counts(mesh)
             samples, wanted = self.subject.samples(inner), self.subject.samples(inner) // inner.sizes[0]
             if counts:
                 yield Candidate(mesh, max((each for each in counts if each <= max(wanted, 1)), default=counts[0]))
@@ -148,7 +155,7 @@ class Estimates:
     def _neighbours(self, candidate: Candidate, known: Mapping[Mesh, None]) -> Iterator[Candidate]:
         """Yield what one prime factor elsewhere makes of a candidate."""
         mesh, count = candidate
-        counts = self._counts(mesh)
+        counts = self.counts(mesh)
         if count in counts:
             place = counts.index(count)
             yield from (Candidate(mesh, each) for each in counts[max(place - 1, 0) : place + 2])
@@ -157,7 +164,7 @@ class Estimates:
         for sizes, factor in _moved((pipeline, *inner)):
             other = self._mesh(sizes, known)
             if other is not None:
-                offered = self._counts(other)
+                offered = self.counts(other)
                 near = (count, round(count * factor))
                 yield from (Candidate(other, each) for each in dict.fromkeys(near) if each in offered)
 
@@ -177,34 +184,41 @@ class Estimates:
     def _stage(self, mesh: Mesh) -> Mesh:
         return stage_mesh(mesh, str(self.subject.axis)) if self._is_pipeline(mesh) else mesh
 
-    def _estimate(self, candidate: Candidate) -> Estimate | None:
+    def estimate(self, candidate: Candidate) -> Estimate | None:
         """Return the best estimate of a candidate; None if no plan of it is known to fit."""
         mesh, count = candidate
         limit = self.subject.limit(mesh)
-        limited, best = math.isfinite(limit), None
-        uses: list[BlockUse] = []
+        limited = math.isfinite(limit)
+        best: Composed | None = None
+        free = math.inf
         try:
-            for further in self._plans(candidate).uses(limited):
-                uses += further
-                best = self._composed(candidate, uses, limit)
-                free = self._composed(candidate, uses[:1], math.inf) if limited else best
-                if best is not None and free is not None and best.seconds <= free.seconds * (1 + 1e-9):
-                    break
+            for number, plans in enumerate(self._plans(candidate, limited)):
+                uses: list[BlockUse] = []
+                for further in plans.uses(limited):
+                    uses += further
+                    if number == 0 and len(uses) == len(further):
+                        unlimited = self._composed(candidate, uses[:1], math.inf)
+                        free = unlimited.seconds if unlimited else math.inf
+                    own = self._composed(candidate, uses, limit)
+                    best = min((each for each in (best, own) if each), key=lambda each: each.seconds, default=None)
+                    if best is not None and best.seconds <= free * (1 + ENOUGH):
+                        return Estimate(mesh, count, best.seconds, best.num_bytes, best.schedule)
         except AutoparError:  # the exact plan of the mesh has the reason
-            return None
-        if best is None:
-            return None
-        return Estimate(mesh, count, best.seconds, best.num_bytes, best.schedule)
+            pass
+        return None if best is None else Estimate(mesh, count, best.seconds, best.num_bytes, best.schedule)
 
-    def _plans(self, candidate: Candidate) -> Inner:
+    def _plans(self, candidate: Candidate, limited: bool) -> Iterator[Inner]:
+        """Yield the plans of the shorter programs of a candidate."""
         mesh, count = candidate
         inner = self._stage(mesh)
         key = tuple(inner.axes.items()), count
-        if key not in self._inner:
-            short, arriving = self.subject.short(count, inner)
-            request = self.subject.request.on(mesh)
-            self._inner[key] = Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline)
-        return self._inner[key]
+        known = self._inner.setdefault(key, [])
+        yield from known
+        request = self.subject.request.on(mesh)
+        programs = itertools.islice(self.subject.short(count, inner), len(known), None if limited else 1)
+        for short, arriving in programs:
+            known.append(Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline))
+            yield known[-1]
 
     def _composed(self, candidate: Candidate, uses: Sequence[BlockUse], limit: float) -> Composed | None:
         mesh, count = candidate
@@ -213,8 +227,16 @@ class Estimates:
         request, axis = self.subject.request, str(self.subject.axis)
         hardware, num_blocks = request.hardware_of(mesh), len(uses[0].forward)
         schedules = schedules_of(self.subject.schedules, mesh.size(axis), count, num_blocks, request.chunks)
-        every = (in_stages(uses, schedule, mesh, axis, hardware, limit) for schedule in schedules)
-        return min((each for each in every if each is not None), key=lambda each: each.seconds, default=None)
+        every = [in_stages(uses, schedule, mesh, axis, hardware, limit) for schedule in schedules]
+        found = [each for each in every if each is not None]
+        least = min((each.seconds for each in found), default=math.inf)
+        return min((each for each in found if each.seconds <= (1 + SIMPLER) * least), key=_complexity, default=None)
+
+
+def _complexity(composed: Composed) -> tuple[int, int, float]:
+    schedule = composed.schedule
+    assert schedule is not None, "composed of stages"
+    return schedule.chunks, NAMES.index(schedule.name), composed.seconds
 
 
 def _moved(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], float]]:

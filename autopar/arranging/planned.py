@@ -67,10 +67,10 @@ class Planned:
         steps = progress(tuple(queue), "candidates, planned exactly")
         while queue and not is_over(self.deadline):
             best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
-            slack = 1 - max(self.error, LEAST_ERROR)
-            if queue[0].seconds * slack >= best:
+            worth = best / (1 - max(self.error, LEAST_ERROR))
+            if queue[0].seconds >= worth:
                 break
-            chosen = self._next(queue, last)
+            chosen = self._next(queue, last, worth)
             queue.remove(chosen)
             next(steps, None)
             if (same := self._same_as(chosen)) is not None:
@@ -108,12 +108,14 @@ class Planned:
             f"apart:\n{mesh_table(searched)}"
         )
 
-    def _next(self, queue: list[Estimate], last: Estimate | None) -> Estimate:
-        axis = self.estimates.subject.axis
-        if last is None or not any(each.found for each in self.tried.values()):
+    def _next(self, queue: list[Estimate], last: Estimate | None, worth: float) -> Estimate:
+        """Return the first of the queue, or the first of the other kind than the last, if that is about as good."""
+        axis, most = self.estimates.subject.axis, min(worth, ABOUT_AS_GOOD * queue[0].seconds)
+        if last is None:
             return queue[0]
-        other = next((each for each in queue if (axis in each.mesh.axes) != (axis in last.mesh.axes)), queue[0])
-        return other if other.seconds <= ABOUT_AS_GOOD * queue[0].seconds else queue[0]
+        others = (each for each in queue if (axis in each.mesh.axes) != (axis in last.mesh.axes))
+        other = next(others, queue[0])
+        return other if other.seconds < most else queue[0]
 
     def _same_as(self, estimate: Estimate) -> Mesh | None:
         """Return the mesh of no more axes whose plan has the same estimate: the same plan, with axes joined."""

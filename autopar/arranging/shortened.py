@@ -124,6 +124,8 @@ def _instead(
         for there, here in zip(behind, before, strict=False):
             if there in gone and here not in gone and found.setdefault(there, here) is not here:
                 return None
+    if not gone.isdisjoint(program.graph.output_node().all_input_nodes):
+        return None
     readers = (node for node in program.graph.nodes if node not in gone)
     read = {each for node in readers for each in node.all_input_nodes if each in gone}
     return found if read <= found.keys() else None

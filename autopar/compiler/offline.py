@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.arranging.estimates import Estimates, Subject
-from autopar.arranging.planned import Planned
+from autopar.arranging.planned import Exact, Planned
 from autopar.compiler.arguments import (
     ExampleInputs,
     check_in_one_piece,
@@ -97,6 +97,24 @@ def _estimated(
     planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None
 ) -> Plan | PipelinePlan | None:
     """The best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
+    subject, exact = subject_of(planner, mesh, devices, max_axes)
+    deadline = after(planner.request.settings.time_limit)
+    estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
+    estimates.search()
+    planned = Planned(estimates, exact, deadline)
+    searched = planned.best()
+    if searched is None:
+        return None
+    warn_of_best(searched)
+    return replace(searched.best, notes=(*searched.best.notes, planned.note(searched)))
+
+
+def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> tuple[Subject, Exact]:
+    """What is estimated, and what plans a candidate exactly.
+
+    Under a memory limit pipelines take part without being asked for; without one, a batch stays in one piece where
+    none is.
+    """
     request = planner.request
     limited = request.settings.memory is not None
     offers_pipelines = limited and not request.static_argnames and request.inputs == "whole"
@@ -115,13 +133,4 @@ def _estimated(
         at_least=functools.cache(staged.at_least),
         keeps_batch=not limited,
     )
-    time_limit = request.settings.time_limit
-    deadline = after(time_limit)
-    estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
-    estimates.search()
-    planned = Planned(estimates, staged.exact, deadline)
-    searched = planned.best()
-    if searched is None:
-        return None
-    warn_of_best(searched)
-    return replace(searched.best, notes=(*searched.best.notes, planned.note(searched)))
+    return subject, staged.exact

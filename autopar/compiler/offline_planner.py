@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -17,6 +17,7 @@ from autopar.arranging.shortened import Shortened, shortened
 from autopar.capture.export import Traced, skeleton_of, trace
 from autopar.capture.static.arguments import with_static
 from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import Fitting
 from autopar.compiler.arguments import (
     ExampleInputs,
     check_hooks,
@@ -172,12 +173,22 @@ class OfflinePlanner:
                 found[name] = (*found.get(name, ()), number)
         return found
 
-    def short(self, count: int, mesh: Mesh) -> tuple[Shortened, Mapping[str, Layout]]:
-        """The shorter form of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts."""
-        program, arriving = self.arriving(count, mesh, tiles_asked(self.request))
+    def short(self, count: int, mesh: Mesh) -> Iterator[tuple[Shortened, Mapping[str, Layout]]]:
+        """Shorter forms of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts.
+
+        Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
+        """
+        tiles = tiles_asked(self.request)
+        program, arriving = self.arriving(count, mesh, tiles)
+        yield self._shortened(program), arriving
+        if tiles.loss is None and program.tileable:
+            program, arriving = self.arriving(count, mesh, tiles._replace(loss=Fitting(mesh.num_devices)))
+            yield self._shortened(program), arriving
+
+    def _shortened(self, program: Program) -> Shortened:
         if id(program) not in self.shorter:
             self.shorter[id(program)] = shortened(program, blocks_of(program), self.said)
-        return self.shorter[id(program)], arriving
+        return self.shorter[id(program)]
 
     @property
     def is_estimated(self) -> bool:

@@ -295,31 +295,6 @@ def test_bounds_and_cut_offs_lose_no_best_mesh(seconds: list[int], slack: list[i
     assert first is not None and first.seconds == min(seconds)
 
 
-def test_of_meshes_with_equal_bounds_the_one_of_the_best_outlook_is_tried_first() -> None:
-    plans, made = plans_of((3.0, 100), (2.0, 100), (1.0, 100), (4.0, 100)), []
-    outlook = dict(zip(plans, (0.3, 0.2, math.inf, 0.1), strict=True))
-
-    def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
-        made.append(str(mesh))
-        return candidate(plans[mesh])
-
-    found = best_mesh(make, tuple(plans), outlook=outlook.__getitem__)
-    assert found.best.seconds == 1.0
-    assert made == ["dp=2 × tp=2 × sp=2", "dp=2 × tp=4", "dp=8", "dp=4 × tp=2"]
-
-
-def test_the_first_layers_of_a_model_of_many_say_which_mesh_is_likely_the_best(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("autopar.compiler.offline.MANY_BLOCKS", 4)
-    planner = OfflinePlanner(Layers(), (X_64_16,), PlanRequest(hardware=SLOW_DEVICES), PlanCache())
-    meshes = meshes_of("auto", 8, SLOW_DEVICES, 3)
-    found = {str(mesh): planner.outlook(mesh) for mesh in meshes}
-    assert found["dp=2 × tp=2 × sp=2"] == math.inf
-    whole = {str(mesh): planner.on(mesh).seconds for mesh in meshes if mesh.ndim < 3}
-    assert all(0 < found[mesh] < whole[mesh] for mesh in whole)
-
-
 def test_the_bound_of_a_pipeline_counts_as_many_micro_batches_as_its_plan_may_have() -> None:
     """The devices of a stage cannot share six samples: micro-batches may be of one."""
     request = PlanRequest(hardware=SLOW_DEVICES, pipeline="pp")
@@ -327,7 +302,7 @@ def test_the_bound_of_a_pipeline_counts_as_many_micro_batches_as_its_plan_may_ha
     mesh = Mesh({"pp": 2, "dp": 4}, SLOW_DEVICES.name)
     assert planner.in_stages(mesh, "pp").microbatches > 1
     own = planner.at_least(Mesh({"dp": 8}, SLOW_DEVICES.name))
-    assert planner.at_least(mesh) == pytest.approx(own * (1 + 1 / (3 * 2 * 6)))
+    assert planner.at_least(mesh) == pytest.approx(own * (1 + 1 / (3 * (len(planner.blocks) // 2) * 6)))
 
 
 def test_a_mesh_that_is_no_simpler_has_to_gain_more_than_equal_plans_differ_by() -> None:
