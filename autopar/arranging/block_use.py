@@ -44,7 +44,7 @@ FORWARD = "forward"
 OPTIMIZER = "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockUse:
     """Seconds and bytes of every block of a model, arrays of one entry for each; and what no block has."""
 
@@ -66,6 +66,9 @@ class BlockUse:
     """Bytes that cross the beginning of each block."""
     accumulates: bool
     """True if gradients of several micro-batches are added up."""
+    short: Shortened
+    strategies: Mapping[str, str]
+    """Decision of the shorter program → its strategy in this plan, by name."""
 
     @property
     def step_seconds(self) -> float:
@@ -125,6 +128,10 @@ def block_use(
         **{name: array[at] for name, array in num_bytes.items()},
         sent=sent[at],
         accumulates=memory.microbatches.several,
+        short=short,
+        strategies={
+            each.name: str(each.menu.strategies[choice]) for each, choice in zip(space.decisions, choices, strict=True)
+        },
     )
 
 
@@ -225,3 +232,19 @@ def _bytes(
 
 def _shape(memory: MemoryModel, *ends: int) -> tuple[int, ...]:
     return tuple(len(memory.space.decisions[end].menu.strategies) for end in ends)
+
+
+def strategies_of(uses: Sequence[BlockUse]) -> dict[str, frozenset[str]]:
+    """Return the strategies that decisions of the whole program have in any of some plans of the same shorter one.
+
+    Decisions are by name; those of shared reshards are called by the node that makes their tensor.
+    """
+    names = uses[0].short.names()
+    by_node: dict[str, list[tuple[str, frozenset[str]]]] = defaultdict(list)
+    for decision in uses[0].strategies:
+        node, slash, rest = decision.partition("/")
+        node, colon, output = node.partition(":")
+        behind = f"{colon}{output}{slash}{rest}"
+        by_node[node].append((behind, frozenset(each.strategies[decision] for each in uses)))
+    nodes = dict.fromkeys((*names, *by_node))
+    return {f"{node}{behind}": found for node in nodes for behind, found in by_node.get(names.get(node, node), ())}

@@ -34,6 +34,8 @@ class Composed:
     seconds: float
     num_bytes: float
     schedule: Schedule | None = None
+    uses: tuple[BlockUse, ...] = ()
+    """Plans of the blocks of its stages."""
 
 
 def in_one_piece(uses: Sequence[BlockUse], count: int, limit: float) -> Composed | None:
@@ -42,7 +44,7 @@ def in_one_piece(uses: Sequence[BlockUse], count: int, limit: float) -> Composed
     points = np.array(
         [(each.step_seconds + (count - 1) * each.microbatch_seconds, each.peak_bytes(0, end, 1)) for each in uses]
     )
-    found = mixed(points[:, :1], points[:, 1:], limit)
+    found = mixed(points[:, :1], points[:, 1:], limit, [end])
     if found is None:
         return None
     weights = found[0]
@@ -63,7 +65,8 @@ def in_stages(
     )
     num_bytes = np.array([_rank_bytes(use, schedule, spans, ranks) for use in uses])
     by_rank = np.array([[own[list(stages)].sum() for stages in ranks] for own in each])
-    weights = mixed(by_rank, num_bytes, limit)
+    sizes = [sum(spans[stage][1] - spans[stage][0] for stage in stages) for stages in ranks]
+    weights = mixed(by_rank, num_bytes, limit, sizes)
     if weights is None:
         return None
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
@@ -73,7 +76,8 @@ def in_stages(
     latest = np.einsum("so,os->s", weights[rank_of], once)
     ends = max(sum(latest[stage] for stage in stages) for stages in ranks)
     total = _step(schedule, seconds, sending) + ends
-    return Composed(float(total), float((weights * num_bytes.T).sum(axis=1).max()), schedule)
+    taken = tuple(use for use, share in zip(uses, weights.sum(axis=0), strict=True) if share)
+    return Composed(float(total), float((weights * num_bytes.T).sum(axis=1).max()), schedule, taken)
 
 
 def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
@@ -91,10 +95,11 @@ def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
     return float(work + FILLED.get(schedule.name, 1.0) * bubble + sending.sum())
 
 
-def mixed(seconds: Floats, num_bytes: Floats, limit: float) -> Floats | None:
+def mixed(seconds: Floats, num_bytes: Floats, limit: float, sizes: Sequence[int]) -> Floats | None:
     """Return for every column the shares [column, plan] of the fastest mixture of two plans within a limit.
 
-    `seconds` and `num_bytes` are [plan, column]. None if no plan of some column is within the limit.
+    `seconds` and `num_bytes` are [plan, column], and `sizes` the blocks of a column, which are of one plan or the other
+    each. None if no plan of some column is within the limit.
     """
     found = np.zeros(seconds.T.shape)
     for column, (taken, held) in enumerate(zip(seconds.T, num_bytes.T, strict=True)):
@@ -105,7 +110,7 @@ def mixed(seconds: Floats, num_bytes: Floats, limit: float) -> Floats | None:
         least, shares = taken[best], {best: 1.0}
         for a in fits:
             for b in np.flatnonzero((held > limit) & (taken < taken[a])):
-                share = (limit - held[a]) / (held[b] - held[a])
+                share = math.floor((limit - held[a]) / (held[b] - held[a]) * sizes[column]) / sizes[column]
                 if (own := (1 - share) * taken[a] + share * taken[b]) < least:
                     least, shares = own, {int(a): 1 - share, int(b): share}
         for plan, share in shares.items():

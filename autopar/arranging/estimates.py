@@ -50,6 +50,8 @@ class Estimate:
     seconds: float
     num_bytes: float
     schedule: Schedule | None
+    uses: tuple[BlockUse, ...] = field(default=(), repr=False)
+    """Plans of the blocks of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +188,7 @@ class Estimates:
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """Return the best estimate of a candidate; None if no plan of it is known to fit."""
-        mesh, count = candidate
-        limit = self.subject.limit(mesh)
+        limit = self.subject.limit(candidate.mesh)
         limited = math.isfinite(limit)
         best: Composed | None = None
         free = math.inf
@@ -202,10 +203,10 @@ class Estimates:
                     own = self._composed(candidate, uses, limit)
                     best = min((each for each in (best, own) if each), key=lambda each: each.seconds, default=None)
                     if best is not None and best.seconds <= free * (1 + ENOUGH):
-                        return Estimate(mesh, count, best.seconds, best.num_bytes, best.schedule)
+                        return _estimate_of(candidate, best)
         except AutoparError:  # the exact plan of the mesh has the reason
             pass
-        return None if best is None else Estimate(mesh, count, best.seconds, best.num_bytes, best.schedule)
+        return None if best is None else _estimate_of(candidate, best)
 
     def _plans(self, candidate: Candidate, limited: bool) -> Iterator[Inner]:
         """Yield the plans of the shorter programs of a candidate."""
@@ -231,6 +232,10 @@ class Estimates:
         found = [each for each in every if each is not None]
         least = min((each.seconds for each in found), default=math.inf)
         return min((each for each in found if each.seconds <= (1 + SIMPLER) * least), key=_complexity, default=None)
+
+
+def _estimate_of(candidate: Candidate, best: Composed) -> Estimate:
+    return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
 
 
 def _complexity(composed: Composed) -> tuple[int, int, float]:

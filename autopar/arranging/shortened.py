@@ -38,6 +38,18 @@ class Shortened:
     """Of the shorter program."""
     origin: tuple[int, ...]
     """Block of the whole program → the block of the shorter one that stands for it."""
+    whole: tuple[Block, ...]
+    """Blocks of the whole program."""
+
+    def names(self) -> dict[str, str]:
+        """Return the node of the shorter program that stands for a node of the whole one, where names differ."""
+        found: dict[str, str] = {}
+        for block, number in zip(self.whole, self.origin, strict=True):
+            own = self.blocks[number]
+            for nodes in ((block.nodes, own.nodes), (_taken(block), _taken(own))):
+                for there, here in zip(*nodes, strict=True):
+                    found.setdefault(there.name, here.name)
+        return found
 
 
 def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, object]) -> Shortened:
@@ -69,11 +81,11 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
         place, kept = place + times * length, kept + REMAINING * length
     left = [block for number, block in enumerate(blocks) if number not in removed]
     if not removed:
-        return Shortened(program, tuple(blocks), tuple(origin))
+        return Shortened(program, tuple(blocks), tuple(origin), tuple(blocks))
     gone = {node for number in removed for node in blocks[number].nodes}
     shorter, copies = _without(program, gone, moved)
     own = tuple(Block(each.name, tuple(copies[node] for node in each.nodes)) for each in left)
-    return Shortened(shorter, own, tuple(origin))
+    return Shortened(shorter, own, tuple(origin), tuple(blocks))
 
 
 def _taken(block: Block) -> list[fx.Node]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from autopar.annotations.matching import Catalog
+from autopar.arranging.block_use import strategies_of
 from autopar.arranging.candidates import of_pipeline, of_plan
 from autopar.arranging.estimates import Estimate
 from autopar.arranging.shortened import Shortened, shortened
@@ -210,9 +211,20 @@ class OfflinePlanner:
             except CutOffError as error:
                 raise CutOffError(count * error.seconds) from error
             return of_plan(plan if count == 1 or self.request.microbatches else _saying(plan, count), count)
+        program = self.arriving(count, stage_mesh(mesh, str(self.request.pipeline)), tiles_asked(self.request))[0]
+        in_tiles = estimate.uses[0].short is not self._shortened(program)
+        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else self.request.loss_tiles or False
         chunks = schedule.chunks if schedule.chunks > 1 else None
-        wanted = replace(self.request, microbatches=count, schedule=schedule.name, chunks=chunks, settings=settings)
-        return of_pipeline(self.in_stages(mesh, str(self.request.pipeline), wanted, turn.cutoff))
+        wanted = replace(
+            self.request,
+            microbatches=count,
+            schedule=schedule.name,
+            chunks=chunks,
+            settings=settings,
+            loss_tiles=tiles,
+        )
+        looked_at = strategies_of(estimate.uses)
+        return of_pipeline(self.in_stages(mesh, str(self.request.pipeline), wanted, turn.cutoff, looked_at))
 
     def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan on one of the meshes that are compared.
@@ -291,11 +303,17 @@ class OfflinePlanner:
 
     @uncollected()
     def in_stages(
-        self, mesh: Mesh, axis: str, request: PlanRequest | None = None, cutoff: float = math.inf
+        self,
+        mesh: Mesh,
+        axis: str,
+        request: PlanRequest | None = None,
+        cutoff: float = math.inf,
+        strategies: Mapping[str, frozenset[str]] | None = None,
     ) -> PipelinePlan:
         """The best plan on a mesh with a pipeline, as it is asked for, or as `request` asks for it.
 
-        CutOffError where every schedule takes longer than the cut-off without a memory limit.
+        Of some decisions only these `strategies` are looked at, where they are given. CutOffError where every schedule
+        takes longer than the cut-off without a memory limit.
         """
         request = (request or self.request).on(mesh)
         check_stages(request)
@@ -307,7 +325,8 @@ class OfflinePlanner:
             def requested(schedule: Schedule) -> PipelineRequest:
                 program, arriving = self.arriving(schedule.num_microbatches, inner, tiles)
                 tileable.add(program.tileable)
-                return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
+                made = PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
+                return replace(made, strategies=strategies or {})
 
             settings, size = request.settings, self.samples(inner)
             limited, seconds = settings.memory is not None, settings.time_limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from autopar.annotations.pins import pins_of
@@ -18,6 +19,7 @@ from autopar.pipeline.stages.pins import allowed
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import make_plan
 from autopar.sharding.layout import Layout
+from autopar.space.space import Space
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +54,7 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     blocks = blocks_of(request.program, at_least)
     space = request.space(request.program, {})
     pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
+    pins = _among(request, space, pins)
     settings, count = request.settings, request.num_microbatches
     schedule = request.schedule
     runs = Microbatches(
@@ -72,6 +75,19 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
     nodes = {node.name: node for node in request.program.graph.nodes}
     return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)
+
+
+def _among(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
+    """Return the pins that leave the strategies that are looked at, where these are offered and pins allow them."""
+    found = dict(pins)
+    for number, decision in enumerate(space.decisions):
+        names = request.strategies.get(decision.name)
+        if names is None:
+            continue
+        mask = np.array([str(each) in names for each in decision.menu.strategies]) & pins.get(number, True)
+        if mask.any():
+            found[number] = mask
+    return found
 
 
 def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:

@@ -44,19 +44,19 @@ def test_micro_batches_in_flight_are_those_of_the_order_in_which_ranks_run(sched
 
 def test_of_two_plans_as_much_of_the_faster_one_is_taken_as_fits() -> None:
     seconds, num_bytes = np.array([[1.0], [3.0]]), np.array([[100.0], [20.0]])
-    found = mixed(seconds, num_bytes, 60.0)
+    found = mixed(seconds, num_bytes, 65.0, [4])
     assert found is not None and np.allclose(found, [[0.5, 0.5]])
 
 
 def test_every_column_has_a_mixture_of_its_own_and_none_has_one_where_one_has_no_room() -> None:
     seconds, num_bytes = np.array([[1.0, 1.0], [3.0, 3.0]]), np.array([[100.0, 50.0], [20.0, 30.0]])
-    found = mixed(seconds, num_bytes, 60.0)
+    found = mixed(seconds, num_bytes, 60.0, [2, 2])
     assert found is not None and np.allclose(found, [[0.5, 0.5], [1.0, 0.0]])
-    assert mixed(seconds, num_bytes, 25.0) is None
+    assert mixed(seconds, num_bytes, 25.0, [2, 2]) is None
 
 
 def test_without_a_limit_the_fastest_plan_is_taken() -> None:
-    found = mixed(np.array([[2.0], [1.0]]), np.array([[1.0], [9.0]]), math.inf)
+    found = mixed(np.array([[2.0], [1.0]]), np.array([[1.0], [9.0]]), math.inf, [2])
     assert found is not None and np.allclose(found, [[0.0, 1.0]])
 
 
