@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,10 +21,17 @@ from autopar.hardware.collectives import message_seconds
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.schedules.choice import SEVERAL_STAGES
 from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.sharding.mesh import Mesh
 
 FILLED = {"interleaved_zero_bubble": 1 / 3, "zbv": 1 / 2, "dualpipev": 1 / 2}
 """Schedule → the share of the bubble that is left where gradients of weights fill it, of equal thirds of the work."""
+
+
+MOST_SIMULATED = 1024
+"""Stages times micro-batches of a schedule that is simulated; PyTorch takes seconds to lay out larger ones."""
+ROOM = 0.92
+"""Of the limit, that stages are composed within: the search cuts between blocks, and others of a rank keep theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,14 @@ class Composed:
     num_bytes: float
     schedule: Schedule | None = None
     uses: tuple[BlockUse, ...] = ()
-    """Plans of the blocks of its stages."""
+    """Plans of the blocks of its stages, of which it is mixed."""
+    stages: tuple[StageSeconds, ...] = ()
+
+    def simulated(self) -> Composed:
+        """Return the estimate with the seconds of its simulated schedule, unless that has too many computations."""
+        if self.schedule is None or self.schedule.num_stages * self.schedule.num_microbatches > MOST_SIMULATED:
+            return self
+        return replace(self, seconds=simulate(self.schedule, self.stages).seconds)
 
 
 def in_one_piece(uses: Sequence[BlockUse], count: int, limit: float) -> Composed | None:
@@ -59,25 +73,28 @@ def in_stages(
     starts = even_cuts(fastest.forward + fastest.backward, schedule.num_stages)
     spans = list(pairwise((*starts, len(fastest.forward))))
     ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-    each, once = (
+    forward, backward, once = (
         np.array([[array[a:b].sum() for a, b in spans] for array in arrays])
-        for arrays in ([u.forward + u.backward for u in uses], [u.once for u in uses])
+        for arrays in ([u.forward for u in uses], [u.backward for u in uses], [u.once for u in uses])
     )
+    each = forward + backward
     num_bytes = np.array([_rank_bytes(use, schedule, spans, ranks) for use in uses])
     by_rank = np.array([[own[list(stages)].sum() for stages in ranks] for own in each])
     sizes = [sum(spans[stage][1] - spans[stage][0] for stage in stages) for stages in ranks]
-    weights = mixed(by_rank, num_bytes, limit, sizes)
+    weights = mixed(by_rank, num_bytes, ROOM * limit, sizes)
     if weights is None:
         return None
-    rank_of = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-    seconds = np.einsum("so,os->s", weights[rank_of], each)
-    sending = np.array([_sending(fastest, a, mesh, axis, hardware) for a, _ in spans])
-    sending[0] = 0.0
-    latest = np.einsum("so,os->s", weights[rank_of], once)
+    shares = weights[[schedule.rank_of(stage) for stage in range(schedule.num_stages)]]
+    there, back, latest = (np.einsum("so,os->s", shares, array) for array in (forward, backward, once))
+    sending = np.array([0.0, *(_sending(fastest, first, mesh, axis, hardware) for first, _ in spans[1:])])
     ends = max(sum(latest[stage] for stage in stages) for stages in ranks)
-    total = _step(schedule, seconds, sending) + ends
-    taken = tuple(use for use, share in zip(uses, weights.sum(axis=0), strict=True) if share)
-    return Composed(float(total), float((weights * num_bytes.T).sum(axis=1).max()), schedule, taken)
+    total = _step(schedule, there + back, 2 * sending) + ends
+    timed = tuple(
+        StageSeconds(*map(float, (f, b / 2, b / 2, sent, received, o)))
+        for f, b, sent, received, o in zip(there, back, [*sending[1:], 0.0], sending, latest, strict=True)
+    )
+    num_kept = float((weights * num_bytes.T).sum(axis=1).max())
+    return Composed(float(total), num_kept, schedule, tuple(uses), timed)
 
 
 def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
@@ -200,6 +217,6 @@ def schedules_of(
 
 
 def _sending(use: BlockUse, block: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
-    """Return the seconds of the message to the stage that begins with a block, and of the one back."""
+    """Return the seconds of the message to the stage that begins with a block."""
     num_bytes = math.ceil(use.sent[block])
-    return 2 * message_seconds(num_bytes, mesh, axis, hardware) if num_bytes else 0.0
+    return message_seconds(num_bytes, mesh, axis, hardware) if num_bytes else 0.0

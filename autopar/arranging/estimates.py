@@ -32,6 +32,8 @@ ENOUGH = 1e-3
 """Relative to the step without a limit: what is so near to it is not looked at with less memory."""
 SIMPLER = 5e-3
 """Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
+SIMULATED = 4
+"""Schedules of a candidate, the best by the formula, that are simulated."""
 NODE = 8
 """Devices of a usual host: with tensor parallelism over so many, and with none, the search begins."""
 
@@ -195,7 +197,7 @@ class Estimates:
         try:
             for number, plans in enumerate(self._plans(candidate, limited)):
                 uses: list[BlockUse] = []
-                for further in plans.uses(limited):
+                for further in plans.uses(limit):
                     uses += further
                     if number == 0 and len(uses) == len(further):
                         unlimited = self._composed(candidate, uses[:1], math.inf)
@@ -229,7 +231,8 @@ class Estimates:
         hardware, num_blocks = request.hardware_of(mesh), len(uses[0].forward)
         schedules = schedules_of(self.subject.schedules, mesh.size(axis), count, num_blocks, request.chunks)
         every = [in_stages(uses, schedule, mesh, axis, hardware, limit) for schedule in schedules]
-        found = [each for each in every if each is not None]
+        found = sorted((each for each in every if each is not None), key=lambda each: each.seconds)
+        found = [each.simulated() for each in found[:SIMULATED]]
         least = min((each.seconds for each in found), default=math.inf)
         return min((each for each in found if each.seconds <= (1 + SIMPLER) * least), key=_complexity, default=None)
 

@@ -1,38 +1,43 @@
-"""What the devices of one stage make of a micro-batch: plans of a shorter model, by how its parameters are stored.
+"""What the devices of one stage make of a micro-batch: plans of a shorter model, by what memory is worth.
 
-The shorter model is planned without a memory limit: as it is fastest, and where that takes too much, with parameters
-in as small parts as they are offered,
+The shorter model is planned without a memory limit, but for a price of bytes where the backward begins,
 
-    free       whatever is fastest
-    kept       gathered once a step, and their gradients reduced once (ZeRO-1)
-    gathered   gathered again for every backward (ZeRO-3)
+    seconds + price * bytes
 
-and those that are kept also with gradients reduced by every micro-batch (ZeRO-2), as those that are gathered are in any
-case. What recomputation costs and saves follows from the choices of each: nothing is searched for again.
+first at next to nothing, so that of equally fast plans the smaller one is taken, then at more (`PRICES`): parameters
+are stored in ever smaller parts, and gathered once a step or again for every backward. That is asked for with gradients
+that are reduced once a step (ZeRO-1, 3), and by every micro-batch (ZeRO-2). A price is that of the whole model: layers
+that were taken out would cost and save as much each as those that remain. What recomputation costs and saves follows
+from the choices of each: nothing is searched for again.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from autopar.annotations.pins import pins_of
 from autopar.arranging.block_use import BlockUse, block_use
 from autopar.arranging.shortened import Shortened
 from autopar.memory.microbatches import Microbatches
+from autopar.memory.moments import MemoryRow
 from autopar.planning.formulation import Pins
-from autopar.planning.planner import Statements, solved_by
+from autopar.planning.planner import Statements
 from autopar.planning.request import PlanRequest
 from autopar.program.recompute_segments import RECOMPUTATIONS
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import seconds_until
+from autopar.solver.problem import Floats, Integers, Problem
+from autopar.solver.solve import solve
 from autopar.space.space import Space
 
-FREE, KEPT, GATHERED = "free", "kept", "gathered"
+PRICES = (1e-4, 0.1, 2.0)
+"""Of the whole limit, in micro-batches at the least they can take."""
+GAP = 1e-3
+"""Relative optimality gap at which the search of the shorter model may stop."""
 
 
 @dataclass(slots=True)
@@ -51,47 +56,47 @@ class Inner:
     _space: Space | None = None
     _pins: Pins = field(default_factory=dict)
     _stated: Statements | None = None
-    _uses: dict[tuple[str, bool], tuple[BlockUse, ...]] = field(default_factory=dict)
+    _uses: dict[tuple[float, bool], tuple[BlockUse, ...]] = field(default_factory=dict)
 
-    def uses(self, limited: bool) -> Iterator[tuple[BlockUse, ...]]:
+    def uses(self, limit: float) -> Iterator[tuple[BlockUse, ...]]:
         """Yield what blocks take by each plan, in every mode of recomputation, the fastest without a limit first.
 
-        If memory is not `limited`, that is the only one.
+        If memory has no limit (in bytes of tensors), that is the only one.
         """
-        first = FREE, self.request.reduces_each and self.microbatches > 1
-        yield self._of(*first, limited)
-        further = [(KEPT, False), (KEPT, True), (GATHERED, False)] if limited else []
-        for storage, reduces_each in further:
-            if self.microbatches > 1 or not reduces_each:
-                yield self._of(storage, reduces_each, limited)
+        limited = math.isfinite(limit)
+        for price in PRICES if limited else (0.0,):
+            ways = (False, True) if limited and self.microbatches > 1 and price != PRICES[0] else (self._reduces_each,)
+            for reduces_each in ways:
+                key = price, reduces_each
+                if key not in self._uses:
+                    self._uses[key] = self._planned(price, reduces_each, limit)
+                yield self._uses[key]
 
-    def _of(self, storage: str, reduces_each: bool, limited: bool) -> tuple[BlockUse, ...]:
-        key = storage, reduces_each
-        if key not in self._uses:
-            self._uses[key] = self._planned(storage, reduces_each, limited)
-        return self._uses[key]
+    @property
+    def _reduces_each(self) -> bool:
+        return self.request.reduces_each and self.microbatches > 1
 
-    def _planned(self, storage: str, reduces_each: bool, limited: bool) -> tuple[BlockUse, ...]:
+    def _planned(self, price: float, reduces_each: bool, limit: float) -> tuple[BlockUse, ...]:
         space, pins = self._laid_out()
-        pins = pins if storage == FREE else stored_in_parts(space, pins, kept=storage == KEPT)
         runs = Microbatches(
             self.microbatches,
             reduce_each=reduces_each,
             main_gradients=self.request.memory_conventions.main_gradients and self.request.training,
         )
-        asked = self.request.settings
-        modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
-        settings = replace(
-            asked.for_tensors(None),
-            recompute="none" if asked.recompute == "auto" else asked.recompute,
-            time_limit=seconds_until(self.deadline),
-        )
+        asked, limited = self.request.settings, math.isfinite(limit)
         assert self._stated is not None
-        found = solved_by(self._stated.of(settings, runs), pins, settings)
-        memory, choices = found.formulation.memory, found.answer.choices
+        formulation = self._stated.of(replace(asked.for_tensors(None), recompute="none"), runs)[0]
+        memory, calls = formulation.memory, len(formulation.memory.lifetimes.calls)
+        problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
+        if limited:
+            least = sum(float(each.seconds.min()) for each in problem.nodes) / len(self.short.blocks)
+            problem = priced(problem, price * least * len(self.short.origin) / limit)
+        solution = solve(problem, time_limit=seconds_until(self.deadline), gap=GAP)
+        choices = tuple(solution.choices[: len(space.decisions)])
         if not memory.weights.gathers(choices):
             memory = memory.fetching_ahead(0)
         is_whole = self.mesh.num_devices == self.num_devices
+        modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
         return tuple(
             block_use(self.short, memory, choices, dict.fromkeys(memory.lifetimes.segments, mode), is_whole)
             for mode in (modes if limited else modes[:1])
@@ -111,21 +116,19 @@ class Inner:
         return self._space, self._pins
 
 
-def stored_in_parts(space: Space, pins: Pins, kept: bool) -> Pins:
-    """Return the pins with parameters in as small parts as are offered, gathered once a step if `kept`."""
-    found = dict(pins)
-    for number, decision in enumerate(space.decisions):
-        info = decision.node.meta.get("tensor") if decision.kind == "parameter" else None
-        if info is None:
-            continue
-        strategies = decision.menu.strategies
-        sizes = np.array([_elements(info.shape, each.outputs[0], space.mesh.sizes) for each in strategies], dtype=float)
-        allowed = pins.get(number, np.ones(len(strategies), dtype=bool))
-        least = allowed & (sizes <= sizes[allowed].min())
-        asked = least & np.array([each.kept == kept or not each.outputs[0].is_split for each in strategies])
-        found[number] = asked if asked.any() else least
-    return found
+def priced(problem: Problem, price: float) -> Problem:
+    """Return the problem with bytes at a price (seconds each) in its seconds; equal arrays stay one array."""
+    made: dict[tuple[int, int], Floats] = {}
 
+    def of(seconds: Floats, num_bytes: Integers | None) -> Floats:
+        if num_bytes is None:
+            return seconds
+        key = id(seconds), id(num_bytes)
+        if key not in made:
+            made[key] = seconds + price * num_bytes
+        return made[key]
 
-def _elements(shape: Sequence[int], layout: Layout, sizes: tuple[int, ...]) -> float:
-    return float(np.prod(layout.local_shape(tuple(shape), sizes), dtype=float))
+    return Problem(
+        tuple(replace(each, seconds=of(each.seconds, each.num_bytes)) for each in problem.nodes),
+        tuple(replace(each, seconds=of(each.seconds, each.num_bytes)) for each in problem.edges),
+    )

@@ -121,7 +121,9 @@ def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes
     axis = request.pipeline or (USUAL_PIPELINE if offers_pipelines else None)
     staged = planner if request.pipeline is not None or axis is None else planner.in_pipelines()
     names = (request.schedule,) if request.schedule else tuple(n for n in RECOMMENDED if n != "gpipe")
-    meshes = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), axis)
+    every = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), axis)
+    longest = len(planner.blocks)
+    meshes = tuple(each for each in every if axis not in each.axes or each.size(str(axis)) <= longest)
     subject = Subject(
         request=staged.request,
         meshes=meshes,
