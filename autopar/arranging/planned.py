@@ -57,6 +57,8 @@ class Planned:
     error: float = 0.0
     """The most that a plan was apart from its estimate, relative to that."""
     num_planned: int = 0
+    num_left: int = 0
+    """Candidates that may be better and were not planned, as time was over."""
     answers: list[Estimate] = field(default_factory=list)
     """Estimates of candidates that have a plan."""
 
@@ -88,6 +90,9 @@ class Planned:
             if tried.found is not None:
                 self.answers.append(chosen)
             last = chosen
+        best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
+        worth = best / (1 - max(self.error, LEAST_ERROR))
+        self.num_left = sum(each.seconds < worth and self._same_as(each) is None for each in queue)
         lines = merged(tuple(self.tried.values()))
         if not lines:
             return None
@@ -100,12 +105,13 @@ class Planned:
         """Return the table for the notes of the best plan, behind a count of what was estimated and planned."""
         found = self.estimates.found
         estimated = sum(each is not None for each in found.values())
+        late = f"; {why_over()} before {self.num_left} more that may be better" if self.num_left else ""
         return (
             f"the best of {len(self.estimates.subject.meshes)} meshes of {searched.devices} devices: {len(found)} "
             f"candidates (a mesh and its micro-batches) were looked at, of which {self.estimates.num_bounded} are no "
             f"better by a bound, and {len(found) - estimated - self.estimates.num_bounded} have no room; "
             f"{estimated} were estimated and {self.num_planned} planned exactly, at most {format_share(self.error)} "
-            f"apart:\n{mesh_table(searched)}"
+            f"apart{late}:\n{mesh_table(searched)}"
         )
 
     def _next(self, queue: list[Estimate], last: Estimate | None, worth: float) -> Estimate:
