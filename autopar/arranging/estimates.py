@@ -163,7 +163,7 @@ class Estimates:
         if count in counts:
             place = counts.index(count)
             yield from (Candidate(mesh, each) for each in counts[max(place - 1, 0) : place + 2])
-        pipeline = mesh.size(self.subject.axis) if self._is_pipeline(mesh) else 1
+        pipeline = mesh.size(str(self.subject.axis)) if self._is_pipeline(mesh) else 1
         inner = [size for size in self._stage(mesh).sizes if size > 1]
         for sizes, factor in _moved((pipeline, *inner)):
             other = self._mesh(sizes, known)

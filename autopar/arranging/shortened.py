@@ -97,7 +97,7 @@ def _taken(block: Block) -> list[fx.Node]:
 def _kinds(
     program: Program, blocks: Sequence[Block], outside: Sequence[Sequence[fx.Node]], said: Mapping[str, object]
 ) -> list[int]:
-    parameters, inputs = program.parameter_names, set(program.inputs)
+    parameters, inputs = program.parameter_names, {name for name in program.inputs if name is not None}
     numbers: dict[object, int] = {}
     found = []
     for block, taken in zip(blocks, outside, strict=True):

@@ -75,7 +75,9 @@ def test_no_candidate_is_better_than_the_answer() -> None:
     found = autopar.plan(
         model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT, pipeline="pp", max_axes=2
     )
-    seconds = found.seconds if isinstance(found, PipelinePlan) else found.workload.seconds
+    workload = found.workload
+    assert workload is not None
+    seconds = found.seconds if isinstance(found, PipelinePlan) else workload.seconds
     assert seconds <= 1.01 * least
 
 
