@@ -28,8 +28,11 @@ FILLED = {"interleaved_zero_bubble": 1 / 3, "zbv": 1 / 2, "dualpipev": 1 / 2}
 """Schedule → the share of the bubble that is left where gradients of weights fill it, of equal thirds of the work."""
 
 
-MOST_SIMULATED = 1024
-"""Stages times micro-batches of a schedule that is simulated; PyTorch takes seconds to lay out larger ones."""
+MOST_SIMULATED = 2048
+"""Stages times stages of a rank times micro-batches of a schedule that is simulated: PyTorch takes seconds to lay out
+larger ones."""
+MOST_CHUNKS = 12
+"""Stages of a rank, where none are said: for more PyTorch takes minutes to lay a schedule out."""
 ROOM = 0.92
 """Of the limit, that stages are composed within: the search cuts between blocks, and others of a rank keep theirs."""
 
@@ -47,9 +50,10 @@ class Composed:
 
     def simulated(self) -> Composed:
         """Return the estimate with the seconds of its simulated schedule, unless that has too many computations."""
-        if self.schedule is None or self.schedule.num_stages * self.schedule.num_microbatches > MOST_SIMULATED:
+        schedule = self.schedule
+        if schedule is None or schedule.num_stages * schedule.chunks * schedule.num_microbatches > MOST_SIMULATED:
             return self
-        return replace(self, seconds=simulate(self.schedule, self.stages).seconds)
+        return replace(self, seconds=simulate(schedule, self.stages).seconds)
 
 
 def in_one_piece(uses: Sequence[BlockUse], count: int, limit: float) -> Composed | None:
@@ -204,7 +208,8 @@ def schedules_of(
     Where that is left open, stages are of 1, 2, 3, 4, 6, 8, 12 … blocks.
     """
     sizes = [size for power in range(num_blocks.bit_length()) for size in (2**power, 3 * 2**power)]
-    several = sorted({each for size in sizes if (each := num_blocks // (num_ranks * size)) >= 2} | {2})
+    found = (num_blocks // (num_ranks * size) for size in sizes)
+    several = sorted({each for each in found if 2 <= each <= MOST_CHUNKS} | {2})
     for name in names:
         offered = [chunks] if chunks else several if name in SEVERAL_STAGES else [1]
         for each in offered:
