@@ -72,6 +72,7 @@ def test_a_recipe_that_fits_is_accepted_and_one_that_does_not_is_priced_without_
     assert "tiny (pp2 dp2; zero1; 2 micro-batches); accepted; " in text and "GB of 1.1 measured" in text
 
 
+@pytest.mark.slow
 def test_a_step_in_one_piece_is_that_of_all_its_micro_batches() -> None:
     model, inputs = built_in("tiny-llama", 8, 32)
     options = {"strategy": "ddp", "recompute": "none"}

@@ -87,6 +87,7 @@ def test_at_the_sizes_of_the_plan_the_formulas_are_its_numbers(family: str, hard
     assert again.traffic == {key: count for key, count in found.plan.traffic.items() if count}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(recompute: str) -> None:
     plan, _ = make_plan(found_at_first("gpt2", SLOW_DEVICES.name).space, {}, recompute=recompute)
@@ -396,6 +397,7 @@ def test_a_linear_layer_does_two_operations_per_weight_and_row_and_twice_that_ba
     assert plan.formula("flops") == 6 * s["layers"] * s["batch"] * s["hidden"] ** 2
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_is_priced_again_without_its_model(tmp_path: Path) -> None:
     plan = found_at_first("llama", SLOW_DEVICES.name).plan
     plan.save(tmp_path / "plan.json")

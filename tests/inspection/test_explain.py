@@ -234,6 +234,7 @@ def test_within_a_limit_only_the_runner_up_is_searched_for(limited: Plan, monkey
     assert sum(limit is not None for limit in limits) <= len(context_of(limited).settings.depths)
 
 
+@pytest.mark.slow
 def test_within_a_limit_no_plan_with_another_role_is_below_its_bound(limited: Plan) -> None:
     found = limited.explain("layers.1")
     asked = [each for each in found.alternatives if each.role in ROLES and each.seconds is not None]
@@ -249,6 +250,7 @@ def test_within_a_limit_no_plan_with_another_role_is_below_its_bound(limited: Pl
     assert str(found).endswith("≥: no plan with that role takes less; what_if plans it")
 
 
+@pytest.mark.slow
 def test_within_a_limit_the_same_question_has_the_same_answer(limited: Plan) -> None:
     assert str(limited.explain("layers.1")) == str(limited.explain("layers.1"))
     one, other = (limited.what_if("layers.*", tp="row") for _ in range(2))

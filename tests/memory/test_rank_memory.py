@@ -73,7 +73,7 @@ def _recomputed(strategy: str, modes: tuple[str, ...]) -> list[tuple[int, int]]:
     return [_measured("tiny-llama", (2,), strategy, 4, 512, recompute=mode) for mode in modes]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["megatron_sequence", "megatron_regather", "ring"])
 def test_ranks_hold_what_the_plan_predicts_in_every_mode_of_recomputation(ranks: Ranks, strategy: str) -> None:
     for every in ranks.run(_recomputed, strategy, RECOMPUTATIONS, timeout=240):

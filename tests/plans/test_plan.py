@@ -297,6 +297,7 @@ def real_plan() -> Plan:
     return make_plan(space, {})[0].with_formulas()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=timedelta(seconds=5))
 @given(st.randoms(use_true_random=False))
 def test_a_plan_that_was_damaged_is_refused_or_can_be_asked(real_plan: Plan, source: random.Random) -> None:

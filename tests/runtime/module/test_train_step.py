@@ -172,6 +172,7 @@ def test_presets_accumulate_on_ranks_as_on_one_process(ranks: Ranks, family: str
     check(ranks, PipelineCase(family, "dp2xtp2", options={"strategy": strategy}))
 
 
+@pytest.mark.slow
 def test_bfloat16_rounds_no_worse_over_micro_batches_than_on_one_process(ranks: Ranks) -> None:
     check_rounding(ranks, PipelineCase("llama", "dp2", dtype=torch.bfloat16, steps=2))
 

@@ -180,7 +180,7 @@ def said_of(model: heads.Model, axes: dict[str, int], choice: tuple[str, ...]) -
     return autopar.annotate(model, f"%{heads.ATTENTION}", **said)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_where(CASES, "s-full-1", "h-s+t-2"))
 def test_a_model_trains_alike_on_all_layouts(case: Case) -> None:
     steps = Steps(heads.batches(2), num_microbatches=case.num_microbatches)
