@@ -96,6 +96,21 @@ def test_no_cut_is_better(problem: CutProblem) -> None:
     assert cuts.bound == cuts.seconds == problem.seconds_of(cuts.stage_seconds)
 
 
+@pytest.mark.parametrize(
+    ("layers", "schedule"),
+    [
+        (128, Schedule("interleaved_1f1b", 16, 32, 8)),
+        (105, Schedule("interleaved_1f1b", 35, 280, 3)),
+        (96, Schedule("interleaved_1f1b", 8, 64, 3)),
+        (128, Schedule("1f1b", 64, 512)),
+    ],
+)
+def test_many_equal_layers_are_cut_evenly(layers: int, schedule: Schedule) -> None:
+    each = layers // schedule.num_stages
+    cuts = best_cuts(CutProblem((BlockCost(1.0, 1.0, 1.0),) * layers, (0.1,) * layers, schedule))
+    assert cuts.starts == tuple(range(0, layers, each))
+
+
 @st.composite
 def _exact(draw: st.DrawFn) -> tuple[CutProblem, Exact]:
     """A problem with the true seconds of every stage: above the sums of its blocks, infinite beyond a random memory."""
