@@ -210,12 +210,11 @@ def _in_flight_at_once(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], 
         now[step.stage] += {"F": 1, "I": 0}.get(step.kind, -1)
         met[tuple(now.values())] = None
     found = np.array(list(met))
-    below = (found[:, None] <= found[None, :]).all(axis=2)
-    np.fill_diagonal(below, False)
-    most = found[~below.any(axis=1)]
+    below = np.all(found[:, None] <= found[None, :], axis=2)
+    most = found[np.sum(below, axis=1) == 1]  # below itself alone
     firsts, seconds = np.triu_indices(len(most), 1)
     pairs = most[firsts] + most[seconds]  # none is half way between itself and another, as none has less than another
-    return tuple(tuple(each) for each in most.tolist() if not (2 * np.array(each) <= pairs).all(axis=1).any())
+    return tuple(tuple(each) for each in most.tolist() if not np.any(np.all(2 * np.array(each) <= pairs, axis=1)))
 
 
 def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:

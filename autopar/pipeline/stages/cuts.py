@@ -31,7 +31,7 @@ import numpy as np
 from autopar.errors import PipelineError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
-from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
+from autopar.pipeline.stages.cheapest_cut import Floats, Integers, cheapest_cut
 
 Place = tuple[int, int, int]
 """Stage, first block and end block."""
@@ -189,13 +189,13 @@ def own_seconds(problem: CutProblem) -> Floats:
     positions = np.arange(num_blocks + 1)
     firsts, ends = positions[:, None], positions[None, :]
     sums = np.where(firsts < ends, until[None, :] - until[:, None], np.inf)
-    first_from, first_to, end_from, end_to = _spans(problem)
+    first_from, first_to, end_from, end_to = (each[:, None, None] for each in _spans(problem))
     allowed = (firsts >= first_from) & (firsts <= first_to) & (ends >= end_from) & (ends <= end_to)
     return np.where(allowed, sums, np.inf)
 
 
-def _spans(problem: CutProblem) -> tuple[Floats, Floats, Floats, Floats]:
-    """The least and the most first block and end block of each stage, that each stage has a block and places hold."""
+def _spans(problem: CutProblem) -> tuple[Integers, Integers, Integers, Integers]:
+    """The least and the most first block and end block of each stage, so that all have a block and places hold."""
     num_stages, num_blocks = problem.schedule.num_stages, len(problem.blocks)
     first_from, end_from = np.arange(num_stages), np.arange(num_stages) + 1
     first_to, end_to = first_from + num_blocks - num_stages, end_from + num_blocks - num_stages
@@ -203,7 +203,7 @@ def _spans(problem: CutProblem) -> tuple[Floats, Floats, Floats, Floats]:
         first_to[stage], end_from[stage] = min(first_to[stage], block), max(end_from[stage], block + 1)
         first_from[stage + 1 :] = np.maximum(first_from[stage + 1 :], block + 1)
         end_to[:stage] = np.minimum(end_to[:stage], block)
-    return tuple(each[:, None, None] for each in (first_from, first_to, end_from, end_to))
+    return first_from, first_to, end_from, end_to
 
 
 def transfers(problem: CutProblem) -> Floats:
