@@ -15,7 +15,7 @@ from autopar.errors import PipelineError, TimeLimitError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, stages_of
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, own_seconds, stages_of
 
 SECONDS = st.integers(0, 12).map(float)
 SCHEDULES = (
@@ -94,6 +94,18 @@ def test_no_cut_is_better(problem: CutProblem) -> None:
     assert cuts.starts in set(_all_starts(problem))
     assert _step_seconds(problem, cuts.starts) == pytest.approx(cuts.seconds, rel=1e-9)
     assert cuts.bound == cuts.seconds == problem.seconds_of(cuts.stage_seconds)
+
+
+@given(_problems())
+@settings(max_examples=50, deadline=None)
+def test_stages_of_all_cuts_are_priced_and_none_with_blocks_of_another_stage(problem: CutProblem) -> None:
+    finite = np.isfinite(own_seconds(problem))
+    for starts in _all_starts(problem):
+        assert all(finite[place] for place in stages_of(starts, len(problem.blocks)))
+    for stage, first, end in np.argwhere(finite).tolist():
+        assert first < end
+        for block, other in problem.places:
+            assert (first <= block < end) == (stage == other), f"stage {stage}, blocks {first}-{end}"
 
 
 @pytest.mark.parametrize(
