@@ -326,12 +326,14 @@ def line(recipe: Recipe, found: Found) -> str:
 
 
 def summary(found: Sequence[Found]) -> str:
-    """How many recipes have each verdict, and how far predictions are from what was measured."""
+    """How many recipes have each verdict, how far predictions are from what was measured, and what cannot be asked."""
     lines = [f"{verdict}: {sum(each.verdict == verdict for each in found)}" for verdict in VERDICTS]
+    accepted = [each for each in found if each.verdict == ACCEPTED]
     rows = []
     for name, ratios in (
-        ("seconds, accepted", [each.ratio for each in found if each.verdict == ACCEPTED and each.ratio]),
+        ("seconds, accepted", [each.ratio for each in accepted if each.ratio]),
         ("seconds, all that are priced", [each.ratio for each in found if each.ratio]),
+        ("bytes, accepted", [each.memory_ratio for each in accepted if each.memory_ratio]),
         ("bytes, all that are priced", [each.memory_ratio for each in found if each.memory_ratio]),
     ):
         if ratios:
@@ -341,7 +343,9 @@ def summary(found: Sequence[Found]) -> str:
     longest = max(found, key=lambda each: each.planning_seconds)
     median = statistics.median(each.planning_seconds for each in found)
     planning = f"planning: median {median:.0f} s, longest {longest.planning_seconds:.0f} s ({longest.name})"
-    return "\n".join((", ".join(lines), table, planning))
+    unexpressed = [each.name for each in found if each.verdict == NOT_EXPRESSED]
+    apart = [f"left out, in FP8 or MXFP8: {', '.join(unexpressed)}"] if unexpressed else []
+    return "\n".join((", ".join(lines), table, planning, *apart))
 
 
 VERDICTS = (ACCEPTED, REFUSED, NO_ANSWER, NOT_EXPRESSED)

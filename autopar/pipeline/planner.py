@@ -32,7 +32,7 @@ from autopar.pipeline.stage_search import TOLERANCE, StageSearch
 from autopar.pipeline.stage_seconds import stage_seconds
 from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.pipeline.stages.cuts import CutProblem, best_cuts, step_seconds
+from autopar.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
 from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.refinement import is_allowed, refined
 from autopar.pipeline.stages.rooms import rooms_of_least, thought_in_rooms
@@ -164,7 +164,8 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
         return [best_cuts(problem).starts]
     every = ((0, *starts) for starts in combinations(range(1, num_blocks), num_stages - 1))
     allowed = (starts for starts in every if is_allowed(problem, starts))
-    return sorted(allowed, key=lambda starts: best_cuts(replace(problem, starts=starts)).seconds)
+    least = least_seconds(problem)
+    return sorted(allowed, key=lambda starts: cuts_of(problem, least, starts).seconds)
 
 
 def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:

@@ -94,12 +94,15 @@ def test_the_summary_has_the_verdicts_and_the_errors() -> None:
     text = recipes.summary(
         [
             recipes.Found("a", recipes.ACCEPTED, "", 1.1, 90, 1.0, 100.0, 2.0),
-            recipes.Found("b", recipes.REFUSED, "why", 1.3, None, 1.0, None, 4.0),
+            recipes.Found("b", recipes.REFUSED, "why", 1.3, 120, 1.0, 100.0, 4.0),
+            recipes.Found("c", recipes.NOT_EXPRESSED, "FP8"),
         ]
     )
-    assert "accepted: 1, refused: 1, no answer: 0, not expressed: 0" in text
+    assert "accepted: 1, refused: 1, no answer: 0, not expressed: 1" in text
     assert "seconds, all that are priced  2          1.20      20.0%" in text
-    assert "longest 4 s (b)" in text
+    assert "bytes, accepted               1          0.90      10.0%" in text
+    assert "bytes, all that are priced    2          1.05      15.0%" in text
+    assert "longest 4 s (b)" in text and text.endswith("left out, in FP8 or MXFP8: c")
 
 
 def test_only_the_recipes_named_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
