@@ -16,6 +16,7 @@ FAMILIES = (
     ("llm-foundry", "llm-foundry"),
     ("torchtitan", "torchtitan"),
     ("dgxc-benchmarking", "nemotron4"),
+    ("pytorch/ao", "torchao"),
 )
 """What a source names → the family."""
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved_1f1b", "ZB-1p": "interleaved_zero_bubble"}

@@ -11,9 +11,12 @@ from autopar.hardware.collectives import collective_seconds, message_seconds
 from autopar.hardware.load import load
 from autopar.sharding.mesh import Mesh
 from benchmarks.fit_profiles import begin, hardware_of, nearest
+from benchmarks.publications.ledger import RowLedger
 from benchmarks.publications.machines import VTRAIN_BYTES_PER_S, Machine, machine_name, variant_of
 from benchmarks.publications.machines import hardware_of as on_its_machine
+from benchmarks.publications.planning import predicted
 from benchmarks.publications.rows import Row, Shape
+from benchmarks.publications.strategies import pinned
 
 SHAPE = Shape("llama", 2, 64, 4, 4, 128, 100)
 ROW = Row("nanotron", "one", "nanotron", SHAPE, 128, 1, 1, "h100_80gb", seconds=1.0)
@@ -81,6 +84,15 @@ def test_llm_foundry_ran_slower_kernels_of_attention() -> None:
     found = on_its_machine(row, h100)
     assert found.attention_efficiency < h100.attention_efficiency
     assert replace(found, attention_efficiency=h100.attention_efficiency) == h100
+
+
+def test_a_ledger_prices_checks_as_a_plan_does() -> None:
+    row, h100, checked = replace(ROW, tp=2, sequence_parallel=True), load("h100"), load("h100:debug")
+    telling = replace(h100, links=tuple(replace(link, straggling_s=1e-9) for link in h100.links))
+    ledger = RowLedger.of(row, telling)
+    planned = [predicted(pinned(row), (SHAPE.layers,), each).seconds(1) for each in (h100, checked)]
+    assert planned[1] > 1.5 * planned[0]
+    assert [ledger.seconds(each) for each in (h100, checked)] == pytest.approx(planned, rel=0.02)
 
 
 def test_numbers_that_rows_agree_on_come_back_and_those_they_say_nothing_of_stay() -> None:
