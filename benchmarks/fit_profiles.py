@@ -30,7 +30,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications.folds import both, sampled
 from benchmarks.publications.ledger import RowLedger
-from benchmarks.publications.machines import CHECKED, machine_name, variant_of
+from benchmarks.publications.machines import CHECKED, VARIANTS, machine_name, variant_of
 from benchmarks.publications.machines import hardware_of as on_machine
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Row
@@ -86,13 +86,13 @@ class Fit:
 
     ledgers: Sequence[RowLedger]
     profiles: Mapping[str, Hardware]
-    """Device → the profile that numbers are put into."""
+    """Name → the profile that numbers are put into."""
 
     def errors(self, numbers: Numbers, of: Sequence[int]) -> np.ndarray:
         """Logarithms of predicted over measured seconds."""
         found = []
         for each in (self.ledgers[n] for n in of):
-            hardware = hardware_of(numbers, each.row, self.profiles[each.row.device])
+            hardware = hardware_of(numbers, each.row, self.profiles[_profile_of(each.row)])
             found.append(math.log(each.seconds(hardware) / (each.row.seconds or math.nan)))
         return np.array(found)
 
@@ -142,15 +142,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [
         row for source in sources for row in sampled([each for each in read if each.source == source], given.sample)
     ]
-    profiles = {row.device: _telling(load(PROFILES[row.device])) for row in rows}
+    profiles = {name: load(name) for name in dict.fromkeys(map(_profile_of, rows))}
     ledgers = []
     warnings.simplefilter("ignore")  # what strategies repeat or leave whole, the sources' do, too
     for row in rows:
         try:
-            ledgers.append(RowLedger.of(row, profiles[row.device]))
+            ledgers.append(RowLedger.of(row, _telling(profiles[_profile_of(row)])))
         except (Unexpressed, NotRepeated, AutoparError):
             continue
-    fit = Fit(ledgers, {row.device: load(PROFILES[row.device]) for row in rows})
+    fit = Fit(ledgers, profiles)
     first = begin(rows, given.debug)
     names, firm = list(first), np.array([FIRM.get(name, LOOSE) for name in first])
     start = here = np.log(list(first.values()))
@@ -172,12 +172,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _is_fitted(row: Row, checked: bool) -> bool:
     """Return whether a row is fitted: one whose collectives are checked, or all others."""
-    return machine_name(row) == CHECKED if checked else not variant_of(row)
+    return machine_name(row) == CHECKED if checked else variant_of(row) != VARIANTS[CHECKED]
+
+
+def _profile_of(row: Row) -> str:
+    """Return the name of the profile, in its variant, of a row."""
+    return PROFILES[row.device] + variant_of(row)
 
 
 def _telling(profile: Hardware) -> Hardware:
-    """Return a profile by whose lateness tasks tell what they are (see `RowLedger.of`)."""
-    return replace(profile, links=tuple(replace(link, straggling_s=1e-9) for link in profile.links))
+    """Return a profile without checks, by whose lateness tasks tell what they are (see `RowLedger.of`)."""
+    return replace(
+        profile, collective_check_s=0.0, links=tuple(replace(link, straggling_s=1e-9) for link in profile.links)
+    )
 
 
 def _say(what: str, ledgers: Sequence[RowLedger], off: np.ndarray) -> None:

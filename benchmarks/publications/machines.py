@@ -2,7 +2,8 @@
 
     BLOOM         a node's cards carry 400 Gb/s; the framework is vTrain's
     vTrain        a node's cards carry 800 Gb/s, as its README says: 12.5 GB/s a device
-    llm-foundry   attention by the Triton kernels of FlashAttention, with ALiBi, not by FlashAttention-2
+    llm-foundry   attention by the Triton kernels of FlashAttention, with ALiBi, not by FlashAttention-2 (the variant
+                  "triton" of a profile)
     nanotron      one cluster in two ways, told apart by the bandwidth of the run's own all-reduce in a node: below
                   440 GB/s PyTorch checks collectives (the variant "debug" of a profile), and below 100 GB/s there is no
                   NVLink besides, and messages between stages begin late. Other runs are the profile's
@@ -34,8 +35,6 @@ class Machine:
     """Of the link in a node, where that carries more."""
     message_s: float = 0.0
     """Seconds in which a message between stages begins; 0: as the links have it."""
-    attention: float = 1.0
-    """Share of the profile's rate of attention that the framework's kernels reach."""
 
     def of(self, profile: Hardware) -> Hardware:
         """The profile of its devices, on this machine."""
@@ -44,7 +43,7 @@ class Machine:
             self._with_messages(replace(link, bytes_per_s=min(link.bytes_per_s, num_bytes)))
             for link, num_bytes in zip(profile.links, most, strict=True)
         )
-        return replace(profile, attention_efficiency=profile.attention_efficiency * self.attention, links=links)
+        return replace(profile, links=links)
 
     def _with_messages(self, link: Link) -> Link:
         if not self.message_s:
@@ -55,18 +54,16 @@ class Machine:
 
 CHECKED, WITHOUT_NVLINK = "nanotron, checked", "nanotron, no NVLink"
 """Machines on which collectives are checked."""
-DEBUG = ":debug"
-"""The variant of a profile whose collectives are."""
+VARIANTS = {CHECKED: ":debug", WITHOUT_NVLINK: ":debug", "llm-foundry": ":triton"}
+"""The variants of profiles by which machines ran."""
 MACHINES = {
     "vtrain several nodes": Machine(network_bytes_per_s=VTRAIN_BYTES_PER_S),
     "bloom": Machine(network_bytes_per_s=BLOOM_BYTES_PER_S),
-    "llm-foundry": Machine(attention=0.57),
     WITHOUT_NVLINK: Machine(node_bytes_per_s=45e9, message_s=0.5),
 }
 """measured: networks are as sources say. Without NVLink all 13 runs are on pipelines. A slot of the step of those that
 have a plan takes 0.5 s to 0.6 s more than is predicted of two stages, 0.7 s to 0.9 s of four and eight, whatever the
-model and the message: messages begin after 0.5 s, by the runs of 3.6B parameters (0.51 s) as by those of 8.9B (0.51 s).
-The share of the Triton kernels is the same on H100s and A100s, by long sequences of both (0.58 and 0.57)."""
+model and the message: messages begin after 0.5 s, by the runs of 3.6B parameters (0.51 s) as by those of 8.9B."""
 
 
 def machine_name(row: Row) -> str:
@@ -80,7 +77,7 @@ def machine_name(row: Row) -> str:
 
 def variant_of(row: Row) -> str:
     """Return the suffix of the profile by which a row ran."""
-    return DEBUG if machine_name(row) in (CHECKED, WITHOUT_NVLINK) else ""
+    return VARIANTS.get(machine_name(row), "")
 
 
 def hardware_of(row: Row, profile: Hardware) -> Hardware:
