@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from autopar.hardware.collectives import Transfer, levels_of, ports_used, transfer_seconds
@@ -14,6 +15,15 @@ def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
     """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
     levels = levels_of(hardware.links, mesh, axis)
     return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
+
+
+def checking(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> float:
+    """Return the seconds of the host that checks a collective, one rank of its group after another.
+
+    Messages between two ranks are not checked (PyTorch, ProcessGroupWrapper.cpp, `runCollectiveChecks`).
+    """
+    ranks = math.prod(mesh.sizes[position] for position in mesh.positions(axis))
+    return 0.0 if collective == "permute" else hardware.collective_check_s * ranks
 
 
 class Tasks:
@@ -43,15 +53,20 @@ class Tasks:
         times: float = 1.0,
         lateness: float = 0.0,
         weights: bool = False,
+        begun: bool = False,
     ) -> int:
-        """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds."""
+        """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
+
+        What is left of one that has `begun` is not checked again.
+        """
         seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
+        check = 0.0 if begun else checking(transfer.collective, self.mesh, transfer.axis, self.hardware)
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
         links = ports_used(transfer, self.mesh, self.hardware)
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *(self.hardware.launch_s + lateness, tuple(sorted(after)), transfer.axis, links),
+                *(self.hardware.launch_s + lateness + check, tuple(sorted(after)), transfer.axis, links),
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
                 weights=weights,
@@ -88,4 +103,4 @@ class Tasks:
         """
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed
-            self.wait([self.issue(transfer, row, times=times, lateness=late)])
+            self.wait([self.issue(transfer, row, times=times, lateness=late, begun=exposed < 1)])
