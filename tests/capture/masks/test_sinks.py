@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from autopar.capture.export import capture
 from autopar.capture.passes.traced_graph import arguments
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.program import Program, TensorInfo
+from autopar.program.program import Program, TensorInfo, tensor_inputs
+from autopar.program.saved_tensors import saved_in
 from tests.support.eager import assert_as_eager
 
 S, HEADS, KEY_HEADS, WIDTH = 8, 4, 2, 4
@@ -103,3 +104,26 @@ def test_what_is_otherwise_stays_as_it_is(kind: str) -> None:
 
 def test_a_mask_that_hides_by_small_numbers_stays_as_it_is() -> None:
     assert not calls(captured(Attention(lambda i, j: hidden(j <= i, -1e9))))
+
+
+def test_memory_is_linear_in_positions_and_planned_as_autograd_counts_it() -> None:
+    model = Attention(FOUND["a window"][0])
+    program = captured(model)
+    (node,) = (node for node in program.graph.nodes if node.target is ATTENTION_BY_MASK)
+    saved = saved_in(program)[node]
+    inputs = tensor_inputs(node)
+    sinks = len(inputs) - 1
+    assert {0, 1, 2, sinks} <= saved.inputs and saved.outputs == {0}
+    assert saved.other_bytes == 4 * 2 * HEADS * S, "the log-sum-exp of each query"
+    held: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    given = [torch.randn(each.meta["tensor"].shape).requires_grad_() for each in (*inputs[:3], inputs[sinks])]
+    vectors = [torch.arange(S)[:, None], torch.arange(S)]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        y = ATTENTION_BY_MASK(*given[:3], vectors, "le(v1, v0)", sinks=given[3])
+    floats = sum(4 * x.numel() for x in (*given, y))
+    assert sum(held.values()) == floats + saved.other_bytes + sum(8 * x.numel() for x in vectors)
