@@ -137,9 +137,9 @@ def _without_level(argument: object) -> fx.Node:
     if node.target is not aten.sub.Tensor:
         return node
     scores, level = _tensor(node.args[0]), _tensor(node.args[1])
-    largest = level.args[0] if level.target is operator.getitem and level.args[1] == 0 else level
-    of_rows = isinstance(largest, fx.Node) and largest.target in (aten.max.dim, aten.amax.default)
-    if not of_rows or largest.args[0] is not scores or shape_of(level) != (*shape_of(scores)[:-1], 1):
+    largest: Any = level.args[0] if level.target is operator.getitem and level.args[1] == 0 else level
+    of_scores = largest.target in (aten.max.dim, aten.amax.default) and largest.args[0] is scores
+    if not of_scores or shape_of(level) != (*shape_of(scores)[:-1], 1):
         raise _OtherwiseError
     return scores
 

@@ -49,8 +49,9 @@ class Model(nn.Module):
 def built() -> Model:
     torch.manual_seed(0)
     model = Model()
-    for layer in model.model.model.layers:
-        nn.init.normal_(layer.self_attn.sinks)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter)
     return model
 
 

@@ -37,11 +37,11 @@ class Block:
     scale: float
     causal: bool = False
     """Query i sees the keys up to the i-th one."""
-    window: int | None = None
-    """Of a causal block: how many keys up to the i-th one; None: all. Only for what `takes_windows`."""
     mask_BHST: Tensor | None = None
     """What is added to the scores, in their type and broadcast to them (-inf hides a key); or which keys are seen."""
     dropout: Dropout | None = None
+    window: int | None = None
+    """Of a causal block: how many keys up to the i-th one; None: all. Only for what `takes_windows`."""
 
     def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
         """That of queries and keys at some places, which are `columns` of the mask where these are others."""
