@@ -1,4 +1,4 @@
-"""Models with the kernels of frameworks compute what those of transformers do, and clusters differ in their networks."""
+"""Models with kernels of frameworks compute what those of transformers do; clusters differ in their networks."""
 
 from __future__ import annotations
 
