@@ -81,8 +81,8 @@ def test_a_step_in_one_piece_is_that_of_all_its_micro_batches() -> None:
         for count in (2, 1)
     )
     assert isinstance(one, Plan) and isinstance(several, Plan)
-    assert recipes.step_seconds(one, 1) == pytest.approx(one.timeline().seconds, rel=0.1)
-    assert recipes.step_seconds(several, 2) > 1.8 * several.timeline().seconds - stage_seconds(several).once
+    assert recipes.step_seconds(one) == pytest.approx(one.timeline().seconds, rel=0.1)
+    assert recipes.step_seconds(several) > 1.8 * several.timeline().seconds - stage_seconds(several).once
 
 
 def test_what_autopar_cannot_be_asked_is_listed_with_the_reason() -> None:

@@ -34,6 +34,8 @@ def attention_by_mask(
     rising: bool = False,
     reach: int | None = None,
     dropout_p: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
@@ -52,7 +54,7 @@ def attention_by_mask(
     if dropout_p > 0:
         assert key is not None, "the rule gives calls with dropout a key"
         dropping = drawn(query, sizes[KEYS], dropout_p, key, axes, sizes, zigzag)
-    return in_steps(query, keys, value, call, (dropping, *vectors))
+    return in_steps(query, keys, value, call, (dropping, *vectors), sinks)
 
 
 @dataclass(frozen=True, slots=True)
