@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from autopar.program.operators.attention import kernels
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.zigzag import parts_of, whole_of
+from autopar.runtime.collectives.parts import by_rank, whole_of
 from autopar.runtime.implementations.attention.blocks import Piece, add_blocks, add_gradients, pairs_of
 from autopar.runtime.implementations.attention.places import Dealing
 
 
 def dealing(sizes: tuple[int, ...], zigzag: bool) -> Dealing:
-    return Dealing(tuple(SimpleNamespace(size=size) for size in sizes), zigzag)  # type: ignore[arg-type]
+    axes = tuple(SimpleNamespace(name=str(number), size=size) for number, size in enumerate(sizes))
+    return Dealing(axes, frozenset(axis.name for axis in axes if zigzag))  # type: ignore[arg-type]
 
 
 def places(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -42,7 +43,7 @@ def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: boo
     for ranks in places(sizes):
         x = torch.arange(total)
         for size, rank in zip(sizes, ranks, strict=True):
-            x = parts_of(x, 0, size, zigzag)[rank]
+            x = by_rank(x, 0, size, zigzag)[rank]
         pieces = dealing(sizes, zigzag).pieces(total, ranks)
         assert [p for piece in pieces for p in range(piece.first, piece.end)] == x.tolist()
         assert [p for piece in pieces for p in range(piece.at, piece.at + piece.size)] == list(range(len(x)))
@@ -52,7 +53,7 @@ def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: boo
 @given(st.integers(1, 4), st.integers(0, 1), st.booleans())
 def test_parts_make_the_whole_again(num_ranks: int, dim: int, zigzag: bool) -> None:
     x = torch.randn(24, 24)[: 2 * num_ranks, : 4 * num_ranks]
-    assert torch.equal(whole_of(parts_of(x, dim, num_ranks, zigzag), dim, zigzag), x)
+    assert torch.equal(whole_of(by_rank(x, dim, num_ranks, zigzag), dim, zigzag), x)
 
 
 @settings(deadline=None)
