@@ -130,8 +130,8 @@ def reshard_table(
     """The table of a kind of tensor that splits `dims`, or deals some by zigzag; cached by value."""
     layouts = _layouts(tensor, dims, dealt, mesh)
     shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
-    # Where nothing is padded, the number of elements says all that a transfer depends on.
-    local = shapes if tensor.padded else list(map(math.prod, shapes))
+    # Where nothing is padded, a transfer depends on the number of elements, and on dims of size 1 in front.
+    local = shapes if tensor.padded else [(math.prod(shape), _leading_ones(shape)) for shape in shapes]
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
     leading, following, forward = alone.copy(), alone.copy(), np.zeros_like(alone)
@@ -161,6 +161,10 @@ def reshard_table(
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward)
+
+
+def _leading_ones(shape: Sequence[int]) -> int:
+    return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
 
 
 def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
