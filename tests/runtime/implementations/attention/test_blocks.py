@@ -21,9 +21,10 @@ from autopar.runtime.implementations.attention.blocks import Piece, add_blocks, 
 from autopar.runtime.implementations.attention.places import Dealing
 
 
-def dealing(sizes: tuple[int, ...], zigzag: bool) -> Dealing:
+def dealing(sizes: tuple[int, ...], zigzag: bool | tuple[bool, ...]) -> Dealing:
+    each = (zigzag,) * len(sizes) if isinstance(zigzag, bool) else zigzag
     axes = tuple(SimpleNamespace(name=str(number), size=size) for number, size in enumerate(sizes))
-    return Dealing(axes, frozenset(axis.name for axis in axes if zigzag))  # type: ignore[arg-type]
+    return Dealing(axes, frozenset(axis.name for axis, deals in zip(axes, each, strict=False) if deals))  # type: ignore[arg-type]
 
 
 def places(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -37,13 +38,13 @@ SIZES = st.lists(st.integers(1, 4), min_size=0, max_size=2).map(tuple)
 
 
 @settings(deadline=None)
-@given(SIZES, st.booleans(), st.integers(1, 3))
-def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: bool, length: int) -> None:
+@given(SIZES, st.tuples(st.booleans(), st.booleans()), st.integers(1, 3))
+def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: tuple[bool, bool], length: int) -> None:
     total = 2 * math.prod(sizes) * length
     for ranks in places(sizes):
         x = torch.arange(total)
-        for size, rank in zip(sizes, ranks, strict=True):
-            x = by_rank(x, 0, size, zigzag)[rank]
+        for size, rank, deals in zip(sizes, ranks, zigzag, strict=False):
+            x = by_rank(x, 0, size, deals)[rank]
         pieces = dealing(sizes, zigzag).pieces(total, ranks)
         assert [p for piece in pieces for p in range(piece.first, piece.end)] == x.tolist()
         assert [p for piece in pieces for p in range(piece.at, piece.at + piece.size)] == list(range(len(x)))
