@@ -347,7 +347,7 @@ class _Ledger:
     def _copy(self, num_bytes: int) -> str:
         """Seconds in which a device brings a message into order."""
         hardware = self.space.hardware
-        return f"({Polynomial.of(num_bytes)})/{hardware.elementwise_bytes_per_s!r} + {hardware.op_latency_s!r}"
+        return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
 
     def _seconds_of(self, transfer: Transfer, message: Message | None = None) -> str:
         collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)

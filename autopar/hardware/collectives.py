@@ -111,7 +111,7 @@ def rearranging_seconds(transfer: Transfer, hardware: Hardware) -> float:
 
 def copy_seconds(num_bytes: int, hardware: Hardware) -> float:
     """Return the seconds of one copy that reads and writes so many bytes."""
-    return num_bytes / hardware.elementwise_bytes_per_s + hardware.op_latency_s if num_bytes else 0.0
+    return num_bytes / hardware.memory_bytes_per_s + hardware.op_latency_s if num_bytes else 0.0
 
 
 def ports_used(transfer: Transfer, mesh: Mesh, hardware: Hardware) -> tuple[tuple[str, float], ...]:
