@@ -90,10 +90,11 @@ def on_many(
                 x = divided(x, axes, (), dim, zigzag)
         return x
 
+    split = {name: found for name, found in (("s", way.queries), ("t", way.keys)) if found}
     keywords: dict[str, Any] = {
-        "axes": {name: found for name, found in (("s", way.queries), ("t", way.keys)) if found},
+        "axes": split,
         "sizes": sizes_of(tensors[1].shape[1]),
-        "zigzag": axes if zigzag else {},
+        "zigzag": split if zigzag else {},
         "key": KEY,
     }
     if expression:
