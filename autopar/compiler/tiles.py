@@ -63,9 +63,7 @@ def plan_as_memory_asks(
     fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
     in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
     at_least = turns.take_as_it_is(space, cutoff=AS_WITHOUT_A_LIMIT if in_tiles_first else math.inf)
-    if losses and (
-        in_tiles_first or turns.best is None or _bytes_of_logits_in(turns.best.plan) >= WORTHWHILE * memory
-    ):
+    if losses and (in_tiles_first or turns.best is None or _bytes_of_logits_in(turns.best.plan) >= WORTHWHILE * memory):
         tiles = tiles._replace(loss=fitting)
         turns.take_in_tiles(spaces, tiles)
     if at_least is not None:

@@ -190,9 +190,7 @@ def need_exactly(strategy: str, mesh: Mesh, count: int, what: str) -> None:
         )
 
 
-def need_positions(
-    strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequence[str], queries: Sequence[str]
-) -> None:
+def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequence[str], queries: Sequence[str]) -> None:
     """Raise StrategyError where no input has a dim of positions, or these do not divide over the axes.
 
     Over the axes of `queries` attention may divide its queries.

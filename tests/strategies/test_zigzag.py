@@ -115,7 +115,7 @@ def test_an_axis_that_divides_heads_has_positions_in_order_beside_one_that_deals
     assert fault_of(trained, expected) == ""
     assert trained.plan is not None and trained.plan.dealing == ("cp",)
     layouts = " ".join(row.layout for row in trained.plan.rows)
-    assert ("Z(1) S(1)" if "cp" == next(iter(axes)) else "S(1) Z(1)") in layouts, "both split positions between blocks"
+    assert ("Z(1) S(1)" if next(iter(axes)) == "cp" else "S(1) Z(1)") in layouts, "both split positions between blocks"
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "megatron_sequence", None])

@@ -126,9 +126,7 @@ def _of_gathered(
     return (_OfGatheredAgain if again else _OfGathered).apply(x, way, *operands)
 
 
-def _product(
-    x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Axes, again: int
-) -> Tensor:
+def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Axes, again: int) -> Tensor:
     way = _way(x, w_OK, rows, axes, zigzag)
     if way.gathers:
         (out,) = _of_gathered(x, rows, axes, zigzag, again, (w_OK, bias))
