@@ -298,17 +298,17 @@ class PlanRequest:
         `stated` are its problems, where some were stated before.
         """
         said = self.annotations_about(space.program, space.mesh, stored=bool(storage))
-        stated, deadline = (stated or Statements(space)).dealing_over(()), after(self.settings.time_limit)
-        pins = pins_of(said, stated.space, self.mode, storage or {})
+        problems, deadline = (stated or Statements(space)).dealing_over(()), after(self.settings.time_limit)
+        pins = pins_of(said, problems.space, self.mode, storage or {})
 
         def dealing_over(axes: Collection[str]) -> tuple[Statements, Pins]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say was said of the first space
-                other = stated.dealing_over(axes)
+                other = problems.dealing_over(axes)
                 return other, pins_of(said, other.space, self.mode, storage or {})
 
         def made(pins: Pins, settings: Settings, costs: Statements | None = None) -> Plan:
-            found, _ = replace(self, settings=settings)._made(costs or stated, pins)
+            found, _ = replace(self, settings=settings)._made(costs or problems, pins)
             context = replace(context_of(found), annotations=said, mode=self.mode)
             moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
             rows = tuple(marked(found.rows, context.space, said))
@@ -323,15 +323,15 @@ class PlanRequest:
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
             return replace(found, context=own, notes=(*found.notes, *plan.notes[-1:] * context.keeps_whole))
 
-        if possible := may_deal(stated.space, pins):
-            stated, pins = dealing_over(possible)
+        if possible := may_deal(problems.space, pins):
+            problems, pins = dealing_over(possible)
         plan = made(pins, self.settings)
-        needed = deals(stated.space, context_of(plan).choices)
-        if needed < set(stated.space.dealing) and not is_over(deadline):
+        needed = deals(problems.space, context_of(plan).choices)
+        if needed < set(problems.space.dealing) and not is_over(deadline):
             fewer, own = dealing_over(needed)
             with suppress(CutOffError, InfeasibleError, TimeLimitError):
                 plan = made(own, replace(self.settings, time_limit=seconds_until(deadline)), fewer)
-                stated = fewer
+                problems = fewer
         if self.training and self.strategy is None and self.mode != "manual" and not storage:
             plan = with_storage_settled(plan, said, made, deadline)
         plan = as_simulated(plan, again, deadline)
