@@ -231,7 +231,8 @@ class _Planner:
         if program is None or self.request.pipeline in mesh.axes or mesh.ndim > OUTLOOK_AXES:
             return math.inf
         try:
-            return make_plan(self.request.space(program, self.request.named(mesh)), {}, recompute="none")[0].seconds
+            space = self.request.space(program, self.request.named(mesh), dealing=mesh.names)
+            return make_plan(space, {}, recompute="none")[0].seconds
         except AutoparError:  # pins are for the whole
             return math.inf
 

@@ -344,6 +344,11 @@ class _Ledger:
     def _count(self, transfer: Transfer, count: Polynomial) -> None:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
 
+    def _copy(self, num_bytes: int) -> str:
+        """Seconds in which a device brings a message into order."""
+        hardware = self.space.hardware
+        return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
+
     def _seconds_of(self, transfer: Transfer, message: Message | None = None) -> str:
         collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)
         mesh, hardware = self.space.mesh, self.space.hardware
@@ -351,7 +356,8 @@ class _Ledger:
         if name not in self.rates:
             self.rates[name] = rate(collective, axis, mesh, hardware)
         if message is None:
-            return f"{name}({num_bytes})"
+            copies = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
+            return f"({' + '.join((f'{name}({num_bytes})', *copies))})" if copies else f"{name}({num_bytes})"
         together, passes = message.num_parameters, message.passes
         seconds = f"{name}({num_bytes * together})/{together}"
         if hardware.communication_share == 1 or not message.beside.num_weights:

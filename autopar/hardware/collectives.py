@@ -67,6 +67,10 @@ class Transfer:
     axis: str
     num_bytes: int
     backward: bool = False
+    packed: int = 0
+    """Bytes that the device reads and writes to bring the message into order before it (`sharding.rearranged`)."""
+    unpacked: int = 0
+    """The same behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,14 @@ class Level:
 
 
 def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message: Message | None = None) -> float:
-    """Seconds of one transfer, and of one in a message those of its part in it that no computation hides."""
+    """Seconds of one transfer, and of one in a message those of its part in it that no computation hides.
+
+    With one that runs alone goes what the device rearranges; in messages a layer's weights are packed together.
+    """
     collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.num_bytes
     if message is None:
-        return float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
+        alone = float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
+        return alone + rearranging_seconds(transfer, hardware)
     together = message.num_parameters
 
     def seconds(num_bytes: float) -> float:
@@ -94,6 +102,16 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
         return share * seconds(num_bytes)
     average = seconds(message.average(collective, num_bytes))
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
+
+
+def rearranging_seconds(transfer: Transfer, hardware: Hardware) -> float:
+    """Return the seconds in which the device brings messages of a transfer into order, before and behind it."""
+    return sum(map(functools.partial(copy_seconds, hardware=hardware), (transfer.packed, transfer.unpacked)))
+
+
+def copy_seconds(num_bytes: int, hardware: Hardware) -> float:
+    """Return the seconds of one copy that reads and writes so many bytes."""
+    return num_bytes / hardware.memory_bytes_per_s + hardware.op_latency_s if num_bytes else 0.0
 
 
 def ports_used(transfer: Transfer, mesh: Mesh, hardware: Hardware) -> tuple[tuple[str, float], ...]:

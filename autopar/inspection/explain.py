@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.annotations.matching import Catalog, operation_of
 from autopar.errors import InfeasibleError
-from autopar.hardware.collectives import transfer_seconds
+from autopar.hardware.collectives import rearranging_seconds, transfer_seconds
 from autopar.inspection.breakdown import parting, places
 from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
@@ -167,7 +167,10 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
         )
         before = layout_words(str(path.moves[0].before), space.mesh.names)
         after = layout_words(str(path.moves[-1].after), space.mesh.names)
-        yield Reshard(_tensor(space, wire), before, after, path.seconds * share, moved, inbound, num_consumers)
+        alone = [t for t, message in zip(path.transfers, path.messages, strict=True) if message is None]
+        copied = sum(rearranging_seconds(t, space.hardware) for t in alone) * share
+        seconds = path.seconds * share
+        yield Reshard(_tensor(space, wire), before, after, seconds, moved, inbound, num_consumers, copied)
 
 
 # What else there is.

@@ -210,7 +210,8 @@ def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
 
 def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
     """The space of a stage that was planned before, and the choices of its plan."""
-    space = request.space(program, {name: plan.layout_of(name) for name in program.received})
+    received = {name: plan.layout_of(name) for name in program.received}
+    space = replace(request, dealing=plan.dealing).space(program, received)
     return space, choices_of(plan, space)
 
 

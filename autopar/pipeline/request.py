@@ -55,6 +55,8 @@ class PipelineRequest:
     """Parameter → the layout in which it is stored already."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter or buffer → the stages that hold it already."""
+    dealing: tuple[str, ...] = ()
+    """Axes that deal positions by zigzag in every stage."""
 
     @classmethod
     def of(
@@ -110,4 +112,5 @@ class PipelineRequest:
         here = program.placeholders()
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
         received = {**inputs, **received}
-        return self.wanted.space(program, self.stage_mesh, received, self.program, self.mesh.num_devices)
+        devices = self.mesh.num_devices
+        return self.wanted.space(program, self.stage_mesh, received, self.program, devices, self.dealing)

@@ -143,6 +143,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
         reduce_each=context.memory_model.microbatches.reduce_each,
+        dealing=space.dealing,
         offload=_offloaded(space, answer.modes),
         host=_on_host(context.memory_model, choices, answer.modes),
         waits=dict(space.beside.waited),

@@ -37,7 +37,8 @@ class Collective:
 LocalSizes = Mapping[str, int]
 """The size on one device of every factor of a rule.
 
-Under "+x" stands the number of parts of x that go with those of another factor, under "~s", that s is dealt by zigzag.
+Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is dealt by zigzag: 1
+by all axes that split it, 2 by some of them.
 """
 ZIGZAG = "~"
 Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]

@@ -63,7 +63,9 @@ class Strategy:
             factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
             for factor, size in sizes.items()
         }
-        local.update((ZIGZAG + factor, 1) for factor in self.zigzag)
+        if self.zigzag:
+            dealt = self.dealt_by(mesh)
+            local.update((ZIGZAG + each, 1 + (len(dealt[each]) < len(axes[each]))) for each in self.zigzag)
         for size, choice in zip(mesh.sizes, self.choices, strict=True):
             for factor in factors_of(choice)[1:]:
                 local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
@@ -75,6 +77,15 @@ class Strategy:
         for name, choice in zip(mesh.names, self.choices, strict=True):
             for factor in factors_of(choice):
                 found[factor] = (*found.get(factor, ()), name)
+        return found
+
+    def dealt_by(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """Factors that are dealt by zigzag → the names of the mesh axes that deal them, outer first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for axis, (name, choice) in enumerate(zip(mesh.names, self.choices, strict=True)):
+            if any(layout[axis].zigzag for layout in (*self.inputs, *self.outputs)):
+                for factor in factors_of(choice):
+                    found[factor] = (*found.get(factor, ()), name)
         return found
 
     def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:

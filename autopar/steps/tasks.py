@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar.hardware.collectives import Transfer, levels_of, ports_used, transfer_seconds
+from autopar.hardware.collectives import Transfer, collective_seconds, copy_seconds, levels_of, ports_used
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
 from autopar.timeline.values import COMPUTE, Task
@@ -57,9 +57,10 @@ class Tasks:
     ) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
 
-        What is left of one that has `begun` is not checked again.
+        What the device rearranges for it is left out. What is left of one that has `begun` is not checked again.
         """
-        seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
+        alone = collective_seconds(transfer.collective, transfer.num_bytes, self.mesh, transfer.axis, self.hardware)
+        seconds = float(alone) * times
         check = 0.0 if begun else checking(transfer.collective, self.mesh, transfer.axis, self.hardware)
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
         links = ports_used(transfer, self.mesh, self.hardware)
@@ -99,8 +100,15 @@ class Tasks:
     def move(self, transfers: Sequence[Transfer], row: str, times: float = 1.0, exposed: float = 1.0) -> None:
         """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
 
+        What the device rearranges for them is computed before and behind each.
         `exposed` is the share of them that nothing hides: what runs beside computing waits for hosts beside it, too.
         """
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed
+            self._copy("pack", transfer.packed, row, times)
             self.wait([self.issue(transfer, row, times=times, lateness=late, begun=exposed < 1)])
+            self._copy("unpack", transfer.unpacked, row, times)
+
+    def _copy(self, name: str, num_bytes: int, row: str, times: float) -> None:
+        if num_bytes:
+            self.compute(name, copy_seconds(num_bytes, self.hardware) * times, row)

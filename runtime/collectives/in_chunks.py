@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.runtime.collectives.axes import Axis, count
 from autopar.runtime.collectives.functions import rows_in_flight, waited_for
-from autopar.runtime.collectives.zigzag import parts_of, whole_of
+from autopar.runtime.collectives.parts import by_rank, whole_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -48,8 +48,6 @@ class Chunks:
     along: int
     sizes: tuple[int, ...]
     """Of the chunks, along the dim that is cut."""
-    num_rows: int
-    """Of one rank."""
     num_ranks: int
     zigzag: bool
 
@@ -72,7 +70,7 @@ class Chunks:
 
     def of_ranks(self, parts: Tensor) -> Tensor:
         """A chunk from what all ranks have of it, [n, *part]."""
-        return whole_of(parts.unbind(), self.dim, self.zigzag) if self.of_samples else parts
+        return whole_of(parts, self.dim, self.zigzag) if self.of_samples else parts
 
     def by_rank(self, chunk: Tensor) -> Tensor:
         """What each rank is to have of a chunk, [n, *part]."""
@@ -80,9 +78,7 @@ class Chunks:
 
     def _apart(self, whole: Tensor) -> Tensor:
         """The rows of each rank, [n, …, M, …]."""
-        if self.zigzag:
-            return torch.stack(list(parts_of(whole, self.dim, self.num_ranks, True)))
-        return whole.unflatten(self.dim, (self.num_ranks, self.num_rows)).movedim(self.dim, 0)
+        return by_rank(whole, self.dim, self.num_ranks, self.zigzag)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """One rank's part of its chunks."""
@@ -111,7 +107,4 @@ class Whole:
             return found[0]
         if chunks.of_samples:
             return torch.cat(found, chunks.along)
-        by_rank = torch.cat(found, chunks.dim + 1)
-        if chunks.zigzag:
-            return whole_of(by_rank.unbind(), chunks.dim, True)
-        return by_rank.movedim(0, chunks.dim).flatten(chunks.dim, chunks.dim + 1)
+        return whole_of(torch.cat(found, chunks.dim + 1), chunks.dim, chunks.zigzag)

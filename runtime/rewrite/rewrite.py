@@ -183,7 +183,7 @@ class _Rewriter:
             split = strategy.axes_by_factor(self.mesh)
             kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **dict(strategy.implementation.keywords)}
             if strategy.zigzag and (strategy.implementation.zigzag or strategy.implementation.random):
-                kwargs["zigzag"] = tuple(sorted(strategy.zigzag))
+                kwargs["zigzag"] = strategy.dealt_by(self.mesh)
             if strategy.implementation.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1

@@ -32,7 +32,8 @@ def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bo
     if strict:
         axes.need_batch(strategy, graph.samples, mesh, taken.samples)
         if positions:
-            axes.need_positions(strategy, graph, mesh, positions)
+            queries = tuple(axis for axis, each in taken.positions.items() if each.attention != HEADS)
+            axes.need_positions(strategy, graph, mesh, positions, queries)
     check_attentions(strategy, graph, *_beside_columns(mesh, taken), strict)
     parted = tokens_parted(strategy, graph, mesh, taken, strict) if parts.experts else {}
     wishes = _wishes(strategy, parts, graph, mesh, taken)

@@ -5,7 +5,7 @@ A rank has the vectors of its queries, and those of all keys, which are small: t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, of_keys, scale_of
 from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.axes import Axes, num_parts_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
@@ -39,7 +39,7 @@ def attention_by_mask(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     key: int | None = None,
 ) -> Tensor:
     """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.

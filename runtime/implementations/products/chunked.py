@@ -16,7 +16,7 @@ Legend: M rows of one rank, n·M of all, K features, O columns; dims before the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, autograd
 from torch.nn import functional as F
 
 from autopar.program.operators.derivatives import is_asked_for, once_differentiable
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, Axis, axes_of
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
 from autopar.runtime.implementations.products.fused import gather_and_multiply, is_fused, multiply_and_scatter
 from autopar.strategies.rules.products.chunked import COLUMN, ROW, chunks_of
@@ -38,7 +38,7 @@ def linear(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
 ) -> Tensor:
     """As `aten.linear.default`. Moves, of n ranks, the input's or the output's whole rows, and again backward.
@@ -53,7 +53,7 @@ def linears(
     *operands: Tensor | None,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
 ) -> tuple[Tensor, ...]:
     """`linear` of one input with several weights, each followed by its bias or None, gathered once for all."""
@@ -66,7 +66,7 @@ def matmul(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
 ) -> Tensor:
     """As `aten.matmul.default` with a matrix; moves as much as `linear`."""
@@ -81,7 +81,7 @@ def matmuls(
     *others: Tensor,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
 ) -> tuple[Tensor, ...]:
     """`matmul` of one input with several matrices, gathered once for all."""
@@ -102,7 +102,7 @@ class _Way:
     fused: bool
 
 
-def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str], whole: bool = False) -> _Way:
+def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Axes, whole: bool = False) -> _Way:
     """How rows travel; `whole`: not in chunks, nor in one kernel with a product."""
     assert w_OK is not None, "a product without a weight"
     shared = {factor: [name for name in axes[rows] if name in axes.get(factor, ())] for factor in (COLUMN, ROW)}
@@ -114,21 +114,19 @@ def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collecti
     along, sizes = chunks_of(leading, math.prod(leading) * features * x.itemsize * axis.size)
     if whole:
         along, sizes = 0, (leading[0],)
-    chunks = Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag)
+    chunks = Chunks(dim, along, sizes, axis.size, axis.name in zigzag.get(rows, ()))
     return _Way(axis, chunks, gathers, not whole and is_fused(x, axis, chunks.zigzag))
 
 
 def _of_gathered(
-    x: Tensor, rows: str, axes: Axes, zigzag: Collection[str], again: int, operands: Sequence[Tensor | None]
+    x: Tensor, rows: str, axes: Axes, zigzag: Axes, again: int, operands: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """The rows of all ranks by several weights, each followed by its bias or None."""
     way = _way(x, operands[0], rows, axes, zigzag, bool(again))
     return (_OfGatheredAgain if again else _OfGathered).apply(x, way, *operands)
 
 
-def _product(
-    x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str], again: int
-) -> Tensor:
+def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Axes, again: int) -> Tensor:
     way = _way(x, w_OK, rows, axes, zigzag)
     if way.gathers:
         (out,) = _of_gathered(x, rows, axes, zigzag, again, (w_OK, bias))
