@@ -75,27 +75,42 @@ class ReshardTable:
         tensor: MovedTensor,
         mesh: Mesh,
         forward: np.ndarray,
+        gathers: np.ndarray,
     ):
-        """`forward` are the seconds of the forward collectives of each single move that runs alone."""
+        """`forward` are the seconds of the forward collectives of each single move that runs alone.
+
+        `gathers` says which of them are gathers.
+        """
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
         self._alone, self._together = alone, together
         self._tensor = tensor
         self._mesh = mesh
-        self._forward = forward
+        self._forward, self._gathers = forward, gathers
 
-    @functools.cached_property
+    @property
     def forward_seconds(self) -> np.ndarray:
         """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
+        return self._forward_parts[0]
+
+    @property
+    def last_gather_seconds(self) -> np.ndarray:
+        """Seconds of the last move of each of these paths if it is a gather; else 0."""
+        return self._forward_parts[1]
+
+    @functools.cached_property
+    def _forward_parts(self) -> tuple[np.ndarray, np.ndarray]:
         there = np.broadcast_to(np.arange(len(self.layouts)), self.seconds.shape)
-        here, total = there.T, np.zeros(self.seconds.shape)
+        here, total, last = there.T, np.zeros(self.seconds.shape), np.zeros(self.seconds.shape)
         while True:
             on_way = np.isfinite(self._alone.seconds) & (here != there)
             if not on_way.any():
-                return total
+                return total, last
             following = np.where(on_way, self._alone.following[here, there], here)
-            total += np.where(on_way, self._forward[here, following], 0.0)
+            each = np.where(on_way, self._forward[here, following], 0.0)
+            total += each
+            last += np.where((following == there) & self._gathers[here, following], each, 0.0)
             here = following
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
@@ -135,6 +150,7 @@ def reshard_table(
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
     leading, following, forward = alone.copy(), alone.copy(), np.zeros_like(alone)
+    gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
@@ -154,13 +170,14 @@ def reshard_table(
             ]
             priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there)
         alone[i, j], leading[i, j], following[i, j], forward[i, j] = priced[kind]
+        gathers[i, j] = move.gathers
     ways = _all_pairs(alone)
     if not tensor.bucketed:
-        return ReshardTable(layouts, ways, None, tensor, mesh, forward)
+        return ReshardTable(layouts, ways, None, tensor, mesh, forward, gathers)
     in_buckets = _led_by(leading, _all_pairs(following))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
-    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward, gathers)
 
 
 def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
