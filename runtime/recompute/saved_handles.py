@@ -176,7 +176,7 @@ class Frame:
         return key if storage is not None and storage() is not None else None
 
     def claim(self, key: Key, x: Tensor) -> _Claim:
-        claim = _Claim(self, key, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype)
+        claim = _Claim(self, key, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
         self._claims.add(claim)
         return claim
 
@@ -220,6 +220,8 @@ class Frame:
 
         for node in self._order:
             if node.target in GATHERS:
+                args: Any
+                kwargs: Any
                 args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
                 values[node] = Travelling.gathered(*args, **kwargs)
             else:
