@@ -36,6 +36,11 @@ class Move:
     def is_joined(self) -> bool:
         return len(self.axes) > 1
 
+    @property
+    def gathers(self) -> bool:
+        """True if its forward gathers parts on every rank."""
+        return self.source.is_split and self.target in (R, I)
+
     def num_parts(self, sizes: Sequence[int]) -> int:
         """The ranks that take part, on a mesh of these axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes)

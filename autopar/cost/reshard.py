@@ -78,20 +78,29 @@ class ReshardTable:
         tensor: MovedTensor,
         mesh: Mesh,
         forward: np.ndarray,
+        gathers: np.ndarray,
     ):
-        """`forward` are the seconds of the forward collectives of each single move that runs alone."""
+        """`forward` are the seconds of the forward collectives of each single move that runs alone.
+
+        `gathers` says which of them are gathers.
+        """
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
         self._alone, self._together = alone, together
         self._tensor = tensor
         self._mesh = mesh
-        self._forward = forward
+        self._forward, self._gathers = forward, gathers
 
     @functools.cached_property
     def forward_seconds(self) -> np.ndarray:
         """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
         return _along(self._alone, self._forward)
+
+    @functools.cached_property
+    def last_gather_seconds(self) -> np.ndarray:
+        """Seconds of the last move of each of these paths if it is a gather; else 0."""
+        return _along(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """The cheapest path; the layouts must be connected."""
@@ -130,6 +139,7 @@ def reshard_table(
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
     leading, following, forward, copies = alone.copy(), alone.copy(), np.zeros_like(alone), np.zeros_like(alone)
+    gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
@@ -150,15 +160,16 @@ def reshard_table(
             ]
             priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there, copied)
         alone[i, j], leading[i, j], following[i, j], forward[i, j], copies[i, j] = priced[kind]
+        gathers[i, j] = move.gathers
     ways = _all_pairs(alone)
     if copies.any():
         ways = _Ways(ways.seconds + (1 - COPY_TIE) * _along(ways, copies), ways.following, ways.later)
     if not tensor.bucketed:
-        return ReshardTable(layouts, ways, None, tensor, mesh, forward)
+        return ReshardTable(layouts, ways, None, tensor, mesh, forward, gathers)
     in_buckets = _led_by(leading, _all_pairs(following))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
-    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward, gathers)
 
 
 def _leading_ones(shape: Sequence[int]) -> int:
@@ -222,8 +233,8 @@ def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequenc
     return found
 
 
-def _along(ways: _Ways, each: np.ndarray) -> np.ndarray:
-    """What the single moves on each way have of something, together; 0 where there is no way."""
+def _along(ways: _Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
+    """What the single moves on each way have of something, together, or the last one; 0 where there is no way."""
     there = np.broadcast_to(np.arange(len(each)), each.shape)
     here, total = there.T, np.zeros(each.shape)
     while True:
@@ -231,7 +242,7 @@ def _along(ways: _Ways, each: np.ndarray) -> np.ndarray:
         if not on_way.any():
             return total
         following = np.where(on_way, ways.following[here, there], here)
-        total += np.where(on_way, each[here, following], 0.0)
+        total += np.where(on_way & (following == there) if last else on_way, each[here, following], 0.0)
         here = following
 
 

@@ -159,7 +159,7 @@ class _Ledger:
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
-        again = number in self.rerun.calls, number in self.rerun.communicating
+        again = number in self.rerun.calls, number in self.rerun.communicating, number in self.rerun.regathering
         return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
@@ -203,7 +203,9 @@ class _Ledger:
         menu, shapes = decision.menu, list(map(self.sizes.shape, self._keys(decision)))
         assert menu.call is not None and menu.op is not None and menu.bound is not None
         call = symbolic_call(menu.call, shapes[: len(menu.call.inputs)], shapes[len(menu.call.inputs) :])
-        work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
+        strategy = menu.strategies[self.choices[number]]
+        running = strategy.regathering if number in self.rerun.regathering else None
+        work = self._work_of(call, menu.bound, running or strategy)
         count = self.repetition.of_decision(number) * times
         passes = 1 + Fraction(operations.backward_share(menu.call, menu.op))
         if work.whole:
@@ -301,7 +303,7 @@ class _Ledger:
         menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_wire(wire)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
-        again = (wire.target, wire.target_input) in self.rerun.wires
+        again = self.rerun.wires.get((wire.target, wire.target_input))
         return menus, wire.tensor, share, again, id(shape), id(self.repetition.of_wire(wire))
 
     def _wire(self, wire: Wire, times: int, unused: bool) -> None:
@@ -314,6 +316,7 @@ class _Ledger:
         count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
+        exposed = iter(self.rerun.wires.get((wire.target, wire.target_input), ()))
         for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor, leads=number == 0) if path.together else None
@@ -321,8 +324,8 @@ class _Ledger:
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)
-                if not transfer.backward and (wire.target, wire.target_input) in self.rerun.wires:
-                    self.seconds.add(count, self._seconds_of(transfer))
+                if not transfer.backward and (again := next(exposed, None)) is not None:
+                    self.seconds.add(count * again, self._seconds_of(transfer))
                     self._count(transfer, count)
 
     def _moved_weight(self, node: fx.Node, elements: Polynomial, count: Polynomial) -> None:

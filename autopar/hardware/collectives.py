@@ -169,16 +169,35 @@ def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -
 
     A message is one step of the ring; what the link's factors say of all_to_all, which is messages too, holds for it.
     """
+    return _message(num_bytes, mesh, axis, hardware)[0]
+
+
+def message_ports(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[tuple[str, float], ...]:
+    """Return the links that such a message loads, by name, each with the share of a device's port that it takes alone.
+
+    A message over an outer link of the network passes the ports of those within.
+    """
+    return _message(num_bytes, mesh, axis, hardware)[1]
+
+
+def _message(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[float, tuple[tuple[str, float], ...]]:
     levels = levels_of(hardware.links, mesh, axis)
     if not levels:
-        return 0.0
-    link = levels[-1].link
-    slower, efficiency = link.latencies.all_to_all, link.efficiencies.all_to_all
-    return min(
-        (p.base_latency_s + p.step_latency_s) * slower + num_bytes / (p.efficiency * efficiency * link.bytes_per_s)
-        for p in link.protocols
-        if p.algorithm == "ring"
-    )
+        return 0.0, ()
+    level, ways = levels[-1], []
+    network = [link for number, link in enumerate(hardware.links) if number or link.devices is None]
+    crossed = [level.link] if level.in_node else network[: network.index(level.link) + 1]
+    for protocol in level.link.protocols:
+        if protocol.algorithm != "ring":
+            continue
+        latency = (protocol.base_latency_s + protocol.step_latency_s) * level.link.latencies.all_to_all
+        ports = {}
+        for link in crossed:
+            own = link.protocol("ring", protocol.name) or protocol
+            ports[link.name] = num_bytes / (own.efficiency * link.efficiencies.all_to_all * link.bytes_per_s)
+        ways.append((latency + ports[level.link.name], tuple(ports.items())))
+    seconds, ports = min(ways)
+    return seconds, tuple((name, each / seconds) for name, each in ports) if seconds else ()
 
 
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:

@@ -43,6 +43,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
     strategy = decision.menu.strategies[context.choices[number]]
+    running = context.memory_model.second_forward.running(number, context.choices, plan.recompute)
     with stages("explain", 2) as step:
         step("runner-up")
         runner_up, reason = _runner_up(plan, context, number)
@@ -72,7 +73,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         optimizer_seconds=_own_seconds(decision, context.choices[number]) if is_parameter else 0.0,
         own=tuple(
             Moved(t.collective, t.axis, t.num_bytes, wait * share, t.backward)
-            for t, wait in zip(strategy.transfers, strategy.waits, strict=True)
+            for t, wait in zip(running.transfers, running.waits, strict=True)
         ),
         reshards=(*_inbound(context, number), *_outbound(context, number)),
         saved_bytes=row.saved_bytes,

@@ -20,7 +20,7 @@ import numpy as np
 from torch import fx
 
 from autopar.errors import PipelineError
-from autopar.hardware.collectives import message_seconds
+from autopar.hardware.collectives import message_ports, message_seconds
 from autopar.pipeline.block_costs import boundary_bytes
 from autopar.pipeline.finished_stages import StageFinisher
 from autopar.pipeline.plan import PipelinePlan, StagePlan
@@ -47,6 +47,7 @@ from autopar.progress import progress
 from autopar.sharding.layout import Layout
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.space.space import Space
+from autopar.steps.sends import Send
 from autopar.steps.workload import workload
 from autopar.strategies.presets.data import warn_of_gradients
 from autopar.units import format_share
@@ -215,14 +216,17 @@ def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple
     return space, choices_of(plan, space)
 
 
-def messages(planned: PlannedBlocks, program: Program) -> tuple[float, float]:
-    """Seconds in which a stage sends its outputs on, and the gradients of its inputs back."""
+def messages(planned: PlannedBlocks, program: Program) -> tuple[Send, Send]:
+    """What a stage sends: its outputs on, and the gradients of its inputs back."""
     later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
     earlier = [node for name, node in program.placeholders().items() if name in program.received]
     return _message(planned, later), _message(planned, [n for n in earlier if n.meta["tensor"].requires_grad])
 
 
-def _message(planned: PlannedBlocks, nodes: Sequence[fx.Node]) -> float:
+def _message(planned: PlannedBlocks, nodes: Sequence[fx.Node]) -> Send:
     request, whole = planned.request, planned.whole
+    if not nodes:
+        return Send()
     num_bytes = sum(boundary_bytes(whole, planned.nodes[node.name]) for node in nodes)
-    return message_seconds(num_bytes, request.mesh, request.axis, request.hardware) if nodes else 0.0
+    crossed = num_bytes, request.mesh, request.axis, request.hardware
+    return Send(message_seconds(*crossed), message_ports(*crossed))

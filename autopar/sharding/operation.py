@@ -117,6 +117,11 @@ class Implementation:
     """Those of its choices that move the first input once for all calls that take it, where all of these do so."""
     follower: Implementation | None = None
     """What runs those behind the first of such calls: it has what is theirs alone of traffic and of what is kept."""
+    regathering: Implementation | None = None
+    """The variant for segments that save results of products and gather again (selective): it saves no gathered rows.
+
+    Its forward takes as long, and its choices are the same.
+    """
     launches: Callable[[Call, LocalSizes], int] | None = None
     """How many operations it starts on one device in place of the ATen call's one; None: as many."""
 

@@ -163,9 +163,11 @@ def menu_of(
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
             forward = computing_seconds(strategy, work, mesh, hardware)
-            if strategy.transfers:
-                share = hidden_share(implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
-                strategy = replace(strategy, waits=_waits(strategy, forward * passes, share, mesh, hardware))
+            strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware)
+            if implementation is not None and implementation.regathering is not None:
+                again = _strategy(choices, call, bound, implementation.regathering, mesh)
+                again = _with_waits(again, call, bound, forward * passes, mesh, hardware)
+                strategy = replace(strategy, regathering=again)
             if implementation is not None and turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
             same = (strategy.inputs, strategy.outputs, implementation)
@@ -224,6 +226,16 @@ def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
     passes = P in choice.inputs and choice.name.startswith(PASS_PARTIAL)
     passes_gradients = choice.name == PASS_REPLICATED and len(choice.inputs) > 1
     return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
+
+
+def _with_waits(
+    strategy: Strategy, call: Call, bound: BoundRule, computing: float, mesh: Mesh, hardware: Hardware
+) -> Strategy:
+    """Return the strategy with the seconds of its own collectives that its computing, which takes so long, exposes."""
+    if not strategy.transfers:
+        return strategy
+    share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
+    return replace(strategy, waits=_waits(strategy, computing, share, mesh, hardware))
 
 
 def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:

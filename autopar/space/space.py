@@ -231,12 +231,18 @@ class Space:
             seconds = self._moved_together(wire, seconds)
         return seconds
 
-    def forward_seconds(self, wire: Wire) -> np.ndarray:
-        """Seconds of the forward collectives of an activation's wire, by the strategies at its ends."""
+    def forward_seconds(self, wire: Wire, travelling: bool = False) -> np.ndarray:
+        """Seconds of the forward collectives of an activation's wire, by the strategies at its ends.
+
+        `travelling`: a gather at its end runs beside computing, which loses the share of the device that it takes.
+        """
         table = self.table(wire)
         rows = [table.index[layout] for layout in self.source_layouts(wire)]
         columns = [table.index[layout] for layout in self.target_layouts(wire)]
-        return table.forward_seconds[np.ix_(rows, columns)]
+        found = table.forward_seconds[np.ix_(rows, columns)]
+        if not travelling:
+            return found
+        return found - (1 - self.hardware.communication_share) * table.last_gather_seconds[np.ix_(rows, columns)]
 
     def _moved_together(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds between a hub and a consumer, where either all of its consumers move a tensor together, or none."""

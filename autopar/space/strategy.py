@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cost.reshard import Transfer
 from autopar.plans.strategy_names import strategy_name
+from autopar.program.recompute_segments import SELECTIVE
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import ZIGZAG, Implementation
@@ -31,6 +32,8 @@ class Strategy:
     """Seconds of each of them, as far as computing does not hide them."""
     shared: bool = False
     """Of a call, whether it moves its first input together with all calls that take it; of a hub, whether these do."""
+    regathering: Strategy | None = None
+    """The same by the variant of the implementation that gathers again in the backward; None if it has none."""
     kept: bool = False
     """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
@@ -105,3 +108,8 @@ class Strategy:
         """Into how many equal parts the call's work is divided."""
         split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
         return math.prod(split)
+
+
+def running_in(mode: str, strategy: Strategy) -> Strategy:
+    """Return what runs of a strategy in a segment of a mode: itself, or its variant that gathers again."""
+    return strategy.regathering or strategy if mode == SELECTIVE else strategy

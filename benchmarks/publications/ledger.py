@@ -141,8 +141,8 @@ class RowLedger:
             if key not in known:
                 known[key] = len(kinds)
                 depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, asked.gathered)
-                sent = messages(search.planned, context_of(depths.longer).space.program)
-                kinds.append(_kind(depths, hardware, sent))
+                forth, back = messages(search.planned, context_of(depths.longer).space.program)
+                kinds.append(_kind(depths, hardware, (forth.seconds, back.seconds)))
             order.append(known[key])
         return cls(row, hardware, tuple(kinds), tuple(order), schedule, search.planned.request.mesh)
 

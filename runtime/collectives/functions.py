@@ -26,7 +26,8 @@ Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,17 +60,49 @@ def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = Fa
     """The whole of `dim` of the parts of all ranks, cut to `size`."""
     if axis.size == 1:
         return x
+    return _joined(_gather_in_flight(x, axis), dim, size, zigzag)
+
+
+def _gather_in_flight(x: Tensor, axis: Axis) -> Tensor:
     count("all_gather", axis, x.numel() * x.itemsize * axis.size)
-    return _cut(whole_of(gathered_rows(x.contiguous().unsqueeze(0), axis), dim, zigzag), dim, size)
+    return rows_in_flight(x.contiguous().unsqueeze(0), axis)
 
 
-def gathered_rows(x: Tensor, axis: Axis) -> Tensor:
-    """The contiguous parts of all ranks one after the other in one buffer, without a gradient and without counting."""
-    return waited_for(rows_in_flight(x, axis))
+def _joined(buffer: Tensor, dim: int, size: int, zigzag: bool) -> Tensor:
+    """Wait for the parts of all ranks, and return the whole of `dim`, cut to `size`."""
+    return _cut(whole_of(waited_for(buffer), dim, zigzag), dim, size)
+
+
+@dataclass(slots=True, eq=False)
+class Travelling:
+    """A gathered tensor, without a graph, that is on its way until `arrived` has waited for it."""
+
+    _buffer: Tensor
+    _join: Callable[[Tensor], Tensor] | None
+    _requires_grad: bool
+
+    @classmethod
+    def gathered(cls, x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Travelling:
+        """Begin what `all_gather` does with these arguments."""
+        over = axis_of(axis)
+        if over.size == 1:
+            return cls(x.detach(), None, x.requires_grad)
+        buffer = _gather_in_flight(x.detach(), over)
+        return cls(buffer, lambda buffer: _joined(buffer, dim, size, zigzag), x.requires_grad)
+
+    def arrived(self) -> Tensor:
+        """Return the whole, once it is there."""
+        if self._join is not None:
+            self._buffer, self._join = self._join(self._buffer), None
+        return self._buffer.requires_grad_(self._requires_grad)
+
+    def __del__(self) -> None:
+        if getattr(self, "_join", None) is not None:  # a collective holds its buffers until it is waited for
+            waited_for(self._buffer)
 
 
 def rows_in_flight(x: Tensor, axis: Axis, group: str = "") -> Tensor:
-    """The buffer of `gathered_rows` before its values are there; `waited_for` says when they are.
+    """The contiguous parts of all ranks one after the other in one buffer; `waited_for` says when they are there.
 
     They travel in another group of the same ranks where one is given.
     """
@@ -341,5 +374,7 @@ def replicated_to_invariant(x: Tensor, axis: str) -> Tensor:
     return _OnFirst.apply(x, axis_of(axis), False, True)
 
 
+GATHERS = frozenset((all_gather, all_gather_invariant))
+"""The moves that gather in their forward."""
 COMMUNICATING = frozenset((all_reduce, all_gather, all_gather_invariant, reduce_scatter, all_to_all))
 """The moves that communicate in their forward."""

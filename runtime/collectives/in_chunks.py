@@ -6,7 +6,7 @@ Legend: n ranks, M rows of each, of which a chunk has C; the whole has the rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ class Chunks:
     def of_samples(self) -> bool:
         """Whether all rows are in every chunk, as they are where there is one."""
         return self.along != self.dim or len(self.sizes) == 1
+
+    def in_one(self) -> Chunks:
+        """The same rows in one chunk."""
+        return replace(self, sizes=(sum(self.sizes),))
 
     def of_part(self, part: Tensor) -> Iterator[Tensor]:
         """The chunks of one rank's part."""

@@ -6,6 +6,9 @@ expert      "ep", "expert" or "experts", else the last axis that is not the tens
 shard       "fsdp", "shard" or "zero", else the last axis
 data        all the others
 
+Beside an axis with a name for columns, an axis "cp" or "context" has positions, as in Megatron-LM, though no part of
+the strategy says so.
+
 In a strategy of several parts, as "fsdp+tp+cp", no part takes an axis whose name tells of another.
 """
 
@@ -25,6 +28,7 @@ from autopar.strategies.zigzag import dealt, later_see_more
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
+CONTEXT = ("cp", "context")
 EXPERT = ("ep", "expert", "experts")
 SHARD = ("fsdp", "shard", "zero", "dp_shard")
 DATA = ("dp", "ddp", "data", "replica", "replicate", "dp_replicate")
@@ -116,6 +120,14 @@ class Taken:
     stored: tuple[str, ...]
     samples: tuple[str, ...]
     """The axes that split the batch: those of experts among them that do nothing else there."""
+
+
+def with_context(parts: Parts, mesh: Mesh) -> Parts:
+    """Return the parts with positions over the mesh's axis of context parallelism, if it has one beside columns."""
+    columns = parts.tensor is not None and any(axis in TENSOR for axis in mesh.names)
+    if not columns or parts.positions or not any(axis in CONTEXT for axis in mesh.names):
+        return parts
+    return dataclasses.replace(parts, positions=(Positions("", CONTEXT),))
 
 
 def taken(strategy: str, parts: Parts, mesh: Mesh) -> Taken:

@@ -27,6 +27,7 @@ from autopar.strategies.roles import RoledProgram
 
 def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bool) -> tuple[Annotation, ...]:
     """Return the annotations of a strategy with these parts; raise StrategyError as `annotations_for` does."""
+    parts = axes.with_context(parts, mesh)
     graph, taken = RoledProgram.of(program), axes.taken(strategy, parts, mesh)
     positions = _axes_of_positions(parts, taken)
     if strict:

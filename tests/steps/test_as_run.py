@@ -129,6 +129,8 @@ def _planned(plan: Plan) -> list[Issued]:
         ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 1, "precision": HALF}),
         ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp_megatron", "prefetch": 1, "recompute": "full"}),
         ("gpt2", {"dp": 2, "tp": 2}, {"strategy": "megatron_sequence"}),
+        ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp+sp", "recompute": "selective"}),
+        ("gpt2", {"tp": 2}, {"strategy": "megatron_sequence", "recompute": "full"}),
         ("gpt2", {"dp": 2}, {"strategy": "zero3", "prefetch": 2, "recompute": "selective"}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),

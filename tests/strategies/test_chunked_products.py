@@ -17,6 +17,7 @@ from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware, Link
 from autopar.memory.moments import FORWARD
 from autopar.memory.peak import bytes_by_moment
+from autopar.models.named import named
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
@@ -237,3 +238,23 @@ def test_the_timeline_has_chunks_travel_beside_products() -> None:
         return request.plan(request.space(space.program, space.mesh)).timeline().seconds
 
     assert seconds(NAME) < seconds("megatron_sequence")
+
+
+def test_under_selective_recomputation_they_gather_again_and_keep_no_gathered_rows() -> None:
+    model, inputs = named("tiny-llama", 8, 512)
+
+    def plan_of(strategy: str, recompute: str) -> Plan:
+        return autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), inputs, strategy=strategy, recompute=recompute)
+
+    keeping, again = (plan_of(NAME, each) for each in ("none", "selective"))
+    assert again.choices == keeping.choices and again.peak_bytes < keeping.peak_bytes
+    by_megatron, selective = plan_of(AGAIN, "none").traffic, dict(again.traffic)
+    in_layers = selective["all_gather", "tp"] - keeping.traffic["all_gather", "tp"]
+    outside = by_megatron["all_gather", "tp"] - selective["all_gather", "tp"]
+    assert in_layers == 4 * outside, "two gathers of both layers; the head's stands in none"
+    assert {**selective, ("all_gather", "tp"): 0} == {**by_megatron, ("all_gather", "tp"): 0}
+    assert again.verify().ok
+    at_these_sizes = again.reprice()
+    assert at_these_sizes.seconds == pytest.approx(again.seconds, rel=1e-9)
+    assert at_these_sizes.memory["memory"] == again.peak_bytes
+    assert at_these_sizes.traffic == {key: count for key, count in again.traffic.items() if count}
