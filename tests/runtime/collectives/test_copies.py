@@ -120,8 +120,12 @@ def _llama(samples: int) -> tuple[LanguageModel, tuple[Tensor, Tensor]]:
     """A model whose heads, of keys too, divide over the ranks, and tokens for it."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-        **{"num_attention_heads": RANKS, "num_key_value_heads": RANKS},
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=RANKS,
+        num_key_value_heads=RANKS,
     )
     ids = torch.randint(0, 64, (samples, 32))
     return LanguageModel(config), (ids, ids.roll(-1, 1))
@@ -136,7 +140,7 @@ def _step(model: Any, inputs: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatc
 
 
 def _by_autopar(
-    strategy: str, samples: int, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recompute: str = "none"
+    strategy: Any, samples: int, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recompute: Any = "none"
 ) -> tuple[Copies, int]:
     """The copies of a step, and how many collectives of activations it has."""
     model, inputs = _llama(samples)
