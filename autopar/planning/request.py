@@ -39,7 +39,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.space.between_layouts import notes_on_moves
 from autopar.space.build import build_space
-from autopar.space.dealing import deals, may_deal
+from autopar.space.dealing import deals, is_worth_another_search, may_deal
 from autopar.space.returned import Outputs, Returned
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
@@ -326,8 +326,9 @@ class PlanRequest:
         if possible := may_deal(problems.space, pins):
             problems, pins = dealing_over(possible)
         plan = made(pins, self.settings)
-        needed = deals(problems.space, context_of(plan).choices)
-        if needed < set(problems.space.dealing) and not is_over(deadline):
+        choices = context_of(plan).choices
+        needed = deals(problems.space, choices)
+        if is_worth_another_search(problems.space, choices, needed) and not is_over(deadline):
             fewer, own = dealing_over(needed)
             with suppress(CutOffError, InfeasibleError, TimeLimitError):
                 plan = made(own, replace(self.settings, time_limit=seconds_until(deadline)), fewer)

@@ -90,7 +90,7 @@ class Plan:
     reduce_each: bool = False
     """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
     dealing: tuple[str, ...] = ()
-    """Axes that deal positions by zigzag where they split them: some causal attention divides its queries over each."""
+    """Axes that deal positions by zigzag where they split them: causal attention divides its queries over such."""
     offload: Offloaded = "none"
     """What is on the host: "optimizer" (state and master copies, for `autopar.optim.OffloadedAdamW`), "activations" (of
     the segments whose mode is "offload"), or "both"."""

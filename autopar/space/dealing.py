@@ -2,12 +2,13 @@
 
 Plans are searched for with all axes that pins let a causal attention divide its queries over. If the best plan leaves
 some of them to other factors, such as heads, it is searched for once more with positions in order there, which needs no
-copies: it is as good or better.
+copies: it is as good or better. That is left out where it changes nothing: no tensor of the plan is dealt, and so many
+samples lie on each device that collectives copy in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -33,6 +34,22 @@ def may_deal(space: Space, pins: Mapping[int, np.ndarray]) -> frozenset[str]:
 def deals(space: Space, choices: Sequence[int]) -> frozenset[str]:
     """Return the axes over which some causal attention divides its queries by these choices."""
     return _dividing(space, (each.menu.strategies[choices[number]] for number, each in _attentions(space)))
+
+
+def is_worth_another_search(space: Space, choices: Sequence[int], needed: Collection[str]) -> bool:
+    """Return True if a plan in which only the `needed` axes deal may differ from the one of these choices."""
+    others = {name for name in space.dealing if name not in needed}
+    samples = RoledProgram.of(space.program).samples
+    return any(
+        samples * space.mesh.size(name) <= space.mesh.num_devices or _deals(space, choices, name) for name in others
+    )
+
+
+def _deals(space: Space, choices: Sequence[int], axis: str) -> bool:
+    """Whether some tensor is dealt over an axis."""
+    place = space.mesh.names.index(axis)
+    chosen = (each.menu.strategies[choice] for each, choice in zip(space.decisions, choices, strict=True))
+    return any(layout[place].zigzag for each in chosen for layout in (*each.inputs, *each.outputs))
 
 
 def _attentions(space: Space) -> list[tuple[int, Decision]]:

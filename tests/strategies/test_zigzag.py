@@ -13,10 +13,12 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError, StrategyError
+from autopar.planning import request
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.sharding.layout import Z
 from autopar.sharding.mesh import Mesh
+from autopar.space.dealing import is_worth_another_search
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import Dealt, dealt
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
@@ -128,6 +130,18 @@ def test_positions_are_in_order_where_attention_divides_heads(strategy: str | No
     plan = autopar.plan(model, Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy=strategy)
     assert plan.dealing == () and not any("Z(" in row.layout for row in plan.rows)
     assert any("S(1)" in row.layout for row in plan.rows)
+
+
+@pytest.mark.parametrize(("samples", "searches"), [(1, 2), (16, 1)])
+def test_a_plan_without_positions_is_searched_once_where_each_device_has_many_samples(
+    samples: int, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(request, "is_worth_another_search", lambda *args: asked.append(worth(*args)) or asked[-1])
+    worth = is_worth_another_search
+    plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(samples))
+    assert not any("Z(" in row.layout or "S(1)" in row.layout for row in plan.rows if row.kind == "call")
+    assert asked == [searches == 2]
 
 
 def test_a_plan_that_is_read_again_deals_as_it_says() -> None:
