@@ -95,7 +95,7 @@ def by_blocks(options: Options, ring: bool, zigzag: bool) -> Callable[..., Tenso
     """autopar's own, which gathers keys and values or lets them travel."""
     sizes = {"s": options.positions, "t": options.positions}
     axes = {"s": (AXIS,), **({"t": (AXIS,)} if ring else {})}
-    dealt = "st" if zigzag else ""
+    dealt = {"s": (AXIS,), "t": (AXIS,)} if zigzag else {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not ring:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
+from autopar.compiler.arguments import Recompute
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware, Link
@@ -246,7 +247,7 @@ def test_the_timeline_has_chunks_travel_beside_products() -> None:
 def test_under_selective_recomputation_they_gather_again_and_keep_no_gathered_rows() -> None:
     model, inputs = named("tiny-llama", 8, 512)
 
-    def plan_of(strategy: str, recompute: str) -> Plan:
+    def plan_of(strategy: str, recompute: Recompute) -> Plan:
         return autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), inputs, strategy=strategy, recompute=recompute)
 
     keeping, again = (plan_of(NAME, each) for each in ("none", "selective"))

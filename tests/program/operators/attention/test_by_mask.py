@@ -92,7 +92,8 @@ def test_sinks_are_one_more_score_without_a_value(kind: str, window: int | None,
     text, vectors_of = (CAUSAL, places) if kind == "causal" else KINDS[kind]
     vectors, inputs = vectors_of(40, 40), sample(40, 40, heads)
     sinks = torch.randn(1, 4, 1, 1).mul_(2).requires_grad_()
-    expected = with_sinks(*inputs, evaluate(parse(text), vectors), sinks, 0.3)
+    q, k, v = inputs
+    expected = with_sinks(q, k, v, evaluate(parse(text), vectors), sinks, 0.3)
     found = ATTENTION_BY_MASK(*inputs, vectors, text, 0.3, window=window, sinks=sinks)
     weights = torch.randn_like(expected)
     gradients = (torch.autograd.grad((y * weights).sum(), [*inputs, sinks]) for y in (found, expected))
