@@ -44,7 +44,8 @@ class _Claim:
     key: Key
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
+    """One for each rank where ranks are played in one process."""
     dtype: torch.dtype
 
     def of(self, value: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class Frame:
         return key if storage is not None and storage() is not None else None
 
     def claim(self, key: Key, x: Tensor) -> _Claim:
-        claim = _Claim(self, key, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
+        claim = _Claim(self, key, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype)
         self._claims.add(claim)
         return claim
 
