@@ -1,4 +1,4 @@
-"""What published steps ran with that neither models of transformers nor shipped profiles have: kernels and clusters.
+"""Kernels and clusters of published steps that neither models of transformers nor shipped profiles have.
 
 RMSNorm, rotary embedding   one call each (`publications.kernels`), as Megatron-LM, TransformerEngine and
                             compiled layers of torchtitan run them
@@ -26,7 +26,7 @@ from autopar.hardware.profile import Efficiencies, Hardware
 from benchmarks.publications.kernels import rms_norm, rotary
 
 OF_NVIDIA = ("NVIDIA-NeMo", "MoE Parallel Folding")
-"""How sources begin that ran on NVIDIA's own clusters."""
+"""Beginnings of sources that ran on NVIDIA's own clusters."""
 
 
 def hardware_of(device: str, source: str) -> Hardware:
@@ -94,8 +94,11 @@ def _experts(packed: Any) -> Experts:
 
 @contextmanager
 def rotary_in_one_call(model: nn.Module) -> Iterator[None]:
-    """Within this, models of the same file of transformers turn queries, and keys, by one call each."""
+    """Within this, models of the same file of transformers turn queries, and keys, by one call each, if they turn any."""
     library = sys.modules[type(model).__module__]
+    if not hasattr(library, "apply_rotary_pos_emb"):
+        yield
+        return
 
     def turned(q_BHSD: Tensor, k_BHSD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         halves = q_BHSD.shape[-1] // cos_BSD.shape[-1]  # GPT-OSS has the angles of the first half alone

@@ -330,7 +330,7 @@ def line(recipe: Recipe, found: Found) -> str:
 
 
 def summary(found: Sequence[Found]) -> str:
-    """How many recipes have each verdict, how far predictions are from what was measured, and what cannot be asked."""
+    """Count recipes by verdict, with the errors of predictions and what cannot be asked."""
     lines = [f"{verdict}: {sum(each.verdict == verdict for each in found)}" for verdict in VERDICTS]
     accepted = [each for each in found if each.verdict == ACCEPTED]
     rows = []

@@ -56,7 +56,7 @@ class Dealt:
 
 
 def dealt(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
-    """What is dealt over axes of these sizes, any of them, found once."""
+    """Find, once, what is dealt over any of the axes of these sizes."""
     if not sizes:
         return Dealt({})
     known = graph.program.facts.setdefault("zigzag", {})
@@ -114,7 +114,7 @@ def _followed(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
 
 
 def num_pieces(sizes: Sequence[int]) -> int:
-    """What a dim must divide into to be dealt by any one of axes of these sizes."""
+    """Return what a dim must divide into to be dealt by any one of axes of these sizes."""
     return 2 * max(sizes, default=1)
 
 

@@ -234,7 +234,7 @@ def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequenc
 
 
 def _along(ways: _Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
-    """What the single moves on each way have of something, together, or the last one; 0 where there is no way."""
+    """Sum something over the single moves on each way, or take the last one's; 0 where there is no way."""
     there = np.broadcast_to(np.arange(len(each)), each.shape)
     here, total = there.T, np.zeros(each.shape)
     while True:

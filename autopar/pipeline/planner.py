@@ -217,7 +217,7 @@ def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple
 
 
 def messages(planned: PlannedBlocks, program: Program) -> tuple[Send, Send]:
-    """What a stage sends: its outputs on, and the gradients of its inputs back."""
+    """Messages of a stage: its outputs on, and the gradients of its inputs back."""
     later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
     earlier = [node for name, node in program.placeholders().items() if name in program.received]
     return _message(planned, later), _message(planned, [n for n in earlier if n.meta["tensor"].requires_grad])

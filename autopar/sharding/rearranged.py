@@ -1,4 +1,4 @@
-"""Which collectives rearrange a tensor on the device, before the message or behind it.
+"""Rearranging a tensor on the device for a collective, before the message or behind it.
 
 A collective moves one rank's part after the other, [n, *part]. That is how the whole lies in memory, in row-major
 order, if all dims in front of the divided one have size 1 and ranks have blocks of it in order. Otherwise the device

@@ -46,7 +46,7 @@ def is_worth_another_search(space: Space, choices: Sequence[int], needed: Collec
 
 
 def _deals(space: Space, choices: Sequence[int], axis: str) -> bool:
-    """Whether some tensor is dealt over an axis."""
+    """Return True if some tensor is dealt over an axis."""
     place = space.mesh.names.index(axis)
     chosen = (each.menu.strategies[choice] for each, choice in zip(space.decisions, choices, strict=True))
     return any(layout[place].zigzag for each in chosen for layout in (*each.inputs, *each.outputs))

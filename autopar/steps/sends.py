@@ -18,7 +18,7 @@ STREAM = "sends"
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What a stage sends to one other stage."""
+    """Message of a stage to one other stage."""
 
     seconds: float = 0.0
     """Where nothing else crosses its links."""

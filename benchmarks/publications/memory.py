@@ -47,7 +47,7 @@ CAUGHT_UP = 2
 """measured: the last micro-batches in flight, of which nothing waits where hosts are not ahead: what runs of 1.3B and
 3.6B parameters reserve with tp >= 8 on two, four and eight stages is 3% to 4% off with it in the median."""
 COLLECTIVES = 4
-"""Of a layer's forward with tensor parallelism: two gathers and two reduce-scatters."""
+"""Collectives of a layer's forward with tensor parallelism: two gathers and two reduce-scatters."""
 GRADIENTS = 4
 """Bytes of a parameter: its gradient in float32, which nanotron keeps also where a step has one micro-batch."""
 LOSS = 2
@@ -85,7 +85,7 @@ def further_bytes(row: Row, parameters: float) -> float:
 
 
 def hosts_are_ahead(row: Row) -> bool:
-    """Whether a layer computes for longer, forward, than its host checks its collectives of tp ranks."""
+    """Return True if a layer computes for longer, forward, than its host checks its collectives of tp ranks."""
     return layer_seconds(row) > COLLECTIVES * row.tp * _profile(row.device, variant_of(row)).collective_check_s
 
 

@@ -249,7 +249,7 @@ def _hidden(graph: RoledProgram) -> str:
 
 
 def _is_dealt(graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether positions of some attention are dealt by zigzag over axes, as they divide over single ones."""
+    """Return True if positions of some attention are dealt by zigzag over axes, as they divide over single ones."""
     found = dealt(graph, [mesh.size(axis) for axis in axes])
     return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 

@@ -11,6 +11,7 @@ import torch
 from autopar.hardware.load import load
 from benchmarks.frameworks import Experts, RMSNorm, hardware_of, rotary_in_one_call, with_kernels
 from tests.support.expert_families import WITH_EXPERTS
+from tests.support.families import FAMILIES
 
 pytest.importorskip("transformers")
 
@@ -27,6 +28,14 @@ def test_a_model_with_kernels_computes_the_same(family: str, experts: int) -> No
     with rotary_in_one_call(changed):
         found = changed(**given).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_rotary_embedding_computes_as_it_did() -> None:
+    model: Any = FAMILIES["gpt2"].build()
+    args, kwargs = FAMILIES["gpt2"].inputs(0)
+    expected = model(*args, **kwargs)[0]
+    with rotary_in_one_call(model):
+        torch.testing.assert_close(model(*args, **kwargs)[0], expected)
 
 
 def test_clusters_of_nvidia_have_the_network_of_the_datasheet() -> None:

@@ -62,7 +62,7 @@ def test_what_matrices_take_is_computed_on_the_whole_by_muon_and_in_parts_by_gal
 
 
 def _moved(optimizer: Optimizer, layout: str, mesh: Mesh, *shape: int) -> tuple[Transfer, ...]:
-    """What travels, without what is copied for it."""
+    """Return what travels, without what is copied for it."""
     found = step_transfers(info(*shape), Layout.parse(layout), mesh, optimizer, True)
     return tuple(replace(each, packed=0, unpacked=0) for each in found)
 

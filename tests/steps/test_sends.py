@@ -1,4 +1,4 @@
-"""What a stage sends and its collectives slow each other where they cross the same link."""
+"""Sends of a stage and its collectives slow each other where they cross the same link."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Way:
 
 
 def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Axes) -> _Way:
-    """How rows travel."""
+    """Return how rows travel."""
     assert w_OK is not None, "a product without a weight"
     shared = {factor: [name for name in axes[rows] if name in axes.get(factor, ())] for factor in (COLUMN, ROW)}
     gathers = bool(shared[COLUMN])

@@ -41,7 +41,7 @@ class Block:
     """What is added to the scores, in their type and broadcast to them (-inf hides a key); or which keys are seen."""
     dropout: Dropout | None = None
     window: int | None = None
-    """Of a causal block: how many keys up to the i-th one; None: all. Only for what `takes_windows`."""
+    """Number of keys of a causal block up to the i-th one; None: all. Only for what `takes_windows`."""
 
     def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
         """That of queries and keys at some places, which are `columns` of the mask where these are others."""
@@ -167,7 +167,7 @@ class _FlashCuda:
 
 
 def _sides(window: int) -> dict[str, int]:
-    """How many keys before and behind its own a query sees, as flash attention is told."""
+    """Return the keys before and behind its own that a query sees, as flash attention is told."""
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
