@@ -94,7 +94,7 @@ def _experts(packed: Any) -> Experts:
 
 @contextmanager
 def rotary_in_one_call(model: nn.Module) -> Iterator[None]:
-    """Within this, models of the same file of transformers turn queries, and keys, by one call each, if they turn any."""
+    """Within this, models of one file of transformers turn queries, and keys, by one call each, if they turn any."""
     library = sys.modules[type(model).__module__]
     if not hasattr(library, "apply_rotary_pos_emb"):
         yield
