@@ -266,7 +266,7 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
         return Found(recipe.name, verdict, reason, None, None, recipe.seconds, measured, spent)
     seconds = recipe.seconds
     if seconds is None and recipe.mfu is not None and plan.workload is not None:
-        seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device] * recipe.gpus)
+        seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device.partition(":")[0]] * recipe.gpus)
     return Found(
         recipe.name,
         verdict,
