@@ -21,7 +21,7 @@ class Send:
     """Message of a stage to one other stage."""
 
     seconds: float = 0.0
-    """Where nothing else crosses its links."""
+    """Time alone on its links."""
     links: tuple[tuple[str, float], ...] = ()
     """The links that it loads, each with the share of a device's port that it takes alone."""
 

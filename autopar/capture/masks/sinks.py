@@ -66,7 +66,7 @@ class _WrittenOut:
     key: fx.Node
     value: fx.Node
     mask: fx.Node
-    """What is added to the scores."""
+    """Added to the scores."""
     sinks: fx.Node
     """[1, heads, 1, 1]."""
     scale: float

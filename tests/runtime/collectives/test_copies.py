@@ -72,29 +72,33 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
         yield copies
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 16, 16), (16, 16, 16), (1, 1, 16, 16)], ids=str)
+def _divides(shape: tuple[int, ...], *placements: Placement) -> bool:
+    return all(shape[each.dim] % (2 * RANKS) == 0 for each in placements if each.is_split)
+
+
+SHAPES = ((1, 16, 16), (2, 16, 16), (16, 16, 16), (1, 1, 16, 16))
+MOVES = (
+    (S(1), R),
+    (S(1), I),
+    (I, S(1)),
+    (P, S(1)),
+    (S(0), R),
+    (P, S(0)),
+    (Z(1), R),
+    (P, Z(1)),
+    (S(1), S(2)),
+    (Z(1), S(2)),
+)
+
+
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (S(1), R),
-        (S(1), I),
-        (I, S(1)),
-        (P, S(1)),
-        (S(0), R),
-        (P, S(0)),
-        (Z(1), R),
-        (P, Z(1)),
-        (S(1), S(2)),
-        (Z(1), S(2)),
-    ],
+    ("source", "target", "shape"),
+    [(*move, shape) for move in MOVES for shape in SHAPES if _divides(shape, *move)],
     ids=str,
 )
 def test_a_move_copies_what_its_price_counts(
     source: Placement, target: Placement, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dims = [each.dim for each in (source, target) if each.is_split]
-    if any(shape[dim] % (2 * RANKS) for dim in dims):
-        pytest.skip("it does not divide")
     abstract, tensor = Mesh({"x": RANKS}), MovedTensor(shape, torch.float32, True)
     move = Move((0,), Layout((source,)), Layout((target,)))
     call = move_call(move, shape, abstract)
