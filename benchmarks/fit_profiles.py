@@ -4,14 +4,14 @@ Left out are whole models, and whole numbers of nodes.
 
     python -m benchmarks.fit_profiles a100 vtrain_a100_single_node.csv vtrain_a100_multi_node.csv papers.csv
     python -m benchmarks.fit_profiles h100 nanotron_h100.csv papers.csv --sample 60 --most 300
-    python -m benchmarks.fit_profiles h100 nanotron_h100.csv --machine "nanotron, late hosts"   what this machine adds
+    python -m benchmarks.fit_profiles h100 nanotron_h100.csv --debug    what checks of collectives add
 
 The numbers of a profile are the same for all rows; nothing is fitted to a row or to a source. Attention is not fitted:
-its numbers are those of published curves. Rows run on what their sources say of them (`publications.machines`); those
-of nanotron's late hosts are left out of a profile's fit. Steps are priced by `publications.ledger`. Logarithms of
-predicted over measured seconds are made small by Gauss and Newton's method, in which rows that are far off count less,
-and numbers stay near where they begin unless rows say otherwise. Folds are fitted on the slopes at the numbers of all
-rows. `benchmarks.published --shipped` says what autopar then predicts.
+its numbers are those of published curves. Rows run on what their sources say of them (`publications.machines`);
+nanotron's whose collectives are checked are left out of a profile's fit. Steps are priced by `publications.ledger`.
+Logarithms of predicted over measured seconds are made small by Gauss and Newton's method, in which rows that are far
+off count less, and numbers stay near where they begin unless rows say otherwise. Folds are fitted on the slopes at the
+numbers of all rows. `benchmarks.published --shipped` says what autopar then predicts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications.folds import both, sampled
 from benchmarks.publications.ledger import RowLedger
-from benchmarks.publications.machines import Machine, machine_name
+from benchmarks.publications.machines import CHECKED, VARIANTS, machine_name, variant_of
 from benchmarks.publications.machines import hardware_of as on_machine
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Row
@@ -41,9 +41,8 @@ DEVICE = {"product": 0.7, "elementwise": 0.7, "launch": 5e-5}
 """Shares of the peak FLOP/s and of the memory's bandwidth; seconds of a launch."""
 NETWORK = {"late in network": 6e-4, "network": 0.74, "gathered": 0.5}
 """Seconds of lateness, share of the network that all collectives reach, and of that, what gathers and scatters do."""
-MACHINE = {"late in node": 3.6e-4, "late in network": 2.7e-3, "bandwidth": 21e9, "latency": 10.0, "gathers": 1.5}
-"""Of a machine seconds of lateness, bytes/s of the network, times the latencies of NCCL's model, and times the share of
-the network that gathers and reduce-scatters reach by the profile."""
+CHECKS = {"check": 3.2e-4}
+"""Seconds of the host for each rank of a collective's group."""
 MOST = {"product": 0.95, "elementwise": 1.0, "network": 1.0, "gathered": 1.0}
 FIRM = {"product": 1.0, "elementwise": 0.6}
 """How firmly a number stays where it begins, in rows that are 100% off."""
@@ -53,19 +52,17 @@ FAR, FARTHEST = 0.1, 0.6  # an error from which on rows count less; the most tha
 Numbers = Mapping[str, float]
 
 
-def begin(rows: Sequence[Row], machine: str | None = None) -> dict[str, float]:
+def begin(rows: Sequence[Row], checked: bool = False) -> dict[str, float]:
     """Return the numbers that are fitted to some rows, where they begin."""
-    if machine:
-        return {"launch": DEVICE["launch"], **MACHINE}
+    if checked:
+        return dict(CHECKS)
     return {**DEVICE, **(NETWORK if any(machine_name(row) == "nanotron" for row in rows) else {})}
 
 
 def hardware_of(numbers: Numbers, row: Row, profile: Hardware) -> Hardware:
     """Return the profile with fitted numbers, on the machine of a row."""
-    if "bandwidth" in numbers:
-        late = numbers["late in node"], numbers["late in network"]
-        network = numbers["bandwidth"], numbers["latency"], numbers["gathers"]
-        return Machine(numbers["launch"], late, *network).of(profile)
+    if "check" in numbers:
+        return on_machine(row, replace(profile, collective_check_s=numbers["check"]))
     node, network = profile.links
     if "network" in numbers:
         share, gathered = numbers["network"], numbers["network"] * numbers["gathered"]
@@ -75,7 +72,7 @@ def hardware_of(numbers: Numbers, row: Row, profile: Hardware) -> Hardware:
     device = replace(
         profile,
         product_efficiency=numbers["product"],
-        attention_efficiency=min(1.0, attention / numbers["product"]),
+        attention_efficiency=attention / numbers["product"],
         elementwise_bytes_per_s=numbers["elementwise"] * profile.memory_bytes_per_s,
         launch_s=numbers["launch"],
         links=(node, network),
@@ -89,13 +86,13 @@ class Fit:
 
     ledgers: Sequence[RowLedger]
     profiles: Mapping[str, Hardware]
-    """Device → the profile that numbers are put into."""
+    """Name → the profile that numbers are put into."""
 
     def errors(self, numbers: Numbers, of: Sequence[int]) -> np.ndarray:
         """Logarithms of predicted over measured seconds."""
         found = []
         for each in (self.ledgers[n] for n in of):
-            hardware = hardware_of(numbers, each.row, self.profiles[each.row.device])
+            hardware = hardware_of(numbers, each.row, self.profiles[_profile_of(each.row)])
             found.append(math.log(each.seconds(hardware) / (each.row.seconds or math.nan)))
         return np.array(found)
 
@@ -130,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tables", nargs="+", help="CSV files")
     parser.add_argument("--sample", type=int, help="of each source so many rows, the same every time")
     parser.add_argument("--most", type=float, default=math.inf, help="forwards of stages in the step of a row")
-    parser.add_argument("--machine", help="fit only what this machine adds to the profile as it is")
+    parser.add_argument("--debug", action="store_true", help="fit what checks of collectives add to the profile")
     given = parser.parse_args(arguments)
     read = [
         each
@@ -138,23 +135,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in read_table(table)
         if each.seconds
         and PROFILES.get(each.device, "").startswith(given.kind)
-        and _is_of(each, given.machine)
+        and _is_fitted(each, given.debug)
         and (each.pp == 1 or each.pp * each.chunks * each.accumulation <= given.most)
     ]
     sources = dict.fromkeys(each.source for each in read)
     rows = [
         row for source in sources for row in sampled([each for each in read if each.source == source], given.sample)
     ]
-    profiles = {row.device: Machine(straggling_s=(1e-9, 1e-9)).of(load(PROFILES[row.device])) for row in rows}
+    profiles = {name: load(name) for name in dict.fromkeys(map(_profile_of, rows))}
     ledgers = []
     warnings.simplefilter("ignore")  # what strategies repeat or leave whole, the sources' do, too
     for row in rows:
         try:
-            ledgers.append(RowLedger.of(row, profiles[row.device]))
+            ledgers.append(RowLedger.of(row, _telling(profiles[_profile_of(row)])))
         except (Unexpressed, NotRepeated, AutoparError):
             continue
-    fit = Fit(ledgers, {row.device: load(PROFILES[row.device]) for row in rows})
-    first = begin(rows, given.machine)
+    fit = Fit(ledgers, profiles)
+    first = begin(rows, given.debug)
     names, firm = list(first), np.array([FIRM.get(name, LOOSE) for name in first])
     start = here = np.log(list(first.values()))
     for _ in range(STEPS):
@@ -173,9 +170,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(f"{name} left out", ledgers, errors)
 
 
-def _is_of(row: Row, machine: str | None) -> bool:
-    """Return whether a row is fitted: of one machine, or of all whose hosts are not late."""
-    return not machine_name(row).startswith("nanotron,") if machine is None else machine_name(row) == machine
+def _is_fitted(row: Row, checked: bool) -> bool:
+    """Return whether a row is fitted: one whose collectives are checked, or all others."""
+    return machine_name(row) == CHECKED if checked else variant_of(row) != VARIANTS[CHECKED]
+
+
+def _profile_of(row: Row) -> str:
+    """Return the name of the profile, in its variant, of a row."""
+    return PROFILES[row.device] + variant_of(row)
+
+
+def _telling(profile: Hardware) -> Hardware:
+    """Return a profile without checks, by whose lateness tasks tell what they are (see `RowLedger.of`)."""
+    return replace(
+        profile, collective_check_s=0.0, links=tuple(replace(link, straggling_s=1e-9) for link in profile.links)
+    )
 
 
 def _say(what: str, ledgers: Sequence[RowLedger], off: np.ndarray) -> None:

@@ -49,13 +49,13 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import autopar
 from autopar.models.catalogue import LanguageModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.sharding.mesh import Mesh
+from benchmarks.frameworks import Experts
 
 SEQUENCE = 4096
 PEAK_FLOPS_PER_S = 989.5e12  # bf16, the denominator of the paper's MFU
@@ -201,35 +201,13 @@ def annotate(model: nn.Module, row: Published, axes: Mapping[str, int]) -> None:
         autopar.annotate(model, "experts.dispatch", tp="factor:d")
 
 
-class Experts(nn.Module):
-    """Gated experts with three matrices each; rows are sorted by expert."""
-
-    def __init__(self, num_experts: int, hidden: int, features: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(num_experts, hidden, features)) for _ in range(2))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, features, hidden))
-
-    def forward(self, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Tokens, the experts of each, and what these count for → tokens."""
-        experts_R, num_experts = index_TK.flatten(), self.gate_proj.shape[0]
-        order_R = experts_R.argsort(stable=True)
-        tokens_R = order_R // index_TK.shape[1]
-        ends_E = torch.histc(experts_R.float(), num_experts, 0, num_experts - 1).cumsum(0, dtype=torch.int32)
-        rows_RD = x_TD[tokens_R]
-        gate_RF = F.grouped_mm(rows_RD, self.gate_proj, offs=ends_E)
-        up_RF = F.grouped_mm(rows_RD, self.up_proj, offs=ends_E)
-        rows_RD = F.grouped_mm(F.silu(gate_RF) * up_RF, self.down_proj, offs=ends_E)
-        return torch.zeros_like(x_TD).index_add(0, tokens_R, rows_RD * weights_TK.flatten()[order_R].unsqueeze(-1))
-
-
 def language_model(config: Any, num_layers: int) -> LanguageModel:
     """The model at a depth, in bf16 on the meta device."""
     config.num_hidden_layers = num_layers
     with torch.device("meta"):
         model: Any = LanguageModel(config)
         for layer in model.decoder.model.layers:
-            num_experts, hidden, features = layer.mlp.experts.down_proj.shape[0], *layer.mlp.experts.down_proj.shape[1:]
-            layer.mlp.experts = Experts(num_experts, hidden, features)
+            layer.mlp.experts = Experts(*layer.mlp.experts.down_proj.shape)
         return model.to(torch.bfloat16)
 
 

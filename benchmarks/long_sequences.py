@@ -44,7 +44,7 @@ from torch.nn import functional as F
 from autopar.benchmarking.meters import LiveBytes
 from autopar.runtime.collectives import functions
 from autopar.runtime.collectives.axes import Axis, axis_of, use_mesh
-from autopar.runtime.collectives.zigzag import parts_of
+from autopar.runtime.collectives.parts import by_rank
 from autopar.runtime.implementations.attention import ring_self_attention
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.ranks.launch import World, on_ranks
@@ -95,7 +95,7 @@ def by_blocks(options: Options, ring: bool, zigzag: bool) -> Callable[..., Tenso
     """autopar's own, which gathers keys and values or lets them travel."""
     sizes = {"s": options.positions, "t": options.positions}
     axes = {"s": (AXIS,), **({"t": (AXIS,)} if ring else {})}
-    dealt = "st" if zigzag else ""
+    dealt = {"s": (AXIS,), "t": (AXIS,)} if zigzag else {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not ring:
@@ -231,7 +231,7 @@ def _attention(options: Options) -> list[Line]:
     whole = tuple(x.detach() for x in whole)
 
     def contestant(run: Callable[..., Tensor], zigzag: bool) -> Contestant:
-        mine = [parts_of(x, POSITIONS_DIM, options.num_ranks, zigzag)[rank].contiguous() for x in (*whole, *expected)]
+        mine = [by_rank(x, POSITIONS_DIM, options.num_ranks, zigzag)[rank].contiguous() for x in (*whole, *expected)]
         return Contestant(run, (mine[0], mine[1], mine[2]), mine[3], tuple(mine[4:]), [])
 
     with use_mesh(mesh):

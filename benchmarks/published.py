@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, default=STORE, help="folder in which predictions are kept")
     parser.add_argument("--profile", action="append", default=[], metavar="DEVICE=PROFILE", help="another profile")
     parser.add_argument("--shipped", action="store_true", help="profiles as they come, without fitted machines")
+    parser.add_argument("--default", action="store_true", help="no variants of profiles, however a row ran")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known: dict[str, Hardware] = {}
 
     def hardware_of(row: Row) -> Hardware:
-        name = profiles[row.device]
+        name = profiles[row.device] + ("" if given.default else machines.variant_of(row))
         if name not in known:
             known[name] = load(name)
         return known[name] if given.shipped else machines.hardware_of(row, known[name])

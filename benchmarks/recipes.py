@@ -20,6 +20,7 @@ target: every recipe that the device's memory held is accepted, and steps are wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import json
@@ -43,10 +44,11 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.planning.simulated import simulated_seconds
 from autopar.plans.plan import Plan
 from autopar.units import parse_bytes
 from benchmarks.folding import MODELS as MAPPED
+from benchmarks.frameworks import hardware_of, rotary_in_one_call, with_kernels
 
 TABLE = Path(__file__).with_name("recipes.csv")
 UNEXPRESSED = {
@@ -238,7 +240,9 @@ def model_of(recipe: Recipe) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
         return built_in(recipe.model, recipe.batch, recipe.sequence)
     with torch.device("meta"):
         ids_BS = torch.zeros(recipe.batch, recipe.sequence, dtype=torch.int64)
-        return LanguageModel(CONFIGS[recipe.model]()), (ids_BS, ids_BS.clone())
+        model = LanguageModel(CONFIGS[recipe.model]())
+        with_kernels(model)
+        return model, (ids_BS, ids_BS.clone())
 
 
 def asked(recipe: Recipe, time_limit: float) -> Found:
@@ -262,12 +266,12 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
         return Found(recipe.name, verdict, reason, None, None, recipe.seconds, measured, spent)
     seconds = recipe.seconds
     if seconds is None and recipe.mfu is not None and plan.workload is not None:
-        seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device] * recipe.gpus)
+        seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device.partition(":")[0]] * recipe.gpus)
     return Found(
         recipe.name,
         verdict,
         reason,
-        step_seconds(plan, recipe.microbatches),
+        step_seconds(plan),
         plan.reserved_bytes,
         seconds,
         measured,
@@ -275,20 +279,20 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     )
 
 
-def step_seconds(plan: Plan | PipelinePlan, microbatches: int) -> float:
-    """Return the simulated seconds of a step; of a plan in one piece, of so many micro-batches one after the other."""
-    if isinstance(plan, PipelinePlan):
-        return plan.seconds
-    each = stage_seconds(plan)
-    return microbatches * (each.forward + each.backward_input + each.backward_weight) + each.once
+def step_seconds(plan: Plan | PipelinePlan) -> float:
+    """Return the simulated seconds of a step; a plan in one piece does what it does once beside a micro-batch."""
+    return plan.seconds if isinstance(plan, PipelinePlan) else simulated_seconds(plan)
 
 
 def _plan(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
     model, inputs = model_of(recipe)
-    mesh = autopar.Mesh(recipe.axes, hardware=recipe.device)
-    with warnings.catch_warnings():
+    mesh, hardware = autopar.Mesh(recipe.axes, hardware=recipe.device), hardware_of(recipe.device, recipe.source)
+    fused = rotary_in_one_call(model.decoder) if isinstance(model, LanguageModel) else contextlib.nullcontext()
+    with warnings.catch_warnings(), fused:
         warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
-        return autopar.plan(model, mesh, inputs, memory=memory, time_limit=time_limit, **recipe.options)
+        return autopar.plan(
+            model, mesh, inputs, hardware=hardware, memory=memory, time_limit=time_limit, **recipe.options
+        )
 
 
 def apart(recipe: Recipe, time_limit: float, patience: int) -> Found:
@@ -326,12 +330,14 @@ def line(recipe: Recipe, found: Found) -> str:
 
 
 def summary(found: Sequence[Found]) -> str:
-    """How many recipes have each verdict, and how far predictions are from what was measured."""
+    """Count recipes by verdict, with the errors of predictions and what cannot be asked."""
     lines = [f"{verdict}: {sum(each.verdict == verdict for each in found)}" for verdict in VERDICTS]
+    accepted = [each for each in found if each.verdict == ACCEPTED]
     rows = []
     for name, ratios in (
-        ("seconds, accepted", [each.ratio for each in found if each.verdict == ACCEPTED and each.ratio]),
+        ("seconds, accepted", [each.ratio for each in accepted if each.ratio]),
         ("seconds, all that are priced", [each.ratio for each in found if each.ratio]),
+        ("bytes, accepted", [each.memory_ratio for each in accepted if each.memory_ratio]),
         ("bytes, all that are priced", [each.memory_ratio for each in found if each.memory_ratio]),
     ):
         if ratios:
@@ -341,7 +347,9 @@ def summary(found: Sequence[Found]) -> str:
     longest = max(found, key=lambda each: each.planning_seconds)
     median = statistics.median(each.planning_seconds for each in found)
     planning = f"planning: median {median:.0f} s, longest {longest.planning_seconds:.0f} s ({longest.name})"
-    return "\n".join((", ".join(lines), table, planning))
+    unexpressed = [each.name for each in found if each.verdict == NOT_EXPRESSED]
+    apart = [f"left out, in FP8 or MXFP8: {', '.join(unexpressed)}"] if unexpressed else []
+    return "\n".join((", ".join(lines), table, planning, *apart))
 
 
 VERDICTS = (ACCEPTED, REFUSED, NO_ANSWER, NOT_EXPRESSED)

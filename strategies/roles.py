@@ -116,7 +116,7 @@ class RoledProgram:
     parameters: frozenset[str]
     """Placeholders of parameters."""
     sent: frozenset[Value]
-    """What the next stage receives."""
+    """Values that the next stage receives."""
     samples: int
     """Size of the batch: dim 0 of the inputs; 0 where no input has dims."""
     positions: int

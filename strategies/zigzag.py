@@ -5,7 +5,9 @@ along the factors of the rules, and a factor that a rule lets be split is indepe
 dims that positions run through are dealt alike, from where they are made up to where they are summed, or an operation
 needs them whole, and in order; and results are what they would be in order.
 
-They stay in order where one of them is a class, or anything else whose parts an implementation must tell apart.
+They stay in order where one of them is a class, or anything else whose parts an implementation must tell apart; and on
+axes over which no causal attention divides its queries, as those that divide its heads: blocks in order are what a
+message brings, and need no copy.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Dealt:
 
 
 def dealt(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
-    """What is dealt on a mesh of these axis sizes, found once."""
+    """Find, once, what is dealt over any of the axes of these sizes."""
+    if not sizes:
+        return Dealt({})
     known = graph.program.facts.setdefault("zigzag", {})
     if tuple(sizes) not in known:
         known[tuple(sizes)] = _followed(graph, sizes)
@@ -110,7 +114,7 @@ def _followed(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
 
 
 def num_pieces(sizes: Sequence[int]) -> int:
-    """What a dim must divide into to be dealt on a mesh of these axis sizes, by any one of its axes."""
+    """Return what a dim must divide into to be dealt by any one of axes of these sizes."""
     return 2 * max(sizes, default=1)
 
 

@@ -63,12 +63,14 @@ def test_a_short_demo_trains_like_one_process() -> None:
     assert "bytes       as predicted" in out
 
 
+@pytest.mark.slow
 def test_an_error_of_autopar_on_a_rank_ends_the_demo_with_its_message() -> None:
     settings = demo.DemoRun(Mesh({"dp": 2}), steps=1, layers=1, sequence=5_000_000)
     with pytest.raises(RankError, match=r"^rank \d of 2 failed: a text of \d+ bytes has no piece of 5000001"):
         demo._start(settings, [1.0])
 
 
+@pytest.mark.slow
 def test_a_rank_that_breaks_ends_the_others_and_shows_where() -> None:
     settings = demo.DemoRun(Mesh({"dp": 2}), steps=1, layers=1, sequence=16)
     losses_too_few_for_rank_0_to_print: list[float] = []

@@ -37,6 +37,7 @@ def _trained_by_hand(config: Any, weights: dict[str, Tensor]) -> tuple[Tensor, d
     return loss, {"rank": torch.tensor(dist.get_rank(axes.get_group("tp"))), **gradients}
 
 
+@pytest.mark.slow
 def test_the_llama_by_hand_is_that_of_transformers(ranks: Ranks) -> None:
     whole = SMALL.whole_model(2)
     expected = whole(*SMALL.batch(DP))

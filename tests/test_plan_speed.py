@@ -53,6 +53,7 @@ def test_a_row_measures_the_stages_of_a_plan() -> None:
     assert found.step and found.peak_bytes and found.gap == 0 and found.solver
 
 
+@pytest.mark.slow
 def test_rows_of_pipelines_and_of_searched_meshes_are_measured() -> None:
     staged = measure(replace(SMALL, mesh=(2, 2, 1), layers=2, schedule="1f1b", microbatches=4))
     searched = measure(replace(SMALL, mesh=(4,), is_searched=True))

@@ -47,7 +47,6 @@ PIECE_SECONDS = 4e-3  # of computation before a collective: about what lies betw
 COMPUTE_SECONDS = 5e-2  # a timing repeats short calls until about here: ranks that share a core take turns of ms
 SHORTEST = 1e-6  # seconds of a collective: it cannot be measured to cost less than nothing
 FEW_BYTES = 16  # sum and count of a mean loss: too few for every step of a ring to have something to send
-ROWS = 64  # of the messages, whose columns are split over the ranks: as most tensors, not in their first dim
 SHORTER = 4  # times as few queries tell what attention loses to short sequences
 CHAIN = 64  # small operations in a row,
 LAYERS = 8  # and large ones
@@ -327,8 +326,8 @@ def _in_order(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 
 def _fitting(num_bytes: int, size: int) -> int:
-    """The next number of bytes that makes float32 rows of whole numbers of elements for each of `size` ranks."""
-    return -(-num_bytes // (4 * ROWS * size)) * 4 * ROWS * size
+    """The next number of bytes that is a whole number of float32 elements for each of `size` ranks."""
+    return -(-num_bytes // (4 * size)) * 4 * size
 
 
 def _trained(leaves: Sequence[Tensor], calls: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[], object]:
@@ -346,11 +345,11 @@ def _trained(leaves: Sequence[Tensor], calls: Sequence[Callable[[Tensor], Tensor
 
 
 Move = Callable[[], object]
-"""A collective on buffers of its own, as the runtime runs it."""
+"""A collective on buffers of its own, as the runtime runs it where nothing is rearranged: copies are priced apart."""
 
 
 def _whole(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.zeros(ROWS, num_bytes // (4 * ROWS), device=device)
+    return torch.zeros(1, num_bytes // 4, device=device)
 
 
 def _all_reduce_of(whole: Tensor, axis: Axis) -> Move:
@@ -362,7 +361,7 @@ def _all_reduce(num_bytes: int, axis: Axis, device: torch.device) -> Move:
 
 
 def _all_gather(num_bytes: int, axis: Axis, device: torch.device) -> Move:
-    part, size = _whole(num_bytes // axis.size, device), num_bytes // (4 * ROWS)
+    part, size = _whole(num_bytes // axis.size, device), num_bytes // 4
     return lambda: raw_all_gather(part, axis, 1, size)
 
 
@@ -373,7 +372,7 @@ def _reduce_scatter(num_bytes: int, axis: Axis, device: torch.device) -> Move:
 
 def _all_to_all(num_bytes: int, axis: Axis, device: torch.device) -> Move:
     part = _whole(num_bytes, device)
-    return lambda: raw_all_to_all(part, axis, 0, 1, ROWS * axis.size)
+    return lambda: raw_all_to_all(part, axis, 0, 1, axis.size)
 
 
 COLLECTIVES: Mapping[str, Callable[[int, Axis, torch.device], Move]] = {

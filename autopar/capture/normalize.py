@@ -19,6 +19,7 @@ from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.inlining.gradients import gradients
 from autopar.capture.masks.documents import documents_by_position
 from autopar.capture.masks.rewrite import masks_by_position
+from autopar.capture.masks.sinks import attention_with_sinks
 from autopar.capture.masks.truths import masks_of_truth_values
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
@@ -168,6 +169,7 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_calls,
     packed_projections_to_separate,
     documents_by_position,
+    attention_with_sinks,
     masks_by_position,
     masks_of_truth_values,
     drop_dead_calls,

@@ -61,7 +61,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     program = traced.program(asked)
     tiles = tiles_of(plan, program, asked, plan.mesh)
     program = program if tiles == asked else traced.program(tiles)
-    space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
+    arriving = layouts_of_parts(program, part, plan.mesh, axes)
+    space = request.space(program, plan.mesh, arriving, dealing=plan.dealing)
     space = space.waiting_for(plan.waits) if plan.waits else space
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)

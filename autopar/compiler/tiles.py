@@ -28,7 +28,6 @@ from autopar.capture.tiles.mlp import has_mlp_tiles
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
-from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
@@ -64,9 +63,7 @@ def plan_as_memory_asks(
     fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
     in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
     at_least = turns.take_as_it_is(space, cutoff=AS_WITHOUT_A_LIMIT if in_tiles_first else math.inf)
-    if losses and (
-        in_tiles_first or turns.best is None or _held(logits, turns.best.plan, space) >= WORTHWHILE * memory
-    ):
+    if losses and (in_tiles_first or turns.best is None or _bytes_of_logits_in(turns.best.plan) >= WORTHWHILE * memory):
         tiles = tiles._replace(loss=fitting)
         turns.take_in_tiles(spaces, tiles)
     if at_least is not None:
@@ -202,10 +199,8 @@ def pipeline_as_memory_asks(
 
 def _costs_time(plan: PipelinePlan, memory: int) -> bool:
     """Return whether memory costs a stage time, and the logits of the last one are worth it."""
-    last = plan.stages[-1].plan
-    space = context_of(last).space
     bound = any(stage.plan.multiplier or set(stage.plan.recompute.values()) - {"none"} for stage in plan.stages)
-    return bound and _held(_bytes_of_logits(space), last, space) >= WORTHWHILE * memory
+    return bound and _bytes_of_logits_in(plan.stages[-1].plan) >= WORTHWHILE * memory
 
 
 def _takes_losses(request: PlanRequest, space: Space) -> bool:
@@ -227,10 +222,10 @@ def _bytes_of_logits(space: Space) -> dict[int, list[int]]:
     return found
 
 
-def _held(logits: Mapping[int, list[int]], plan: Plan, space: Space) -> int:
+def _bytes_of_logits_in(plan: Plan) -> int:
     """Bytes of what the losses of a plan read, on one device."""
-    choices = choices_of(plan, space)
-    return sum(held[choices[number]] for number, held in logits.items())
+    context = context_of(plan)
+    return sum(held[context.choices[number]] for number, held in _bytes_of_logits(context.space).items())
 
 
 def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:

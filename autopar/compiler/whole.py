@@ -140,7 +140,7 @@ class _Compiler:
         plan = self._plan(space, captured, allowance)
         self.request = self.request.without_auto(plan.offloads_optimizer)  # one optimizer steps, whatever the inputs
         tiles = tiles_of(plan, space.program, asked, space.mesh)
-        space = space if tiles == asked else on_ranks(tiles)
+        space = (space if tiles == asked else on_ranks(tiles)).dealing_over(plan.dealing)
         local = rewrite(space, choices_of(plan, space), plan.recompute)
         self._lay_out(space, local)
         executable = Executable.of(space.program, plan, local, self.mesh)

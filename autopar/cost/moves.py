@@ -13,6 +13,7 @@ from autopar.hardware.beside import NOTHING, Message
 from autopar.hardware.collectives import Transfer
 from autopar.sharding.layout import I, Layout, Placement, R, S
 from autopar.sharding.mesh import Mesh, joined_name
+from autopar.sharding.rearranged import READ_AND_WRITTEN, is_rearranged
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class Move:
     @property
     def is_joined(self) -> bool:
         return len(self.axes) > 1
+
+    @property
+    def gathers(self) -> bool:
+        """True if its forward gathers parts on every rank."""
+        return self.source.is_split and self.target in (R, I)
 
     def num_parts(self, sizes: Sequence[int]) -> int:
         """The ranks that take part, on a mesh of these axis sizes."""
@@ -109,26 +115,31 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
     before = tensor.local_bytes(move.before, mesh.sizes)
     summed = replace(tensor, dtype=tensor.reduced or tensor.dtype).local_bytes(move.before, mesh.sizes)
     after = tensor.local_bytes(move.after, mesh.sizes)
+
+    def copied(placement: Placement, num_bytes: int, layout: Layout = move.before) -> int:
+        local = layout.local_shape(tensor.shape, mesh.sizes)
+        return READ_AND_WRITTEN * num_bytes * is_rearranged(local, placement.dim, placement.zigzag)
+
+    def gather(placement: Placement, num_bytes: int, backward: bool = False) -> Transfer:
+        return Transfer("all_gather", name, num_bytes, backward, unpacked=copied(placement, num_bytes))
+
+    def scatter(placement: Placement, num_bytes: int, backward: bool = False) -> Transfer:
+        return Transfer("reduce_scatter", name, num_bytes, backward, packed=copied(placement, num_bytes))
+
     found: list[Transfer] = []
     match source.kind, target.kind:
         case "I", "R":
             found = [Transfer("all_reduce", name, summed, backward=True)]
         case "I", "S":
-            found = [Transfer("all_gather", name, after * size, backward=True)]
+            found = [gather(target, after * size, backward=True)]
         case "P", "I":
             found = [Transfer("all_reduce", name, before)]
         case "P", "S":
-            found = [
-                Transfer("reduce_scatter", name, after * size),
-                Transfer("all_gather", name, after * size, backward=True),
-            ]
+            found = [scatter(target, after * size), gather(target, after * size, backward=True)]
         case "S", "R":
-            found = [
-                Transfer("all_gather", name, before * size),
-                Transfer("reduce_scatter", name, summed * size, backward=True),
-            ]
+            found = [gather(source, before * size), scatter(source, summed * size, backward=True)]
         case "S", "I":
-            found = [Transfer("all_gather", name, before * size)]
+            found = [gather(source, before * size)]
         case "S", "S":
             # Both dims are padded to whole parts: the input of the forward is as large as that of the backward.
             (axis,) = move.axes
@@ -136,10 +147,14 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
             for dim in (source.dim, target.dim):
                 dims[dim] = -(-dims[dim] // size) * size
             exchanged = math.prod(dims) * tensor.dtype.itemsize // size
-            found = [Transfer("all_to_all", name, exchanged), Transfer("all_to_all", name, exchanged, backward=True)]
+            sides = (copied(target, exchanged), copied(source, exchanged, move.after))
+            found = [
+                Transfer("all_to_all", name, exchanged, False, *sides),
+                Transfer("all_to_all", name, exchanged, True, *reversed(sides)),
+            ]
     found = [t for t in found if tensor.requires_grad or not t.backward]
     if regather and is_gather(move, tensor):
-        found.append(Transfer("all_gather", name, before * size, backward=True))
+        found.append(gather(source, before * size, backward=True))
     return tuple(found)
 
 

@@ -3,6 +3,8 @@
 A move changes the placement of one mesh axis (the table in the module docstring of `layout` and its transposes).
 One path says what it costs, forward and backward, and which nodes the rewrite inserts.
 Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
+Paths are the shortest by their messages. What a device rearranges for these is priced on top: no path goes by way of
+another dim, and moves more, to save a copy.
 
 In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
 where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks. Computing
@@ -22,12 +24,13 @@ import numpy as np
 
 from autopar.cost.moves import Move, MovedTensor, in_bucket, regathered, transfers
 from autopar.hardware.beside import Message
-from autopar.hardware.collectives import Transfer, transfer_seconds
+from autopar.hardware.collectives import Transfer, rearranging_seconds, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.sharding.mesh import Mesh
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
+COPY_TIE = 1e-6  # of the seconds of copies: of paths with equal messages the one that copies less
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +78,29 @@ class ReshardTable:
         tensor: MovedTensor,
         mesh: Mesh,
         forward: np.ndarray,
+        gathers: np.ndarray,
     ):
-        """`forward` are the seconds of the forward collectives of each single move that runs alone."""
+        """`forward` are the seconds of the forward collectives of each single move that runs alone.
+
+        `gathers` says which of them are gathers.
+        """
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
         self._alone, self._together = alone, together
         self._tensor = tensor
         self._mesh = mesh
-        self._forward = forward
+        self._forward, self._gathers = forward, gathers
 
     @functools.cached_property
     def forward_seconds(self) -> np.ndarray:
         """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
-        there = np.broadcast_to(np.arange(len(self.layouts)), self.seconds.shape)
-        here, total = there.T, np.zeros(self.seconds.shape)
-        while True:
-            on_way = np.isfinite(self._alone.seconds) & (here != there)
-            if not on_way.any():
-                return total
-            following = np.where(on_way, self._alone.following[here, there], here)
-            total += np.where(on_way, self._forward[here, following], 0.0)
-            here = following
+        return _along(self._alone, self._forward)
+
+    @functools.cached_property
+    def last_gather_seconds(self) -> np.ndarray:
+        """Seconds of the last move of each of these paths if it is a gather; else 0."""
+        return _along(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """The cheapest path; the layouts must be connected."""
@@ -130,11 +134,12 @@ def reshard_table(
     """The table of a kind of tensor that splits `dims`, or deals some by zigzag; cached by value."""
     layouts = _layouts(tensor, dims, dealt, mesh)
     shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
-    # Where nothing is padded, the number of elements says all that a transfer depends on.
-    local = shapes if tensor.padded else list(map(math.prod, shapes))
+    # Where nothing is padded, a transfer depends on the number of elements, and on dims of size 1 in front.
+    local = shapes if tensor.padded else [(math.prod(shape), _leading_ones(shape)) for shape in shapes]
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
-    leading, following, forward = alone.copy(), alone.copy(), np.zeros_like(alone)
+    leading, following, forward, copies = alone.copy(), alone.copy(), np.zeros_like(alone), np.zeros_like(alone)
+    gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
@@ -145,22 +150,30 @@ def reshard_table(
         if kind not in priced:
             found = transfers(move, tensor, mesh, tensor.regather)
             each = [] if move.is_joined else [transfer_seconds(t, mesh, hardware) for t in found]
-            by_itself = math.inf if move.is_joined else sum(each)
+            copied = 0.0 if move.is_joined else sum(rearranging_seconds(t, hardware) for t in found)
+            by_itself = math.inf if move.is_joined else sum(each) - (1 - COPY_TIE) * copied
             there = sum(s for t, s in zip(found, each, strict=False) if not t.backward)
             messages = [in_bucket(move, tensor, leads) for leads in (True, False)]
             in_it = [
                 math.inf if each is None else sum(transfer_seconds(t, mesh, hardware, each) for t in found)
                 for each in messages
             ]
-            priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there)
-        alone[i, j], leading[i, j], following[i, j], forward[i, j] = priced[kind]
+            priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there, copied)
+        alone[i, j], leading[i, j], following[i, j], forward[i, j], copies[i, j] = priced[kind]
+        gathers[i, j] = move.gathers
     ways = _all_pairs(alone)
+    if copies.any():
+        ways = _Ways(ways.seconds + (1 - COPY_TIE) * _along(ways, copies), ways.following, ways.later)
     if not tensor.bucketed:
-        return ReshardTable(layouts, ways, None, tensor, mesh, forward)
+        return ReshardTable(layouts, ways, None, tensor, mesh, forward, gathers)
     in_buckets = _led_by(leading, _all_pairs(following))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
-    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward, gathers)
+
+
+def _leading_ones(shape: Sequence[int]) -> int:
+    return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
 
 
 def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
@@ -218,6 +231,19 @@ def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequenc
             if fits and target is not source and after in allowed:
                 found.append(Move(axes, layout, after))
     return found
+
+
+def _along(ways: _Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
+    """Sum something over the single moves on each way, or take the last one's; 0 where there is no way."""
+    there = np.broadcast_to(np.arange(len(each)), each.shape)
+    here, total = there.T, np.zeros(each.shape)
+    while True:
+        on_way = np.isfinite(ways.seconds) & (here != there)
+        if not on_way.any():
+            return total
+        following = np.where(on_way, ways.following[here, there], here)
+        total += np.where(on_way & (following == there) if last else on_way, each[here, following], 0.0)
+        here = following
 
 
 def _all_pairs(seconds: np.ndarray) -> _Ways:

@@ -159,7 +159,7 @@ class _Ledger:
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
-        again = number in self.rerun.calls, number in self.rerun.communicating
+        again = number in self.rerun.calls, number in self.rerun.communicating, number in self.rerun.regathering
         return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
@@ -203,7 +203,9 @@ class _Ledger:
         menu, shapes = decision.menu, list(map(self.sizes.shape, self._keys(decision)))
         assert menu.call is not None and menu.op is not None and menu.bound is not None
         call = symbolic_call(menu.call, shapes[: len(menu.call.inputs)], shapes[len(menu.call.inputs) :])
-        work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
+        strategy = menu.strategies[self.choices[number]]
+        running = strategy.regathering if number in self.rerun.regathering else None
+        work = self._work_of(call, menu.bound, running or strategy)
         count = self.repetition.of_decision(number) * times
         passes = 1 + Fraction(operations.backward_share(menu.call, menu.op))
         if work.whole:
@@ -301,7 +303,7 @@ class _Ledger:
         menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_wire(wire)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
-        again = (wire.target, wire.target_input) in self.rerun.wires
+        again = self.rerun.wires.get((wire.target, wire.target_input))
         return menus, wire.tensor, share, again, id(shape), id(self.repetition.of_wire(wire))
 
     def _wire(self, wire: Wire, times: int, unused: bool) -> None:
@@ -314,6 +316,7 @@ class _Ledger:
         count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
+        exposed = iter(self.rerun.wires.get((wire.target, wire.target_input), ()))
         for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor, leads=number == 0) if path.together else None
@@ -321,8 +324,8 @@ class _Ledger:
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)
-                if not transfer.backward and (wire.target, wire.target_input) in self.rerun.wires:
-                    self.seconds.add(count, self._seconds_of(transfer))
+                if not transfer.backward and (again := next(exposed, None)) is not None:
+                    self.seconds.add(count * again, self._seconds_of(transfer))
                     self._count(transfer, count)
 
     def _moved_weight(self, node: fx.Node, elements: Polynomial, count: Polynomial) -> None:
@@ -344,6 +347,11 @@ class _Ledger:
     def _count(self, transfer: Transfer, count: Polynomial) -> None:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
 
+    def _copy(self, num_bytes: int) -> str:
+        """Seconds in which a device brings a message into order."""
+        hardware = self.space.hardware
+        return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
+
     def _seconds_of(self, transfer: Transfer, message: Message | None = None) -> str:
         collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)
         mesh, hardware = self.space.mesh, self.space.hardware
@@ -351,7 +359,8 @@ class _Ledger:
         if name not in self.rates:
             self.rates[name] = rate(collective, axis, mesh, hardware)
         if message is None:
-            return f"{name}({num_bytes})"
+            copies = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
+            return f"({' + '.join((f'{name}({num_bytes})', *copies))})" if copies else f"{name}({num_bytes})"
         together, passes = message.num_parameters, message.passes
         seconds = f"{name}({num_bytes * together})/{together}"
         if hardware.communication_share == 1 or not message.beside.num_weights:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast
 
@@ -65,21 +65,27 @@ class Rerun:
     calls: frozenset[int] = frozenset()
     communicating: frozenset[int] = frozenset()
     """Calls whose own collectives run again."""
-    wires: frozenset[tuple[int, int]] = frozenset()
-    """Wires whose collectives run again, by target and input position."""
+    wires: Mapping[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+    """Exposed shares of the collectives that run again on a wire, by its target and input position."""
+    regathering: frozenset[int] = frozenset()
+    """Calls that the variant runs that gathers again in the backward."""
 
 
 def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Rerun:
     """Return what runs again in the backward under choices and modes."""
     second, numbers = memory.second_forward, range(len(choices))
-    offloaded = {number for number in numbers if modes.get(memory.lifetimes.segment[number]) == OFFLOAD}
     return Rerun(
-        frozenset(n for n in numbers if n not in offloaded and second.at(n, choices, modes) > 0),
+        frozenset(n for n in numbers if second.is_rerun(n, choices, modes)),
         frozenset(n for n in numbers if second.collectives_of(n, choices, modes)),
-        frozenset(
-            (wire.target, wire.target_input)
+        {
+            (wire.target, wire.target_input): exposed
             for wire in memory.space.wires
-            if second.collectives_on(wire, choices, modes)
+            if (exposed := tuple(share for _, share in second.collectives_on(wire, choices, modes)))
+        },
+        frozenset(
+            n
+            for n in numbers
+            if second.running(n, choices, modes) is not memory.space.decisions[n].menu.strategies[choices[n]]
         ),
     )
 
@@ -307,8 +313,9 @@ class _Moment:
         call, strategy = decision.menu.call, decision.menu.strategies[self.choices[number]]
         if call is None or not call.inputs:
             return Size.of(0)
-        if strategy.implementation is not None and strategy.implementation.saved_bytes is not None:
-            return self._said(decision, strategy.implementation.saved_bytes)
+        running = self.memory.second_forward.running(number, self.choices, self.modes).implementation
+        if running is not None and running.saved_bytes is not None:
+            return self._said(decision, running.saved_bytes)
         if not num_bytes:
             return Size.of(0)
         largest = largest_split_input(call, decision.menu.bound)
@@ -329,7 +336,7 @@ class _Moment:
     def _worked_on_beside(self, number: int) -> Size:
         """What a call works on in the backward beside its outputs and gradients."""
         decision = self.space.decisions[number]
-        implementation = decision.menu.strategies[self.choices[number]].implementation
+        implementation = self.memory.second_forward.running(number, self.choices, self.modes).implementation
         if implementation is not None and implementation.backward_bytes is not None:
             return self._said(decision, implementation.backward_bytes)
         return self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes)

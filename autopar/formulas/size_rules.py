@@ -56,10 +56,10 @@ def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, wher
 
 
 def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """As `attended`, with vectors of keys (…, t) and of queries (…, s, 1) in the place of a mask."""
+    """As `attended`, with vectors of keys (…, t) and of queries (…, s, 1) in the place of a mask; sinks follow them."""
     query, key, value, *vectors = inputs
     pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
-    for dims, info in zip(vectors, call["vectors"], strict=True):
+    for dims, info in zip(vectors, call["vectors"], strict=False):
         if info.shape and info.shape[-1] > 1:
             pairs.append((dims[-1], key[-2]))
         elif len(info.shape) > 1 and info.shape[-2] > 1:

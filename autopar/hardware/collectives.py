@@ -67,6 +67,10 @@ class Transfer:
     axis: str
     num_bytes: int
     backward: bool = False
+    packed: int = 0
+    """Bytes that the device reads and writes to bring the message into order before it (`sharding.rearranged`)."""
+    unpacked: int = 0
+    """The same behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,14 @@ class Level:
 
 
 def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message: Message | None = None) -> float:
-    """Seconds of one transfer, and of one in a message those of its part in it that no computation hides."""
+    """Seconds of one transfer, and of one in a message those of its part in it that no computation hides.
+
+    With one that runs alone goes what the device rearranges; in messages a layer's weights are packed together.
+    """
     collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.num_bytes
     if message is None:
-        return float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
+        alone = float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
+        return alone + rearranging_seconds(transfer, hardware)
     together = message.num_parameters
 
     def seconds(num_bytes: float) -> float:
@@ -94,6 +102,16 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
         return share * seconds(num_bytes)
     average = seconds(message.average(collective, num_bytes))
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
+
+
+def rearranging_seconds(transfer: Transfer, hardware: Hardware) -> float:
+    """Return the seconds in which the device brings messages of a transfer into order, before and behind it."""
+    return sum(map(functools.partial(copy_seconds, hardware=hardware), (transfer.packed, transfer.unpacked)))
+
+
+def copy_seconds(num_bytes: int, hardware: Hardware) -> float:
+    """Return the seconds of one copy that reads and writes so many bytes."""
+    return num_bytes / hardware.memory_bytes_per_s + hardware.op_latency_s if num_bytes else 0.0
 
 
 def ports_used(transfer: Transfer, mesh: Mesh, hardware: Hardware) -> tuple[tuple[str, float], ...]:
@@ -151,16 +169,35 @@ def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -
 
     A message is one step of the ring; what the link's factors say of all_to_all, which is messages too, holds for it.
     """
+    return _message(num_bytes, mesh, axis, hardware)[0]
+
+
+def message_ports(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[tuple[str, float], ...]:
+    """Return the links that such a message loads, by name, each with the share of a device's port that it takes alone.
+
+    A message over an outer link of the network passes the ports of those within.
+    """
+    return _message(num_bytes, mesh, axis, hardware)[1]
+
+
+def _message(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[float, tuple[tuple[str, float], ...]]:
     levels = levels_of(hardware.links, mesh, axis)
     if not levels:
-        return 0.0
-    link = levels[-1].link
-    slower, efficiency = link.latencies.all_to_all, link.efficiencies.all_to_all
-    return min(
-        (p.base_latency_s + p.step_latency_s) * slower + num_bytes / (p.efficiency * efficiency * link.bytes_per_s)
-        for p in link.protocols
-        if p.algorithm == "ring"
-    )
+        return 0.0, ()
+    level, ways = levels[-1], []
+    network = [link for number, link in enumerate(hardware.links) if number or link.devices is None]
+    crossed = [level.link] if level.in_node else network[: network.index(level.link) + 1]
+    for protocol in level.link.protocols:
+        if protocol.algorithm != "ring":
+            continue
+        latency = (protocol.base_latency_s + protocol.step_latency_s) * level.link.latencies.all_to_all
+        ports = {}
+        for link in crossed:
+            own = link.protocol("ring", protocol.name) or protocol
+            ports[link.name] = num_bytes / (own.efficiency * link.efficiencies.all_to_all * link.bytes_per_s)
+        ways.append((latency + ports[level.link.name], tuple(ports.items())))
+    seconds, ports = min(ways)
+    return seconds, tuple((name, each / seconds) for name, each in ports) if seconds else ()
 
 
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:

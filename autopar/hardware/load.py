@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _OPTIONAL = (
     "attention_length",
     "attention_head",
     "launch_s",
+    "collective_check_s",
     "dtensor_s",
     "communication_share",
     *HOST,
@@ -89,7 +90,7 @@ PROFILE = Record(
         "op_latency_s": _NUMBER,
         "links": ListOf(_LINK, most=100),
     },
-    optional={**dict.fromkeys(_OPTIONAL, _NUMBER), "launches": Table(_NUMBER)},
+    optional={**dict.fromkeys(_OPTIONAL, _NUMBER), "variants": Table(Record({}, dict.fromkeys(_OPTIONAL, _NUMBER)))},
     others=True,
 )
 """The fields of a profile; what else it says, as what a fit left over, is for those who read it."""
@@ -103,33 +104,43 @@ def known_profiles() -> tuple[str, ...]:
 def load(name_or_path: str | Path) -> Hardware:
     """Read a profile by the name of one in the package, or by the path of a JSON file.
 
-    A suffix names how the host launches calls, if not module by module: "h100:graph". It is one of the profile's
-    `launches`.
+    Suffixes choose among the profile's `variants`, which replace some of its numbers: "h100:fa3:graph".
     """
-    name, launched = _split(name_or_path)
+    name, chosen = _split(name_or_path)
     path = _path_of(name)
     try:
         profile = _read(path)
         hardware = parse(profile)
-        return hardware if launched is None else replace(hardware, launch_s=_launch_s(profile, launched))
+        return parse({**profile, **_replaced(profile, chosen)}) if chosen else hardware
     except (Malformed, PlanError) as error:
         raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
 
 
-def _split(name_or_path: str | Path) -> tuple[str | Path, str | None]:
-    """Return a profile's name or path, and how its host launches calls; None if that is not said."""
-    name, _, launched = str(name_or_path).rpartition(":")
-    stated = isinstance(name_or_path, str | Path) and (name in known_profiles() or name.endswith(".json"))
-    return (name, launched) if stated else (name_or_path, None)
+def _split(name_or_path: str | Path) -> tuple[str | Path, tuple[str, ...]]:
+    """Return a profile's name or path, and the variants that suffixes choose."""
+    if not isinstance(name_or_path, str | Path):
+        return name_or_path, ()
+    parts = str(name_or_path).split(":")
+    for count in range(len(parts), 0, -1):
+        name = ":".join(parts[:count])
+        if name in known_profiles() or name.endswith(".json"):
+            return name, tuple(parts[count:])
+    return name_or_path, ()
 
 
-def _launch_s(profile: Mapping[str, Any], launched: str) -> float:
-    """Return the seconds of the host for a call that is launched so."""
-    launches = profile.get("launches", {})
-    if launched not in launches:
-        found = ", ".join(map(repr, launches)) or "none"
-        raise PlanError(f"it has no launches of {launched!r}, found {found}; use one of them, or leave the suffix out.")
-    return _number(launches, launched)
+def _replaced(profile: Mapping[str, Any], chosen: Sequence[str]) -> dict[str, Any]:
+    """Return the numbers that the chosen variants replace."""
+    variants, by = profile.get("variants", {}), dict[str, str]()
+    found: dict[str, Any] = {}
+    for name in chosen:
+        if name not in variants:
+            known = ", ".join(map(repr, variants)) or "none"
+            raise PlanError(f"it has no variant {name!r}, found {known}; use one of them, or leave the suffix out.")
+        for number in variants[name]:
+            if number in by:
+                raise PlanError(f"its variants {by[number]!r} and {name!r} both replace {number}; choose one of them.")
+            by[number], found[number] = name, variants[name][number]
+    return found
 
 
 def is_profile_of(profile: str, device: str) -> bool:

@@ -144,9 +144,12 @@ class Hardware:
     product_bytes_per_s: float = 0.0
     """Of products of few rows, differentiated, which go through a whole matrix; 0: `memory_bytes_per_s`."""
     attention_efficiency: float = 1.0
-    """Share of a dense matmul's FLOP/s that fused attention reaches, differentiated."""
+    """Times a large product's FLOP/s that fused attention reaches with large heads, differentiated."""
     launch_s: float = 0.0
     """Seconds of the host for each call that it launches, ahead of the device; 0: the device is the host."""
+    collective_check_s: float = 0.0
+    """Seconds of the host for each rank of a collective's group, to check that all ranks issue the same collective, as
+    with TORCH_DISTRIBUTED_DEBUG=DETAIL; 0: nothing is checked."""
     dtensor_s: float = 0.0
     """Seconds of the host for each parameter that is a DTensor in an optimizer's step, beyond those of a plain one."""
     communication_share: float = 1.0
@@ -193,14 +196,20 @@ class Hardware:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
         if "float32" not in self.flops:
             raise PlanError(f"hardware {self.name!r} has no flops for float32, to which other dtypes fall back.")
-        for name in ("product_efficiency", "product_unaligned", "attention_efficiency"):
+        for name in ("product_efficiency", "product_unaligned"):
             if not 0 < getattr(self, name) <= 1:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
                 )
+        if not 0 < self.attention_efficiency * self.product_efficiency <= 1:
+            raise PlanError(
+                f"hardware {self.name!r} has attention_efficiency = {self.attention_efficiency}; times "
+                f"product_efficiency = {self.product_efficiency} it is a share of the peak, above 0, at most 1."
+            )
         for name in (
             "op_latency_s",
             "launch_s",
+            "collective_check_s",
             "dtensor_s",
             "product_wave",
             "attention_length",

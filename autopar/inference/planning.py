@@ -149,7 +149,8 @@ def _stored(
     program: Program, plan: Plan, request: PlanRequest, mesh: Mesh, sizes: CacheSizes, layout: Layout
 ) -> dict[str, Layout]:
     """Parameter → the layout in which a plan stores it."""
-    space = request.space(program, mesh, dict.fromkeys(caches_of(program, sizes), layout))
+    arriving = dict.fromkeys(caches_of(program, sizes), layout)
+    space = request.space(program, mesh, arriving, dealing=plan.dealing)
     choices = choices_of(plan, space)
     numbers = {name: space.index[node] for name, node in program.parameters.items()}
     menus = {name: space.decisions[number].menu.strategies[choices[number]] for name, number in numbers.items()}

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.annotations.matching import Catalog, operation_of
 from autopar.errors import InfeasibleError
-from autopar.hardware.collectives import transfer_seconds
+from autopar.hardware.collectives import rearranging_seconds, transfer_seconds
 from autopar.inspection.breakdown import parting, places
 from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
@@ -43,6 +43,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
     strategy = decision.menu.strategies[context.choices[number]]
+    running = context.memory_model.second_forward.running(number, context.choices, plan.recompute)
     with stages("explain", 2) as step:
         step("runner-up")
         runner_up, reason = _runner_up(plan, context, number)
@@ -72,7 +73,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         optimizer_seconds=_own_seconds(decision, context.choices[number]) if is_parameter else 0.0,
         own=tuple(
             Moved(t.collective, t.axis, t.num_bytes, wait * share, t.backward)
-            for t, wait in zip(strategy.transfers, strategy.waits, strict=True)
+            for t, wait in zip(running.transfers, running.waits, strict=True)
         ),
         reshards=(*_inbound(context, number), *_outbound(context, number)),
         saved_bytes=row.saved_bytes,
@@ -167,7 +168,10 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
         )
         before = layout_words(str(path.moves[0].before), space.mesh.names)
         after = layout_words(str(path.moves[-1].after), space.mesh.names)
-        yield Reshard(_tensor(space, wire), before, after, path.seconds * share, moved, inbound, num_consumers)
+        alone = [t for t, message in zip(path.transfers, path.messages, strict=True) if message is None]
+        copied = sum(rearranging_seconds(t, space.hardware) for t in alone) * share
+        seconds = path.seconds * share
+        yield Reshard(_tensor(space, wire), before, after, seconds, moved, inbound, num_consumers, copied)
 
 
 # What else there is.

@@ -145,7 +145,7 @@ class MemoryModel(TensorBytes):
         besides = saved.other_bytes or self._any(_saves_otherwise, decision)
         if not any(outputs or (hidden and besides) for outputs, hidden in states):
             return None
-        arrays = tuple(self._own(decision, saved, *state) for state in states)
+        arrays = tuple(self._own(decision, saved, *state, mode) for mode, state in enumerate(states))
         talking = self.second_forward.communicates(decision)
         if talking.any():  # a call that communicates by itself runs again in the mode full alone: else its results stay
             given = self._own(decision, saved, outputs, True)
@@ -167,23 +167,24 @@ class MemoryModel(TensorBytes):
         )
         return bool(made.any())
 
-    def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
-        outputs = outputs - saved.aliases
+    def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool, mode: int = 0) -> Bytes:
+        outputs, mode = outputs - saved.aliases, self.second_forward.variant(decision, mode) if hidden else 0
         hides = hidden and self._any(_saves_otherwise, decision)
-        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides)
-        return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden))
+        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides, mode)
+        return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden, mode))
 
-    def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool) -> Bytes:
+    def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool, mode: int) -> Bytes:
         call, menu = _call(decision), decision.menu
         total = np.zeros(len(menu.strategies), dtype=np.int64)
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in menu.strategies], info.dtype.itemsize)
-        return total + self._hidden(decision) if hidden else total
+        return total + self._hidden(decision, mode) if hidden else total
 
-    def _hidden(self, decision: Decision) -> Bytes:
+    def _hidden(self, decision: Decision, mode: int) -> Bytes:
         """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
-        call, strategies, other = _call(decision), decision.menu.strategies, self.lifetimes.saved(decision).other_bytes
+        call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
+        strategies = self.second_forward.running_in(decision, mode)
         if not call.inputs or not (other or self._any(_saves_otherwise, decision)):
             return np.zeros(len(strategies), dtype=np.int64)
         largest = largest_split_input(call, decision.menu.bound)
@@ -272,8 +273,8 @@ class MemoryModel(TensorBytes):
 
         return self.cached(("kept by target", id(kept), id(menu), wire.target_input), make)
 
-    def working(self, number: int) -> Bytes | None:
-        """Bytes that a call works on while it runs backward: its outputs, and gradients of all that it takes and makes.
+    def working(self, number: int) -> Modes | None:
+        """Bytes that a call works on while it runs backward, by mode: its outputs, gradients of all it takes and makes.
 
         That includes what it keeps beside inputs and outputs, as the probabilities of a loss; not so gradients that its
         forward has made.
@@ -282,18 +283,19 @@ class MemoryModel(TensorBytes):
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
             return None
         key = ("working", id(decision.menu), self.lifetimes.saved(decision).other_bytes)
-        call = _call(decision)
-        return self.cached(key, lambda: self._working(decision, range(len(call.inputs)), range(len(call.outputs))))
+        tensors = range(len(_call(decision).inputs)), range(len(_call(decision).outputs))
+        modes = [self.second_forward.variant(decision, mode) for mode in range(self.lifetimes.num_modes(number))]
+        return self.modes([self.cached((*key, m), lambda m=m: self._working(decision, *tensors, m)) for m in modes])
 
-    def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int]) -> Bytes:
+    def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int], mode: int = 0) -> Bytes:
         """The gradients of some inputs, some outputs, and what is kept beside both."""
-        call, strategies = _call(decision), decision.menu.strategies
+        call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
         total = self._gradients_of(decision, inputs)
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
         op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
-        hidden = self._hidden(decision).copy()
+        hidden = self._hidden(decision, mode).copy()
         for number, strategy in enumerate(strategies):
             backward = strategy.implementation.backward_bytes if strategy.implementation is not None else None
             if _works_forward(strategy) is not None:

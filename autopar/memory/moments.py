@@ -76,12 +76,17 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
             parts.append((gradients,))
         parts += _while_kept(memory, at, number, own, held.rerun)
         if at.place == first_use and at.kind != GATHERING:
-            works_on = WORKS_ON[at.kind](memory, number)
-            steps_on = memory.works_on(number) if at.kind == UPDATING else None
-            parts += [(array,) for array in (works_on, steps_on) if array is not None]
+            works_on = memory.working(number) if at.kind == COMPUTING else _one(WORKS_ON[at.kind](memory, number))
+            steps_on = _one(memory.works_on(number) if at.kind == UPDATING else None)
+            parts += [modes for modes in (works_on, steps_on) if modes is not None]
         moments.append((weight, parts))
     num_strategies = len(memory.space.decisions[number].menu.strategies)
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
+
+
+def _one(array: Bytes | None) -> Modes | None:
+    """Return bytes that are the same in every mode."""
+    return None if array is None else (array,)
 
 
 def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
@@ -228,7 +233,6 @@ def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None
 COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD = range(5)  # what happens on account of a call; but the last backward
 BEHIND = (REDUCING, UPDATING)  # when the call itself has run
 WORKS_ON = {
-    COMPUTING: MemoryModel.working,
     REDUCING: MemoryModel.handed_on,
     UPDATING: MemoryModel.handed_on,
     FORWARD: MemoryModel.working_forward,

@@ -220,7 +220,7 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
         if place < count:
             yield from _kept(place, held.own, held.rerun, ends, number, rows)
         if (working := memory.working(number)) is not None:
-            yield Part("working", place, (working,), ends)
+            yield Part("working", place, working, ends, number)
             if rows is not None:
                 yield Part("working", place, (memory.working_rows(number),), ends, rows=rows)
         if (forward := memory.working_forward(number)) is not None:

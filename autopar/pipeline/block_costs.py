@@ -8,8 +8,10 @@ seconds of a stage are the sum of its blocks'. Half of a backward counts for the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -24,10 +26,10 @@ from autopar.program.effects import of_weights_alone
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, R, replicated
 from autopar.sharding.mesh import Mesh
-from autopar.space.space import Space
+from autopar.space.space import Space, Wire
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedWhole:
     """A plan of a whole program: a choice per decision, and the modes in which segments are computed again."""
 
@@ -38,6 +40,14 @@ class PlannedWhole:
     @property
     def space(self) -> Space:
         return self.memory.space
+
+    @cached_property
+    def wires_from(self) -> Mapping[tuple[int, int], Sequence[Wire]]:
+        """The edges that each output leaves by, by decision and output."""
+        found: dict[tuple[int, int], list[Wire]] = defaultdict(list)
+        for wire in self.space.wires:
+            found[wire.source, wire.source_output].append(wire)
+        return found
 
 
 def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost, ...]:
@@ -84,9 +94,8 @@ def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
     space, choices = whole.space, whole.choices
     made, position = source_of(node)
     maker = space.index[made.name]
-    wires = [w for w in space.wires if (w.source, w.source_output) == (maker, position)]
     offered = [space.decisions[maker].menu.strategies[choices[maker]].outputs[position]]
-    for wire in wires:
+    for wire in whole.wires_from.get((maker, position), ()):
         target = space.decisions[wire.target].menu.strategies[choices[wire.target]]
         found = target.inputs[wire.target_input]
         offered = [found, *offered] if space.decisions[wire.target].kind == "hub" else [*offered, found]

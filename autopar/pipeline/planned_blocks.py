@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
@@ -18,7 +19,9 @@ from autopar.pipeline.stages.cuts import BlockCost
 from autopar.pipeline.stages.pins import allowed
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import make_plan
+from autopar.plans.plan import Plan
 from autopar.sharding.layout import Layout
+from autopar.space.dealing import deals, may_deal
 from autopar.space.space import Space
 
 
@@ -52,9 +55,6 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     """Plan the whole model, and count for each of at least so many blocks what it takes."""
     request.wanted.optimizer.check_microbatches(request.num_microbatches)
     blocks = blocks_of(request.program, at_least)
-    space = request.space(request.program, {})
-    pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
-    pins = _among(request, space, pins)
     settings, count = request.settings, request.num_microbatches
     schedule = request.schedule
     runs = Microbatches(
@@ -65,12 +65,24 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     )
     recompute = "none" if settings.recompute == "auto" else settings.recompute
     activations = "leave" if settings.activations == "leave" else "stay"  # without a limit nothing else asks for it
-    plan, choices = make_plan(
-        *(space, pins, None, settings.solver, settings.time_limit, recompute),
-        microbatches=runs,
-        activations=activations,
-        leaving=settings.leaving,
-    )
+
+    def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
+        return make_plan(
+            *(space, pins, None, settings.solver, settings.time_limit, recompute),
+            microbatches=runs,
+            activations=activations,
+            leaving=settings.leaving,
+        )
+
+    space, pins = _pinned(request)
+    if possible := may_deal(space, pins):
+        space, pins = _pinned(request, possible)
+    plan, choices = planned(space, pins)
+    needed = deals(space, choices)
+    if needed < set(space.dealing):
+        space, pins = _pinned(request, needed)
+        plan, choices = planned(space, pins)
+    request = replace(request, dealing=space.dealing)
     whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "leave"), choices, plan.recompute)
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
     nodes = {node.name: node for node in request.program.graph.nodes}
@@ -88,6 +100,15 @@ def _among(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
         if mask.any():
             found[number] = mask
     return found
+
+
+def _pinned(request: PipelineRequest, dealing: Collection[str] = ()) -> tuple[Space, Pins]:
+    """The whole model's space in which these axes deal positions, and its pins; what there is to say is said once."""
+    space = replace(request, dealing=tuple(dealing)).space(request.program, {})
+    with warnings.catch_warnings():
+        if dealing:
+            warnings.simplefilter("ignore")
+        return space, _among(request, space, pins_of(request.annotations, space, request.wanted.mode, request.storage))
 
 
 def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:

@@ -20,7 +20,7 @@ import numpy as np
 from torch import fx
 
 from autopar.errors import PipelineError
-from autopar.hardware.collectives import message_seconds
+from autopar.hardware.collectives import message_ports, message_seconds
 from autopar.pipeline.block_costs import boundary_bytes
 from autopar.pipeline.finished_stages import StageFinisher
 from autopar.pipeline.plan import PipelinePlan, StagePlan
@@ -32,7 +32,7 @@ from autopar.pipeline.stage_search import TOLERANCE, StageSearch
 from autopar.pipeline.stage_seconds import stage_seconds
 from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.pipeline.stages.cuts import CutProblem, best_cuts, step_seconds
+from autopar.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
 from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.refinement import is_allowed, refined
 from autopar.pipeline.stages.rooms import rooms_of_least, thought_in_rooms
@@ -47,6 +47,7 @@ from autopar.progress import progress
 from autopar.sharding.layout import Layout
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.space.space import Space
+from autopar.steps.sends import Send
 from autopar.steps.workload import workload
 from autopar.strategies.presets.data import warn_of_gradients
 from autopar.units import format_share
@@ -164,7 +165,8 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
         return [best_cuts(problem).starts]
     every = ((0, *starts) for starts in combinations(range(1, num_blocks), num_stages - 1))
     allowed = (starts for starts in every if is_allowed(problem, starts))
-    return sorted(allowed, key=lambda starts: best_cuts(replace(problem, starts=starts)).seconds)
+    least = least_seconds(problem)
+    return sorted(allowed, key=lambda starts: cuts_of(problem, least, starts).seconds)
 
 
 def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
@@ -209,18 +211,22 @@ def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
 
 def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
     """The space of a stage that was planned before, and the choices of its plan."""
-    space = request.space(program, {name: plan.layout_of(name) for name in program.received})
+    received = {name: plan.layout_of(name) for name in program.received}
+    space = replace(request, dealing=plan.dealing).space(program, received)
     return space, choices_of(plan, space)
 
 
-def messages(planned: PlannedBlocks, program: Program) -> tuple[float, float]:
-    """Seconds in which a stage sends its outputs on, and the gradients of its inputs back."""
+def messages(planned: PlannedBlocks, program: Program) -> tuple[Send, Send]:
+    """Messages of a stage: its outputs on, and the gradients of its inputs back."""
     later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
     earlier = [node for name, node in program.placeholders().items() if name in program.received]
     return _message(planned, later), _message(planned, [n for n in earlier if n.meta["tensor"].requires_grad])
 
 
-def _message(planned: PlannedBlocks, nodes: Sequence[fx.Node]) -> float:
+def _message(planned: PlannedBlocks, nodes: Sequence[fx.Node]) -> Send:
     request, whole = planned.request, planned.whole
+    if not nodes:
+        return Send()
     num_bytes = sum(boundary_bytes(whole, planned.nodes[node.name]) for node in nodes)
-    return message_seconds(num_bytes, request.mesh, request.axis, request.hardware) if nodes else 0.0
+    crossed = num_bytes, request.mesh, request.axis, request.hardware
+    return Send(message_seconds(*crossed), message_ports(*crossed))

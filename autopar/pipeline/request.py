@@ -57,6 +57,8 @@ class PipelineRequest:
     """Parameter or buffer → the stages that hold it already."""
     strategies: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Decision → the strategies, by name, that are looked at; of others all are."""
+    dealing: tuple[str, ...] = ()
+    """Axes that deal positions by zigzag in every stage."""
 
     @classmethod
     def of(
@@ -112,4 +114,5 @@ class PipelineRequest:
         here = program.placeholders()
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
         received = {**inputs, **received}
-        return self.wanted.space(program, self.stage_mesh, received, self.program, self.mesh.num_devices)
+        devices = self.mesh.num_devices
+        return self.wanted.space(program, self.stage_mesh, received, self.program, devices, self.dealing)

@@ -23,9 +23,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
@@ -107,8 +106,10 @@ class StageSearch:
     """Those of the stages that were asked for."""
     numbers: dict[object, int] = field(default_factory=dict)
     programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
-    spaces: dict[int, tuple[Space, dict[int, np.ndarray]]] = field(default_factory=dict)
+    spaces: dict[int, tuple[Space, Pins]] = field(default_factory=dict)
     """Structure → the space of the first stage that has it, and its pins."""
+    leasts: dict[tuple[int, Microbatches], int] = field(default_factory=dict)
+    """Structure and micro-batches in flight → the least bytes at the fullest moment."""
     holds: dict[tuple[int, Microbatches], Held] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
     memories: dict[tuple[int, Microbatches, int], MemoryModel] = field(default_factory=dict)
@@ -205,14 +206,22 @@ class StageSearch:
         return self.programs[first, end]
 
     def least(self, first: int, end: int, stage: int) -> int:
-        """The least bytes that a stage takes at its fullest moment, as far as it is found."""
-        program = self.program(first, end)[0]
-        space = self.space(program)
-        settings = self.settings(stage)
-        formulation = formulations_of(self.memory_of(space, stage), settings)[-1]
-        modes = settings.modes(formulation.memory.lifetimes.segments) or None
-        pins = masks_of(self.planned, space, self.planned.request.storage)
-        return least_peak(formulation, pins, modes, self.deadline).peak_bytes
+        """The least bytes of a stage at its fullest moment, as far as they are found; found once for equal stages."""
+        key = self.program(first, end)[1], self.runs[stage]
+        if key not in self.leasts:
+            (space, pins), settings = self._first_alike(first, end), self.settings(stage)
+            formulation = formulations_of(self.memory_of(space, stage), settings)[-1]
+            modes = settings.modes(formulation.memory.lifetimes.segments) or None
+            self.leasts[key] = least_peak(formulation, pins, modes, self.deadline).peak_bytes
+        return self.leasts[key]
+
+    def _first_alike(self, first: int, end: int) -> tuple[Space, Pins]:
+        """The space of the first stage that has the structure of one, and its pins."""
+        program, number = self.program(first, end)
+        if number not in self.spaces:
+            space = self.space(program)
+            self.spaces[number] = space, masks_of(self.planned, space, self.planned.request.storage)
+        return self.spaces[number]
 
     def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
         """The best choices of a stage within its room, within the tolerance; InfeasibleError where there are none."""
@@ -264,19 +273,14 @@ class StageSearch:
 
     def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
         """Plan a stage within a gap, and note what was found."""
-        program, number = self.program(first, end)
+        number = self.program(first, end)[1]
         self.kinds_asked.add(tuple(self.kinds[first:end]))
         before = self.find(first, end, stage)
         # Alone a stage may cost a little less than its share of the whole, which bounds the search.
         own = self.own_seconds(first, end)
         made, seconds, least = None, math.inf, math.inf
-        try:
-            if number not in self.spaces:
-                space = self.space(program)
-                self.spaces[number] = space, masks_of(self.planned, space, self.planned.request.storage)
-            made = self._solved(*self.spaces[number], stage, gap)
-        except InfeasibleError:
-            pass
+        with suppress(InfeasibleError):
+            made = self._solved(*self._first_alike(first, end), stage, gap)
         if made is not None:
             memory, choices, modes = made.formulation.memory, made.answer.choices, made.answer.modes
             once = parts_of(memory, choices, modes).once / self.planned.request.num_microbatches

@@ -10,7 +10,10 @@ from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import StepSeconds, parts_of
 from autopar.plans.plan import Plan
-from autopar.steps.step import microbatch_seconds
+from autopar.steps.sends import Send, beside_sends
+from autopar.steps.step import microbatch_tasks
+
+NOTHING = Send()
 
 
 def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
@@ -36,18 +39,19 @@ def step_parts(plan: Plan) -> StepSeconds:
     return parts_of(context.memory_model, context.choices, plan.recompute)
 
 
-def stage_seconds(plan: Plan, send_forward: float = 0.0, send_backward: float = 0.0) -> StageSeconds:
+def stage_seconds(plan: Plan, send_forward: Send = NOTHING, send_backward: Send = NOTHING) -> StageSeconds:
     """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
 
-    Forward and backward are those of a micro-batch as a timeline; what is done once is a sum.
+    Forward and backward are those of a micro-batch as a timeline, beside what is sent; what is done once is a sum.
     The part of the backward that makes gradients of weights is that of the calls that have a weight; all else,
     recomputation and collectives too, counts for the gradients of inputs, which others wait for.
     """
     context = _context(plan)
-    forward, backward = microbatch_seconds(context.memory_model, context.choices, plan.recompute)
-    weight = min(weight_seconds(context.memory_model, context.choices), backward)
+    tasks = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
+    each = beside_sends(tasks, context.space.hardware.communication_share, send_forward, send_backward)
+    weight = min(weight_seconds(context.memory_model, context.choices), each.backward)
     once = step_parts(plan).once
-    return StageSeconds(forward, backward - weight, weight, send_forward, send_backward, once)
+    return StageSeconds(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once)
 
 
 def _context(plan: Plan) -> PlanContext:

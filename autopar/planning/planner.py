@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
@@ -104,6 +104,7 @@ class Statements:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._kept: dict[object, tuple[Formulation, ...]] = {}
+        self._dealing: dict[frozenset[str], Statements] = {}
 
     def of(self, settings: Settings, microbatches: Microbatches | None = None) -> tuple[Formulation, ...]:
         """What states the problems of plans with these settings (`formulations_of`)."""
@@ -113,6 +114,14 @@ class Statements:
             self._kept[key] = formulations_of(model, settings)
         return self._kept[key]
 
+    def dealing_over(self, axes: Collection[str]) -> Statements:
+        """Return what states the problems of the space in which these axes deal positions by zigzag."""
+        if set(axes) == set(self.space.dealing):
+            return self
+        if frozenset(axes) not in self._dealing:
+            self._dealing[frozenset(axes)] = Statements(self.space.dealing_over(axes))
+        return self._dealing[frozenset(axes)]
+
     def begin_at_prices_of(self, plan: Plan) -> None:
         """Ask first at prices of memory that a plan has of the same model, captured otherwise."""
         own, row = context_of(plan).memory_model, context_of(plan).row
@@ -120,6 +129,8 @@ class Statements:
             return
         for formulation in itertools.chain.from_iterable(self._kept.values()):
             formulation.near = Priced(row, plan.multiplier).of_the_same_calls(own, formulation.memory)
+        for each in self._dealing.values():
+            each.begin_at_prices_of(plan)
 
 
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:

@@ -88,7 +88,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         waits[wire.target] += seconds
         more, rerun = second.at_wire(wire, choices, answer.modes), second.collectives_on(wire, choices, answer.modes)
         if rerun:
-            timed = [(t, transfer_seconds(t, space.mesh, space.hardware)) for t in rerun]
+            timed = [(t, transfer_seconds(t, space.mesh, space.hardware) * exposed) for t, exposed in rerun]
             moved[wire.target].extend((replace(t, backward=True), s) for t, s in timed)
             waits[wire.target] += more
         else:
@@ -100,8 +100,8 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
     parameters = space.program.parameter_names
-    for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        own = decision.menu.strategies[choice]
+    for number, decision in enumerate(space.decisions):
+        own = second.running(number, choices, answer.modes)
         share = space.share(space.rows.get(number), choices)
         mine = zip(own.transfers, own.waits, strict=True)
         every = (
@@ -143,6 +143,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
         reduce_each=context.memory_model.microbatches.reduce_each,
+        dealing=space.dealing,
         offload=_offloaded(space, answer.modes),
         host=_on_host(context.memory_model, choices, answer.modes),
         waits=dict(space.beside.waited),
@@ -214,7 +215,8 @@ def _row(
     mode = model.lifetimes.mode_of(number, answer.modes)
     own, rerun = model.own(number), model.second_forward.collectives_of(number, answer.choices, answer.modes)
     gradients = None if model.frees_gradients else model.gradients(number)
-    waits = sum(each for _, each in rerun) * share
+    running = model.second_forward.running(number, answer.choices, answer.modes)
+    waits = (sum(each for _, each in rerun) + sum(running.waits) - sum(strategy.waits)) * share
     recomputed = model.second_forward.at(number, answer.choices, answer.modes) * share - waits + again
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())

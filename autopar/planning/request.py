@@ -6,7 +6,8 @@ One value serves `plan`, `compile`, `attach` and the stages of pipelines: they l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,7 +18,7 @@ from autopar.capture.tiles.mlp import MlpTiles
 from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.cost.offload import check_host
 from autopar.cost.optimizer import ADAMW, Offload, Optimizer
-from autopar.errors import InputError
+from autopar.errors import CutOffError, InfeasibleError, InputError, TimeLimitError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
@@ -35,9 +36,10 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import after, seconds_until
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.space.between_layouts import notes_on_moves
 from autopar.space.build import build_space
+from autopar.space.dealing import deals, is_worth_another_search, may_deal
 from autopar.space.returned import Outputs, Returned
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
@@ -217,10 +219,12 @@ class PlanRequest:
         input_layouts: Mapping[str, Layout] | None = None,
         whole: Program | None = None,
         num_devices: int | None = None,
+        dealing: Collection[str] = (),
     ) -> Space:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`).
 
-        `num_devices` are those of all stages, where the program is one of a pipeline. With offload="auto" it is the
+        `num_devices` are those of all stages, where the program is one of a pipeline. Axes of `dealing` deal positions
+        by zigzag; `plan` finds out which are to. With offload="auto" it is the
         space of a model whose optimizer is on the device.
         """
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
@@ -240,6 +244,7 @@ class PlanRequest:
             self.asked,
             num_devices,
             self.memory_conventions,
+            dealing,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
@@ -293,14 +298,20 @@ class PlanRequest:
         `stated` are its problems, where some were stated before.
         """
         said = self.annotations_about(space.program, space.mesh, stored=bool(storage))
-        pins, deadline = pins_of(said, space, self.mode, storage or {}), after(self.settings.time_limit)
-        stated = stated or Statements(space)
+        problems, deadline = (stated or Statements(space)).dealing_over(()), after(self.settings.time_limit)
+        pins = pins_of(said, problems.space, self.mode, storage or {})
 
-        def made(pins: Pins, settings: Settings, costs: Statements = stated) -> Plan:
-            found, _ = replace(self, settings=settings)._made(costs, pins)
+        def dealing_over(axes: Collection[str]) -> tuple[Statements, Pins]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what there is to say was said of the first space
+                other = problems.dealing_over(axes)
+                return other, pins_of(said, other.space, self.mode, storage or {})
+
+        def made(pins: Pins, settings: Settings, costs: Statements | None = None) -> Plan:
+            found, _ = replace(self, settings=settings)._made(costs or problems, pins)
             context = replace(context_of(found), annotations=said, mode=self.mode)
             moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
-            rows = tuple(marked(found.rows, space, said))
+            rows = tuple(marked(found.rows, context.space, said))
             return replace(found, rows=rows, context=context, mode=self.mode, notes=(*found.notes, *moved))
 
         def again(costs: Space) -> Plan:
@@ -312,11 +323,20 @@ class PlanRequest:
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
             return replace(found, context=own, notes=(*found.notes, *plan.notes[-1:] * context.keeps_whole))
 
+        if possible := may_deal(problems.space, pins):
+            problems, pins = dealing_over(possible)
         plan = made(pins, self.settings)
+        choices = context_of(plan).choices
+        needed = deals(problems.space, choices)
+        if is_worth_another_search(problems.space, choices, needed) and not is_over(deadline):
+            fewer, own = dealing_over(needed)
+            with suppress(CutOffError, InfeasibleError, TimeLimitError):
+                plan = made(own, replace(self.settings, time_limit=seconds_until(deadline)), fewer)
+                problems = fewer
         if self.training and self.strategy is None and self.mode != "manual" and not storage:
             plan = with_storage_settled(plan, said, made, deadline)
         plan = as_simulated(plan, again, deadline)
-        choices = context_of(plan).choices
+        space, choices = context_of(plan).space, context_of(plan).choices
         self.warn(space, choices, stored=bool(storage))
         unused = unused_axes(space, choices) if self.strategy is None else ()
         return replace(plan, notes=(*plan.notes, *map(str, unused)))

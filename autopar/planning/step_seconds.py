@@ -64,7 +64,7 @@ def parts_by_decision(
         if more.once(number):
             found.append(StepSeconds(0.0, 0.0, whole + recomputed))
             continue
-        own = decision.menu.strategies[choice]
+        own = memory.second_forward.running(number, choices, modes)
         waits = sum(wait for _, wait in own.forward_collectives)
         there = float(decision.menu.forward_seconds[choice]) + waits
         found.append(StepSeconds(there * share, (whole - there + recomputed) * share, 0.0))

@@ -46,6 +46,8 @@ class Reshard:
     inbound: bool
     num_consumers: int
     """How many operations the moved tensor serves."""
+    copied: float = 0.0
+    """Seconds, of these, in which the device brings messages into order, before and behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ class Explanation(Generic[P]):
             where = "in " if each.inbound else "out"
             name = f"{where} {each.tensor}: {each.before} → {each.after}{shared}"
             hidden = each.moved and not any(moved.seconds for moved in each.moved)
-            table.append([name, "hidden" if hidden else format_seconds(each.seconds), _moved(each.moved)])
+            copies = f", of which copies take {format_seconds(each.copied)}" if each.copied else ""
+            table.append([name, "hidden" if hidden else format_seconds(each.seconds), _moved(each.moved) + copies])
         held = ((self.saved_bytes, "saved for the backward"), (self.stored_bytes, "stored, with optimizer state"))
         lines = [f"{format_bytes(count)} per device {what}" for count, what in held if count]
         return "\n".join([_table(table, ["what it costs in a step", "time", "moved"]), *lines])

@@ -89,6 +89,8 @@ class Plan:
     """"auto", "semi_auto", or "manual": the plan is what annotations say, and nothing was searched."""
     reduce_each: bool = False
     """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
+    dealing: tuple[str, ...] = ()
+    """Axes that deal positions by zigzag where they split them: causal attention divides its queries over such."""
     offload: Offloaded = "none"
     """What is on the host: "optimizer" (state and master copies, for `autopar.optim.OffloadedAdamW`), "activations" (of
     the segments whose mode is "offload"), or "both"."""
@@ -219,7 +221,7 @@ class Plan:
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
         values["reserved"] = Reserved.of_json(values.get("reserved"))
         values["workload"] = workload_of(values.get("workload"))
-        values["notes"] = tuple(values["notes"])
+        values["notes"], values["dealing"] = tuple(values["notes"]), tuple(values.get("dealing", ()))
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

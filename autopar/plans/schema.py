@@ -59,6 +59,7 @@ PLAN = Record(
         "prefetch": Whole(0, 2),
         "mode": OneOf(("auto", "semi_auto", "manual")),
         "reduce_each": Flag(),
+        "dealing": ListOf(TEXT),
         "offload": OneOf(("none", "optimizer", "activations", "both")),
         "host": Table(BYTES),
         "waits": Table(SECONDS),

@@ -23,7 +23,9 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 from torch import fx
 
 from autopar.program.calls import is_call, module_of, source_of
@@ -40,6 +42,9 @@ GATHERING_AGAIN = (SELECTIVE, FULL)
 MODES = (*RECOMPUTATIONS, OFFLOAD)
 """The modes of a segment; where nothing may leave for the host, the last of them is not offered."""
 GRADIENTS_IN_FORWARD = (LINEAR_CROSS_ENTROPY,)
+
+
+Bytes = TypeVar("Bytes", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,22 @@ def recomputation(program: Program, segment: Segment, mode: str, products: Colle
     return Recomputation(frozenset(rerun), frozenset(kept))
 
 
-def is_kept(node: fx.Node, mode: str, products: Collection[fx.Node]) -> bool:
-    """Return whether a call of a segment never runs again, whether it communicates or not."""
-    return node.target in GRADIENTS_IN_FORWARD or (mode == SELECTIVE and node in products)
+def is_kept(node: fx.Node, mode: str, products: Collection[fx.Node], communicates: bool = False) -> bool:
+    """Return whether a call of a segment never runs again; `communicates`: whether it runs collectives itself."""
+    saved = (mode == SELECTIVE and node in products) or (communicates and mode != FULL)
+    return saved or node.target in GRADIENTS_IN_FORWARD
+
+
+def moves_again(mode: str, inside: bool, before: Bytes, after: Bytes) -> bool | Bytes:
+    """Return whether the collectives that move a tensor to a call of a segment run again.
+
+    Args:
+        mode: The mode of the segment.
+        inside: Whether the tensor is made in the same segment.
+        before: Bytes on a device before the collectives, or an array of them.
+        after: Bytes behind them.
+    """
+    return mode in GATHERING_AGAIN and ((mode == FULL and inside) | (before < after))
 
 
 def leaving(program: Program) -> frozenset[fx.Node]:

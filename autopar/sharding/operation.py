@@ -37,7 +37,8 @@ class Collective:
 LocalSizes = Mapping[str, int]
 """The size on one device of every factor of a rule.
 
-Under "+x" stands the number of parts of x that go with those of another factor, under "~s", that s is dealt by zigzag.
+Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is dealt by zigzag: 1
+by all axes that split it, 2 by some of them.
 """
 ZIGZAG = "~"
 Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]
@@ -116,6 +117,11 @@ class Implementation:
     """Those of its choices that move the first input once for all calls that take it, where all of these do so."""
     follower: Implementation | None = None
     """What runs those behind the first of such calls: it has what is theirs alone of traffic and of what is kept."""
+    regathering: Implementation | None = None
+    """The variant for segments that save results of products and gather again (selective): it saves no gathered rows.
+
+    Its forward takes as long, and its choices are the same.
+    """
     launches: Callable[[Call, LocalSizes], int] | None = None
     """How many operations it starts on one device in place of the ATen call's one; None: as many."""
 

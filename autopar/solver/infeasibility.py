@@ -32,6 +32,7 @@ from autopar.units import format_bytes
 
 MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal
 MAX_NAMED = 6  # pins whose worth is worked out
+MAX_LISTED = 10  # pins that are named; where time is over all of them may take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +194,17 @@ def describe_conflict(problem: Problem, deadline: float = NEVER) -> str:
     where = (
         f"the edge between {names[0]} and {names[1]} forbids every pair of strategies allowed for them"
         if len(nodes) == 2 and direct
-        else f"the strategies allowed for {', '.join(names[:-1])} and {names[-1]} exclude each other"
+        else f"the strategies allowed for {_listed(names)} exclude each other"
     )
     if is_over(deadline):
         return f"{where}, or some of them do: the time limit passed. Loosen what is pinned on them, or raise the limit."
     return f"{where}; without any one of these pins the others can hold. Loosen what is pinned on one of them."
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as a list in words; of many the first few, and how many more there are."""
+    shown = names if len(names) <= MAX_LISTED else [*names[:MAX_LISTED], f"{len(names) - MAX_LISTED:,} more"]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def is_feasible(problem: Problem) -> bool:

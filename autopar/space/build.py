@@ -7,8 +7,9 @@ hub. Consumers that are the same operation (query, key and value) share a second
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,6 +66,7 @@ def build_space(
     asked: frozenset[str] = frozenset(),
     num_devices: int | None = None,
     conventions: MemoryConventions = OF_AUTOPAR,
+    dealing: Collection[str] | None = None,
 ) -> Space:
     """Lay out every decision and wire.
 
@@ -72,12 +74,17 @@ def build_space(
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
     many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
     `asked` the names of implementations that are offered on demand, `num_devices` those of all stages,
-    `conventions` what a framework holds in memory.
+    `conventions` what a framework holds in memory. Axes of `dealing` deal positions of causal attention by zigzag;
+    None: all axes.
     """
+    others = optimizer, imbalance, whole, asked, num_devices, conventions
     beside = beside_of(whole or program, hardware)
     space = Space(
         program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices, conventions
     )
+    deals = [size > 1 and (dealing is None or name in dealing) for name, size in mesh.axes.items()]
+    space.dealing = tuple(itertools.compress(mesh.names, deals))
+    space.rebuild = lambda axes: build_space(program, mesh, hardware, returned, input_layouts, *others, axes)
     return _Builder(space, returned, input_layouts or {}, whole, asked).build()
 
 
@@ -105,9 +112,11 @@ class _Builder:
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program, space.beside, first_layer(whole or space.program))
         self.padded = Padding.of(self.roled).dims
-        sizes = space.mesh.sizes
+        sizes = [space.mesh.size(axis) for axis in space.dealing]
         self.dealt = dealt(self.roled, sizes) if whole is None else dealt_in_stage(self.program, whole, sizes)
-        """The dims that are dealt by zigzag where they are split."""
+        """The dims that are dealt by zigzag where axes that deal split them."""
+        if not self.dealt.dims:
+            space.dealing = ()
         self.rows: set[Value] = set()
         """Rows of experts."""
         self.uses: dict[Value, list[_Use]] = defaultdict(list)
@@ -159,6 +168,7 @@ class _Builder:
             self.asked,
             self._turn(found),
             self.roled.summed(found),
+            self.space.dealing if any(map(any, dims)) else (),
         )
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)
@@ -223,9 +233,9 @@ class _Builder:
         return self.input_layouts.get(cache.name, replicated(self.space.mesh.ndim))
 
     def _dealt_layouts(self, value: Value, info: TensorInfo, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        """The layouts with Z(d) in place of S(d) of the dims that are dealt."""
-        dims = self.dealt.of(value)
-        found = (Layout(dealt_in(placement, dims) for placement in layout) for layout in layouts)
+        """The layouts with Z(d) in place of S(d) of the dims that are dealt, on axes that deal."""
+        of_axes = [self.dealt.of(value) if name in self.space.dealing else () for name in self.space.mesh.names]
+        found = (Layout(map(dealt_in, layout, of_axes)) for layout in layouts)
         return tuple(layout for layout in found if layout.divides(info.shape, self.space.mesh.sizes))
 
     def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:

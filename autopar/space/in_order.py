@@ -27,7 +27,7 @@ def notes_on_order(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
 
 
 def _note(space: Space, number: int, choice: int) -> str:
-    menu, sizes = space.decisions[number].menu, space.mesh.sizes
+    menu, sizes = space.decisions[number].menu, [space.mesh.size(axis) for axis in space.dealing]
     strategy, bound = menu.strategies[choice], menu.bound
     axes = strategy.axes_by_factor(space.mesh).get(QUERIES, ())
     assert bound is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -115,25 +115,29 @@ def menu_of(
     asked: frozenset[str] = frozenset(),
     turn: Turn = "alone",
     summed: tuple[int, ...] = (),
+    dealing: tuple[str, ...] = (),
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
     Of implementations on demand those whose names are `asked` for, but none of a call on weights alone.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
-    multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
+    multiplied with them. `dealt` are the dims of inputs, and of outputs, that axes of `dealing` deal by zigzag.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.
     `summed` are the positions of inputs whose gradient is added to that of later uses.
     """
     call, op, bound = found.call, found.op.offering(() if weight_only else asked), found.bound
     op = op.following() if turn == "later" else op
-    stated = (*op.choices, *_stated_by_implementations(op, bound, dealt))
+    stated = (*op.choices, *(choice for each in op.implementations for choice in each.choices))
+    barred = _dealt_apart(op, bound, dealt) if dealt is not None else frozenset[str]()
+    deals = [dealt is not None and name in dealing for name in mesh.names]
     offered = {
-        each: _Offer(
-            tuple(
-                choice if dealt is None else _dealt(choice, dealt)
+        each: _Offer.of(
+            [
+                choice
                 for choice in bound.choices(each.joined if each else frozenset(), weight_only, stated)
                 if choice.name not in op.only_together and not _multiplies_zeros(choice, infinite)
-            ),
+            ],
+            dealt,
             frozenset()
             if each and each.choices
             else padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
@@ -148,18 +152,22 @@ def menu_of(
     offers = [range(num_choices) if size > 1 else (whole,) for size in mesh.sizes]
     for numbers in itertools.product(*offers):
         names = [offered[None].choices[number].name for number in numbers]
+        if any(dealing and name in barred for dealing, name in zip(deals, names, strict=True)):
+            continue
         for implementation in op.ways(names):
             if implementation is not None and implementation.choices and not _inside(names, implementation):
                 continue
             offer = offered[implementation]
-            choices = [offer.choices[number] for number in numbers]
+            choices = offer.on(numbers, deals)
             if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
             forward = computing_seconds(strategy, work, mesh, hardware)
-            if strategy.transfers:
-                share = hidden_share(implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
-                strategy = replace(strategy, waits=_waits(strategy, forward * passes, share, mesh, hardware))
+            strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware)
+            if implementation is not None and implementation.regathering is not None:
+                again = _strategy(choices, call, bound, implementation.regathering, mesh)
+                again = _with_waits(again, call, bound, forward * passes, mesh, hardware)
+                strategy = replace(strategy, regathering=again)
             if implementation is not None and turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
             same = (strategy.inputs, strategy.outputs, implementation)
@@ -178,17 +186,31 @@ class _Offer:
     """What one mesh axis may do to a call in one way to run it, and the factors that may then be padded."""
 
     choices: tuple[Choice, ...]
+    dealt: tuple[Choice, ...]
+    """The same on an axis that deals."""
     paddable: frozenset[str]
 
+    @classmethod
+    def of(cls, choices: Sequence[Choice], dims: DealtDims | None, paddable: frozenset[str]) -> _Offer:
+        in_order = tuple(choices)
+        return cls(in_order, in_order if dims is None else tuple(_dealt(each, dims) for each in choices), paddable)
 
-def _stated_by_implementations(op: OpRule, bound: BoundRule, dealt: DealtDims | None) -> Iterator[Choice]:
-    """The choices of implementations alone: where dims are dealt, those of which that is only the first factor."""
-    terms = bound.rule.inputs, bound.rule.outputs
+    def on(self, numbers: Sequence[int], deals: Sequence[bool]) -> list[Choice]:
+        """The choice of each axis, some of which deal."""
+        return [
+            (self.dealt if dealing else self.choices)[number] for number, dealing in zip(numbers, deals, strict=True)
+        ]
+
+
+def _dealt_apart(op: OpRule, bound: BoundRule, dealt: DealtDims) -> frozenset[str]:
+    """The choices of implementations alone that deal another factor than their first, which an axis cannot."""
+    terms, found = (*bound.rule.inputs, *bound.rule.outputs), set[str]()
     for choice in (choice for each in op.implementations for choice in each.choices):
-        made = choice if dealt is None else _dealt(choice, dealt)
-        placed = (*zip(terms[0], made.inputs, strict=True), *zip(terms[1], made.outputs, strict=True))
-        if all(each.dim == term.dim_of(choice.factors[0]) for term, each in placed if each.zigzag):
-            yield choice
+        made = _dealt(choice, dealt)
+        placed = zip(terms, (*made.inputs, *made.outputs), strict=True)
+        if any(each.zigzag and each.dim != term.dim_of(choice.factors[0]) for term, each in placed):
+            found.add(choice.name)
+    return frozenset(found)
 
 
 def _inside(names: Sequence[str], implementation: Implementation) -> bool:
@@ -204,6 +226,16 @@ def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
     passes = P in choice.inputs and choice.name.startswith(PASS_PARTIAL)
     passes_gradients = choice.name == PASS_REPLICATED and len(choice.inputs) > 1
     return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
+
+
+def _with_waits(
+    strategy: Strategy, call: Call, bound: BoundRule, computing: float, mesh: Mesh, hardware: Hardware
+) -> Strategy:
+    """Return the strategy with the seconds of its own collectives that its computing, which takes so long, exposes."""
+    if not strategy.transfers:
+        return strategy
+    share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
+    return replace(strategy, waits=_waits(strategy, computing, share, mesh, hardware))
 
 
 def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:

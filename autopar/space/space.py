@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -104,6 +104,10 @@ class Space:
     """(node name, output position) → roles of its dims."""
     rows: dict[int, ExpertRows] = field(default_factory=dict)
     """Calls and hubs that rows of experts pass."""
+    dealing: tuple[str, ...] = ()
+    """Mesh axes that deal positions by zigzag where they split them; the others have them in order."""
+    rebuild: Callable[[Collection[str]], Space] | None = field(default=None, repr=False)
+    """Lays the space out anew with other axes that deal."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
 
@@ -144,6 +148,15 @@ class Space:
                 menus[id(menu)] = replace(menu, seconds=np.array(steps))
             decisions[number] = replace(decision, menu=menus[id(menu)])
         return replace(self, optimizer=optimizer, decisions=decisions)
+
+    def dealing_over(self, axes: Collection[str]) -> Space:
+        """Return the space in which these axes deal positions by zigzag, and no others."""
+        if set(axes) == set(self.dealing):
+            return self
+        assert self.rebuild is not None, "a space that was not built"
+        space = self.rebuild(axes)
+        space = space if space.optimizer == self.optimizer else space.with_optimizer(self.optimizer)
+        return space.waiting_for(dict(self.beside.waited)) if self.beside.waited else space
 
     def waiting_for(self, shares: Mapping[str, float]) -> Space:
         """Return the same space in which computing hides so little of weights' collectives (`Beside.waited`)."""
@@ -218,12 +231,18 @@ class Space:
             seconds = self._moved_together(wire, seconds)
         return seconds
 
-    def forward_seconds(self, wire: Wire) -> np.ndarray:
-        """Seconds of the forward collectives of an activation's wire, by the strategies at its ends."""
+    def forward_seconds(self, wire: Wire, travelling: bool = False) -> np.ndarray:
+        """Seconds of the forward collectives of an activation's wire, by the strategies at its ends.
+
+        `travelling`: a gather at its end runs beside computing, which loses the share of the device that it takes.
+        """
         table = self.table(wire)
         rows = [table.index[layout] for layout in self.source_layouts(wire)]
         columns = [table.index[layout] for layout in self.target_layouts(wire)]
-        return table.forward_seconds[np.ix_(rows, columns)]
+        found = table.forward_seconds[np.ix_(rows, columns)]
+        if not travelling:
+            return found
+        return found - (1 - self.hardware.communication_share) * table.last_gather_seconds[np.ix_(rows, columns)]
 
     def _moved_together(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds between a hub and a consumer, where either all of its consumers move a tensor together, or none."""

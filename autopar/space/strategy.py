@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cost.reshard import Transfer
 from autopar.plans.strategy_names import strategy_name
+from autopar.program.recompute_segments import SELECTIVE
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import ZIGZAG, Implementation
@@ -31,6 +32,8 @@ class Strategy:
     """Seconds of each of them, as far as computing does not hide them."""
     shared: bool = False
     """Of a call, whether it moves its first input together with all calls that take it; of a hub, whether these do."""
+    regathering: Strategy | None = None
+    """The same by the variant of the implementation that gathers again in the backward; None if it has none."""
     kept: bool = False
     """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
@@ -63,7 +66,9 @@ class Strategy:
             factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
             for factor, size in sizes.items()
         }
-        local.update((ZIGZAG + factor, 1) for factor in self.zigzag)
+        if self.zigzag:
+            dealt = self.dealt_by(mesh)
+            local.update((ZIGZAG + each, 1 + (len(dealt[each]) < len(axes[each]))) for each in self.zigzag)
         for size, choice in zip(mesh.sizes, self.choices, strict=True):
             for factor in factors_of(choice)[1:]:
                 local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
@@ -75,6 +80,15 @@ class Strategy:
         for name, choice in zip(mesh.names, self.choices, strict=True):
             for factor in factors_of(choice):
                 found[factor] = (*found.get(factor, ()), name)
+        return found
+
+    def dealt_by(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """Factors that are dealt by zigzag → the names of the mesh axes that deal them, outer first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for axis, (name, choice) in enumerate(zip(mesh.names, self.choices, strict=True)):
+            if any(layout[axis].zigzag for layout in (*self.inputs, *self.outputs)):
+                for factor in factors_of(choice):
+                    found[factor] = (*found.get(factor, ()), name)
         return found
 
     def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
@@ -94,3 +108,8 @@ class Strategy:
         """Into how many equal parts the call's work is divided."""
         split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
         return math.prod(split)
+
+
+def running_in(mode: str, strategy: Strategy) -> Strategy:
+    """Return what runs of a strategy in a segment of a mode: itself, or its variant that gathers again."""
+    return strategy.regathering or strategy if mode == SELECTIVE else strategy

@@ -2,8 +2,9 @@
 
 forward     calls in their order; what moves activations is waited for, as are gathers of weights, unless they are
             issued ahead of their layer (`prefetch`)
-backward    the same the other way: a segment is computed again ahead of its first backward, weights are gathered again
-            where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
+backward    the same the other way: a segment is computed again when a backward first needs something of it, gathers
+            that run again are waited for when a call uses their value, weights are gathered again where a call kept
+            them, gradients are reduced as soon as the last of a message is there, and left running
 host        what a segment saves leaves beside the calls behind it, and is waited for when the segment after the next
             begins; it comes back when the backward of the segment behind it begins
 optimizer   behind all of these; if any parameter is split, all are DTensors, which take longer (`Hardware.dtensor_s`).
@@ -23,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.cost.operations import backward_launches, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
-from autopar.program.recompute_segments import OFFLOAD
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
@@ -98,6 +98,8 @@ class _Step:
         axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
         self.streams = {axis: f"{axis}, weights" for axis in axes}
         self.on_host = HostSteps(memory, choices, self.tasks)
+        self.travelling: dict[int, list[int]] = defaultdict(list)
+        """Call → gathers of the second forward that bring what it takes."""
 
     def run(self) -> tuple[Task, ...]:
         self._forward()
@@ -206,10 +208,12 @@ class _Step:
                 self._reduce(entry.bucket, left_running, scattered)
             else:
                 self.copies.enter_backward(entry.number)
-                for each in again.pop(self.memory.lifetimes.segment[entry.number], ()):
-                    self._run_again(each, weights, kept_by)
                 for bucket in kept_by.get(entry.number, ()):
                     weights.use(bucket)
+                if self.uses.is_made_again(entry.number, self.modes):
+                    for each in again.pop(self.memory.lifetimes.segment[entry.number], ()):
+                        self._run_again(each, weights, kept_by)
+                self.tasks.wait(self.travelling.pop(entry.number, ()))
                 self._call(entry.number, backward=True)
             for bucket in last_gradient.get(place, ()):
                 self._reduce(bucket, left_running, scattered)
@@ -219,20 +223,27 @@ class _Step:
 
     def _run_again(self, entry: Call | Moved, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
         """Run what the mode of its segment says of an entry again."""
+        second = self.memory.second_forward
         if isinstance(entry, Moved):
-            collectives = self.memory.second_forward.collectives_on(entry.wire, self.choices, self.modes)
+            collectives = [each for each, _ in second.collectives_on(entry.wire, self.choices, self.modes)]
+            row = self.space.decisions[entry.wire.target].name
             self.tasks.phase = "recomputation"
-            self.tasks.move(collectives, self.space.decisions[entry.wire.target].name, self._share(entry))
-        elif self._is_computed_again(entry.number):
+            if second.travels(entry.wire, self.choices, self.modes):
+                *collectives, last = collectives
+                self.tasks.move(collectives, row, self._share(entry))
+                issued = self.tasks.issue(last, row, times=self._share(entry))
+                for number in self.uses.takers(entry.wire):
+                    self.travelling[number].append(issued)
+            else:
+                self.tasks.move(collectives, row, self._share(entry))
+        elif second.runs_again(entry.number, self.memory.lifetimes.mode_of(entry.number, self.modes)) is not None:
+            self.tasks.wait(self.travelling.pop(entry.number, ()))
+        if isinstance(entry, Call) and second.is_rerun(entry.number, self.choices, self.modes):
             for bucket in kept_by.get(entry.number, ()):
                 weights.use(bucket)
             self.tasks.phase = "recomputation"
             self._call(entry.number, backward=False)
         self.tasks.phase = "backward"
-
-    def _is_computed_again(self, number: int) -> bool:
-        offloaded = self.modes.get(self.memory.lifetimes.segment[number]) == OFFLOAD
-        return not offloaded and self.memory.second_forward.at(number, self.choices, self.modes) > 0
 
     def _reduce(self, bucket: Bucket, left_running: list[int], scattered: list[int]) -> None:
         """Reduce the gradients of a bucket."""
@@ -240,14 +251,15 @@ class _Step:
             return
         for message in self.messages[id(bucket)].reductions:
             issued = self.tasks.issue(message.transfer, bucket.layer or "gradients", weights=True)
-            if message.waited_for or self.memory.frees_gradients:
-                self.tasks.wait([issued])
-                continue
-            left_running.append(issued)
             if message.transfer.collective == "reduce_scatter":
                 scattered.append(issued)
                 self.tasks.wait(scattered[:-MOST_RUNNING])
                 del scattered[:-MOST_RUNNING]
+            if message.waited_for or self.memory.frees_gradients:
+                self.tasks.wait([issued])
+                scattered[:] = [each for each in scattered if each != issued]
+            else:
+                left_running.append(issued)
 
     def _gradients_made(self) -> dict[int, list[int]]:
         """Place in the order → the parameters whose gradients are there, and reduced, when the backward has run it."""
@@ -277,23 +289,31 @@ class _Step:
             if not kept:
                 continue
             gathers = messages.gathers(entry.bucket.regathered)
-            last = max(self.places[number] for number in kept)
+            last = max(self._held_at(number) for number in kept)
             bucket = Regathered(gathers, entry.layer, entry.bucket.layer, last)
             for number in kept:
                 found[number].append(bucket)
         return found
+
+    def _held_at(self, number: int) -> int:
+        """Return the place at which what a call keeps is held: at the end of its segment, if it runs again."""
+        segment = self.memory.lifetimes.segment
+        if not self.memory.second_forward.is_rerun(number, self.choices, self.modes):
+            return self.places[number]
+        return max(place for each, place in self.places.items() if segment[each] == segment[number])
 
     def _backward_transfers(self) -> Iterator[Transfer]:
         """All that moves in the backward."""
         for entry in self.entries:
             if isinstance(entry, Moved) and entry.wire.target not in self.unused:
                 yield from (each for each in entry.path.transfers if each.backward)
-                yield from self.memory.second_forward.collectives_on(entry.wire, self.choices, self.modes)
+                again = self.memory.second_forward.collectives_on(entry.wire, self.choices, self.modes)
+                yield from (each for each, _ in again)
             elif isinstance(entry, Gathered):
                 if entry.bucket.regathered:
                     yield from self.messages[id(entry.bucket)].gathers(entry.bucket.regathered)
             elif isinstance(entry, Call) and entry.number not in self.unused:
-                own = self.space.decisions[entry.number].menu.strategies[self.choices[entry.number]]
+                own = self.memory.second_forward.running(entry.number, self.choices, self.modes)
                 yield from (each for each in own.transfers if each.backward)
                 again = self.memory.second_forward.collectives_of(entry.number, self.choices, self.modes)
                 yield from (each for each, _ in again)
@@ -305,13 +325,15 @@ class _Step:
     def _call(self, number: int, backward: bool) -> None:
         """What a call computes in a pass, beside or before what it moves itself."""
         decision, choice = self.space.decisions[number], self.choices[number]
-        strategy, call, op = decision.menu.strategies[choice], decision.menu.call, decision.menu.op
+        strategy = self.memory.second_forward.running(number, self.choices, self.modes)
+        call, op = decision.menu.call, decision.menu.op
         bound = decision.menu.bound
         share = self.space.share(self.space.rows.get(number), self.choices)
         seconds = forward = float(decision.menu.forward_seconds[choice])
         launches = 1
         if backward:
-            seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(strategy.waits))
+            chosen = decision.menu.strategies[choice]
+            seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(chosen.waits))
             launches = backward_launches(call, op) if call is not None and op is not None else 0
         if not launches:
             return

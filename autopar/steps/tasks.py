@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
-from autopar.hardware.collectives import Transfer, levels_of, ports_used, transfer_seconds
+from autopar.hardware.collectives import Transfer, collective_seconds, copy_seconds, levels_of, ports_used
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
 from autopar.timeline.values import COMPUTE, Task
@@ -14,6 +15,15 @@ def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
     """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
     levels = levels_of(hardware.links, mesh, axis)
     return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
+
+
+def checking(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> float:
+    """Return the seconds of the host that checks a collective, one rank of its group after another.
+
+    Messages between two ranks are not checked (PyTorch, ProcessGroupWrapper.cpp, `runCollectiveChecks`).
+    """
+    ranks = math.prod(mesh.sizes[position] for position in mesh.positions(axis))
+    return 0.0 if collective == "permute" else hardware.collective_check_s * ranks
 
 
 class Tasks:
@@ -43,15 +53,21 @@ class Tasks:
         times: float = 1.0,
         lateness: float = 0.0,
         weights: bool = False,
+        begun: bool = False,
     ) -> int:
-        """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds."""
-        seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
+        """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
+
+        What the device rearranges for it is left out. What is left of one that has `begun` is not checked again.
+        """
+        alone = collective_seconds(transfer.collective, transfer.num_bytes, self.mesh, transfer.axis, self.hardware)
+        seconds = float(alone) * times
+        check = 0.0 if begun else checking(transfer.collective, self.mesh, transfer.axis, self.hardware)
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
         links = ports_used(transfer, self.mesh, self.hardware)
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *(self.hardware.launch_s + lateness, tuple(sorted(after)), transfer.axis, links),
+                *(self.hardware.launch_s + lateness + check, tuple(sorted(after)), transfer.axis, links),
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
                 weights=weights,
@@ -84,8 +100,15 @@ class Tasks:
     def move(self, transfers: Sequence[Transfer], row: str, times: float = 1.0, exposed: float = 1.0) -> None:
         """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
 
+        What the device rearranges for them is computed before and behind each.
         `exposed` is the share of them that nothing hides: what runs beside computing waits for hosts beside it, too.
         """
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed
-            self.wait([self.issue(transfer, row, times=times, lateness=late)])
+            self._copy("pack", transfer.packed, row, times)
+            self.wait([self.issue(transfer, row, times=times, lateness=late, begun=exposed < 1)])
+            self._copy("unpack", transfer.unpacked, row, times)
+
+    def _copy(self, name: str, num_bytes: int, row: str, times: float) -> None:
+        if num_bytes:
+            self.compute(name, copy_seconds(num_bytes, self.hardware) * times, row)

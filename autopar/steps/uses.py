@@ -28,6 +28,31 @@ class Uses:
             for each in self.outgoing[wire.target]:
                 yield from self.keepers(each)
 
+    def is_made_again(self, number: int, modes: Mapping[str, str]) -> bool:
+        """Return whether something that a call keeps for its backward is made by calls or gathers that run again."""
+        lifetimes, space = self.memory.lifetimes, self.memory.space
+        mode, saved = lifetimes.mode_of(number, modes), lifetimes.saved(space.decisions[number])
+        if lifetimes.reruns(number, mode) and (saved.outputs or saved.other_bytes):
+            return True
+        return any(self._arrives_again(space.inbound[number, position], mode) for position in saved.inputs)
+
+    def _arrives_again(self, wire: Wire, mode: int) -> bool:
+        lifetimes, second = self.memory.lifetimes, self.memory.second_forward
+        if second.moves_again(wire, mode) is not None:
+            return True
+        if self.memory.space.decisions[wire.source].kind == "hub":
+            return self._arrives_again(self.memory.space.inbound[wire.source, 0], mode)
+        inside = lifetimes.segment[wire.source] == lifetimes.segment[wire.target]
+        return inside and lifetimes.reruns(wire.source, mode)
+
+    def takers(self, wire: Wire) -> Iterator[int]:
+        """The calls that take what a wire brings, through hubs."""
+        if self.memory.space.decisions[wire.target].kind != "hub":
+            yield wire.target
+            return
+        for each in self.outgoing[wire.target]:
+            yield from self.takers(each)
+
     def first(self, number: int) -> int:
         """The place of the first call that uses what arrives at a decision; the last place of all where none does.
 

@@ -13,9 +13,11 @@ whatever mesh axes they run over, and all of them take their share of the device
     load of a link          sum of the port shares of the running collectives that use it
     rate of computing       1 - share · rates of all running collectives
 
+Tasks that run `beside` take nothing of the device, but share the ports of the links that they load: what is sent from
+stage to stage of a pipeline.
+
 With a share of 0 collectives pass beside computing, and with 1, as where a host's own cores move the bytes, nothing is
-gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream. Tasks
-that run `beside` take nothing of the device, nor of each other.
+gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream.
 
 Seconds that computing loses are put down to what it waits for, as long as that takes alone. What that takes longer,
 since others load its links, is put down to these, and what slows computing down to all that runs, in equal parts.
@@ -96,7 +98,7 @@ def _rates(running: Sequence[Task], share: float) -> list[float]:
     """How fast each of the running tasks goes."""
     collectives = [task for task in running if task.stream != COMPUTE and not task.beside]
     load: dict[str, float] = defaultdict(float)
-    for task in collectives:
+    for task in running:
         for link, part in task.links:
             load[link] += part
     found = {
@@ -104,4 +106,5 @@ def _rates(running: Sequence[Task], share: float) -> list[float]:
         for task in collectives
     }
     computing = max(0.0, 1 - share * sum(found.values()))
-    return [1.0 if task.beside else found.get(id(task), computing) for task in running]
+    found |= {id(task): 1 / max((1.0, *(load[link] for link, _ in task.links))) for task in running if task.beside}
+    return [found.get(id(task), computing) for task in running]

@@ -27,7 +27,7 @@ class Task:
     axis: str = ""
     """The mesh axis, or joined ones, of a collective."""
     links: tuple[tuple[str, float], ...] = ()
-    """The links that a collective loads, each with the share of a device's port that it takes where it runs alone."""
+    """The links that it loads, each with the share of a device's port that it takes where it runs alone."""
     num_bytes: int = 0
     """Of a collective, in NCCL's convention."""
     beside: bool = False

@@ -23,7 +23,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.computing import Work, computing_seconds
 from autopar.space.strategy import Strategy
 from autopar.steps.step import microbatch_tasks, step_tasks
-from autopar.steps.tasks import lateness
+from autopar.steps.tasks import checking, lateness
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks.publications import planning
@@ -33,6 +33,8 @@ from benchmarks.publications.strategies import cuts, pinned
 
 MESSAGE = 10**8  # bytes of a message between stages by which links are compared
 WEIGHTS = 0.4  # of a backward: what makes gradients of weights, as in layers of large products
+
+ALMOST = 1e-6  # a share of lateness
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Ledger:
                 late = lateness(self.mesh, task.axis, own)
                 exposed = (task.launch - own.launch_s) / late if late else 0.0
                 launch = hardware.launch_s + exposed * lateness(self.mesh, task.axis, hardware)
+                if not ALMOST < exposed < 1 - ALMOST:  # the rest of a collective that has begun is not checked again
+                    launch += checking(task.name, self.mesh, task.axis, hardware)
                 before, now = (self._moving(task, each) for each in (own, hardware))
                 seconds = task.seconds * now / before if before else 0.0
             else:
@@ -121,7 +125,8 @@ class RowLedger:
     def of(cls, row: Row, hardware: Hardware) -> RowLedger:
         """Planned on some numbers; raises Unexpressed, and the planner's errors.
 
-        Their `launch_s`, and `straggling_s` of all links, are above 0, as tasks tell by their launches what they are.
+        Their `launch_s`, and `straggling_s` of all links, are above 0, as tasks tell by their launches what they are,
+        and nothing is checked.
         """
         asked = pinned(row)
         if asked.pipeline == 1:
@@ -136,8 +141,8 @@ class RowLedger:
             if key not in known:
                 known[key] = len(kinds)
                 depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, asked.gathered)
-                sent = messages(search.planned, context_of(depths.longer).space.program)
-                kinds.append(_kind(depths, hardware, sent))
+                forth, back = messages(search.planned, context_of(depths.longer).space.program)
+                kinds.append(_kind(depths, hardware, (forth.seconds, back.seconds)))
             order.append(known[key])
         return cls(row, hardware, tuple(kinds), tuple(order), schedule, search.planned.request.mesh)
 

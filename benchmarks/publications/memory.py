@@ -4,7 +4,7 @@ allocated   what a plan predicts: tensors; nanotron has further ones that it kee
 peak        tensors at the fullest moment, with those that its code makes beside autopar's, and with those that wait for
             NCCL: reduce-scatters run on a stream of their own, and the allocator has their inputs back when the device
             has come so far. A rule that is inferred from the peaks, and seen in no code: where hosts are ahead of the
-            device, those of all forwards wait; where hosts are late to collectives for longer than a layer computes,
+            device, those of all forwards wait; where hosts check its collectives for longer than a layer computes,
             those of the last two do not
 reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them, a factor
             that is the median of runs of other models, of those on a pipeline where the run is
@@ -20,7 +20,7 @@ from functools import cache
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications.folds import by_model, folds
-from benchmarks.publications.machines import MACHINES, machine_name
+from benchmarks.publications.machines import variant_of
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import GIB, Row
 from benchmarks.publications.strategies import PROFILES, cuts
@@ -46,8 +46,8 @@ WAITING = 2
 CAUGHT_UP = 2
 """measured: the last micro-batches in flight, of which nothing waits where hosts are not ahead: what runs of 1.3B and
 3.6B parameters reserve with tp >= 8 on two, four and eight stages is 3% to 4% off with it in the median."""
-UNDISTURBED = "nanotron"
-"""The machine whose hosts do not come late."""
+COLLECTIVES = 4
+"""Collectives of a layer's forward with tensor parallelism: two gathers and two reduce-scatters."""
 GRADIENTS = 4
 """Bytes of a parameter: its gradient in float32, which nanotron keeps also where a step has one micro-batch."""
 LOSS = 2
@@ -85,26 +85,21 @@ def further_bytes(row: Row, parameters: float) -> float:
 
 
 def hosts_are_ahead(row: Row) -> bool:
-    """Whether a layer computes for longer, forward, than the last host of tp ranks comes late to a collective."""
-    straggling_s = None if machine_name(row) == UNDISTURBED else MACHINES[machine_name(row)].straggling_s
-    if straggling_s is None:
-        return True
-    in_node, between = straggling_s
-    late = in_node * (min(row.tp, 8) - 1) + between * (-(-row.tp // 8) - 1)
-    return layer_seconds(row) > late
+    """Return True if a layer computes for longer, forward, than its host checks its collectives of tp ranks."""
+    return layer_seconds(row) > COLLECTIVES * row.tp * _profile(row.device, variant_of(row)).collective_check_s
 
 
 def layer_seconds(row: Row) -> float:
     """Seconds of the forward's products and causal attention in one layer, on one of tp ranks, by the profile."""
-    profile, tokens = _profile(row.device), row.micro_batch * row.sequence
+    profile, tokens = _profile(row.device, variant_of(row)), row.micro_batch * row.sequence
     flops = profile.flops_of("bfloat16") * profile.product_efficiency
     attention = 2 * tokens * row.sequence * row.shape.hidden / profile.attention_efficiency
     return (2 * tokens * row.shape.layer_parameters + attention) / flops / row.tp
 
 
 @cache
-def _profile(device: str) -> Hardware:
-    return load(PROFILES[device])
+def _profile(device: str, variant: str) -> Hardware:
+    return load(PROFILES[device] + variant)
 
 
 def between_bytes(row: Row) -> float:

@@ -15,6 +15,8 @@ FAMILIES = (
     ("Megatron-Bridge", "megatron-bridge"),
     ("llm-foundry", "llm-foundry"),
     ("torchtitan", "torchtitan"),
+    ("dgxc-benchmarking", "nemotron4"),
+    ("pytorch/ao", "torchao"),
 )
 """What a source names → the family."""
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved_1f1b", "ZB-1p": "interleaved_zero_bubble"}
@@ -52,7 +54,7 @@ def paper_row(cells: Cells) -> Row:
         ep=int(cells["ep"] or 1),
         schedule=schedule,
         chunks=chunks,
-        zero=SHARDED.get(sharding[1], 0) if sharding else 0,
+        zero=SHARDED.get(sharding[1], 0) if sharding else int("distributed optimizer" in notes),
         recompute=cells["recompute"].split(" ")[0] or "none",
         sequence_parallel=cells["sp"] == "yes",
         precision=MIXED.get(cells["precision"], cells["precision"]),
@@ -66,7 +68,7 @@ def _shape(cells: Cells, family: str) -> Shape:
     """The model of a row that is expressed."""
     megatron, hidden, heads = family in ("korthikanti", "zero bubble"), int(cells["hidden"]), int(cells["heads"])
     return Shape(
-        "gpt" if megatron else "mpt" if family == "llm-foundry" else "llama",
+        "gpt" if megatron or family == "nemotron4" else "mpt" if family == "llm-foundry" else "llama",
         int(cells["layers"]),
         hidden,
         heads,
@@ -76,6 +78,7 @@ def _shape(cells: Cells, family: str) -> Shape:
         tied=megatron or family == "llm-foundry",
         flash=not megatron,
         dropout=0.1 if megatron else 0.0,
+        rotary=family == "nemotron4",
     )
 
 

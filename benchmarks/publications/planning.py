@@ -35,6 +35,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import SAVED
 from autopar.program.program import Program
 from autopar.solver.deadline import NEVER
+from autopar.steps.sends import Send, beside_sends
 from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
 from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
@@ -252,11 +253,10 @@ def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Pl
     return plan_of(search.solve(search.splitter.between(first, end), stage, {}))[0]
 
 
-def _seconds(depths: Depths, sent: tuple[float, float], share: float) -> StageSeconds:
+def _seconds(depths: Depths, sent: tuple[Send, Send], share: float) -> StageSeconds:
     """As `stage_seconds` of autopar, at all layers."""
-    tasks = depths.microbatch()
-    forward, backward = forward_and_backward(tasks, share)
+    each = beside_sends(depths.microbatch(), share, *sent)
     weight = depths.line(lambda plan: weight_seconds(context_of(plan).memory_model, context_of(plan).choices))
-    weight = min(weight, backward)
+    weight = min(weight, each.backward)
     once = depths.line(lambda plan: step_parts(plan).once)
-    return StageSeconds(forward, backward - weight, weight, *sent, once)
+    return StageSeconds(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once)

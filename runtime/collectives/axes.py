@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -154,6 +155,8 @@ def axis_of(name: str) -> Axis:
 
 Axes = Mapping[str, tuple[str, ...]]
 """Factor → the mesh axes that split it, outer first."""
+IN_ORDER: Axes = MappingProxyType({})
+"""Factor → the mesh axes that deal it by zigzag, if none does."""
 
 
 def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:

@@ -17,6 +17,7 @@
 An axis is named; `use_mesh` says which process group that is, so that one graph serves every rank. A dim that does not
 divide is padded with zeros to equal parts; functions that gather take the dim's true size and cut the padding off.
 Functions of a split dim take `zigzag`, which says that it is dealt so: Z(dim) in place of S(dim).
+Messages are views where the parts of ranks lie one after the other in memory (`sharding.rearranged`), else one copy.
 Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its backward uses what its forward resolved.
 """
 
@@ -25,7 +26,8 @@ Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
-from autopar.runtime.collectives.zigzag import parts_of, whole_of
+from autopar.runtime.collectives.parts import by_rank, whole_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -58,20 +60,49 @@ def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = Fa
     """The whole of `dim` of the parts of all ranks, cut to `size`."""
     if axis.size == 1:
         return x
+    return _joined(_gather_in_flight(x, axis), dim, size, zigzag)
+
+
+def _gather_in_flight(x: Tensor, axis: Axis) -> Tensor:
     count("all_gather", axis, x.numel() * x.itemsize * axis.size)
-    parts = gathered_rows(x.contiguous(), axis)
-    if dim or zigzag:
-        parts = whole_of(parts.chunk(axis.size), dim, zigzag)
-    return parts.narrow(dim, 0, size) if parts.shape[dim] != size else parts
+    return rows_in_flight(x.contiguous().unsqueeze(0), axis)
 
 
-def gathered_rows(x: Tensor, axis: Axis) -> Tensor:
-    """The contiguous parts of all ranks one after the other in one buffer, without a gradient and without counting."""
-    return waited_for(rows_in_flight(x, axis))
+def _joined(buffer: Tensor, dim: int, size: int, zigzag: bool) -> Tensor:
+    """Wait for the parts of all ranks, and return the whole of `dim`, cut to `size`."""
+    return _cut(whole_of(waited_for(buffer), dim, zigzag), dim, size)
+
+
+@dataclass(slots=True, eq=False)
+class Travelling:
+    """A gathered tensor, without a graph, that is on its way until `arrived` has waited for it."""
+
+    _buffer: Tensor
+    _join: Callable[[Tensor], Tensor] | None
+    _requires_grad: bool
+
+    @classmethod
+    def gathered(cls, x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Travelling:
+        """Begin what `all_gather` does with these arguments."""
+        over = axis_of(axis)
+        if over.size == 1:
+            return cls(x.detach(), None, x.requires_grad)
+        buffer = _gather_in_flight(x.detach(), over)
+        return cls(buffer, lambda buffer: _joined(buffer, dim, size, zigzag), x.requires_grad)
+
+    def arrived(self) -> Tensor:
+        """Return the whole, once it is there."""
+        if self._join is not None:
+            self._buffer, self._join = self._join(self._buffer), None
+        return self._buffer.requires_grad_(self._requires_grad)
+
+    def __del__(self) -> None:
+        if getattr(self, "_join", None) is not None:  # a collective holds its buffers until it is waited for
+            waited_for(self._buffer)
 
 
 def rows_in_flight(x: Tensor, axis: Axis, group: str = "") -> Tensor:
-    """The buffer of `gathered_rows` before its values are there; `waited_for` says when they are.
+    """The contiguous parts of all ranks one after the other in one buffer; `waited_for` says when they are there.
 
     They travel in another group of the same ranks where one is given.
     """
@@ -96,9 +127,8 @@ def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) ->
         return x
     x = padded(x, dim, axis.size)
     count("reduce_scatter", axis, x.numel() * x.itemsize)
-    if dim or zigzag:
-        x = torch.cat(list(parts_of(x, dim, axis.size, zigzag)))
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group))
+    message = by_rank(x, dim, axis.size, zigzag).contiguous()
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(message, "sum", axis.size, axis.group)).squeeze(0)
 
 
 def raw_all_to_all(
@@ -115,11 +145,14 @@ def raw_all_to_all(
         return torch.view_as_complex(raw_all_to_all(pairs, axis, source_dim, target_dim, size, zigzag).contiguous())
     x = padded(x, target_dim, axis.size)
     count("all_to_all", axis, x.numel() * x.itemsize)
-    sent = torch.stack(list(parts_of(x, target_dim, axis.size, zigzag[1])))
-    counts = [1] * axis.size
-    got = _c10d.wait_tensor(_c10d.all_to_all_single(sent.contiguous(), counts, counts, axis.group))
-    parts = whole_of(got.unbind(), source_dim, zigzag[0])
-    return parts.narrow(source_dim, 0, size) if parts.shape[source_dim] != size else parts
+    message, counts = by_rank(x, target_dim, axis.size, zigzag[1]).contiguous(), [1] * axis.size
+    got = _c10d.wait_tensor(_c10d.all_to_all_single(message, counts, counts, axis.group))
+    return _cut(whole_of(got, source_dim, zigzag[0]), source_dim, size)
+
+
+def _cut(x: Tensor, dim: int, size: int) -> Tensor:
+    """A whole without its padding."""
+    return x.narrow(dim, 0, size) if x.shape[dim] != size else x
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:
@@ -143,7 +176,7 @@ def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool 
     mine = (index == axis.rank).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
     repeated = torch.cat([x] * axis.size, dim)
     placed = torch.where(mine, repeated, torch.zeros((), dtype=x.dtype, device=x.device))
-    return whole_of(placed.chunk(axis.size, dim), dim, True) if zigzag else placed.narrow(dim, 0, size)
+    return whole_of(by_rank(placed, dim, axis.size), dim, True) if zigzag else placed.narrow(dim, 0, size)
 
 
 def on_first(x: Tensor, axis: Axis) -> Tensor:
@@ -341,5 +374,7 @@ def replicated_to_invariant(x: Tensor, axis: str) -> Tensor:
     return _OnFirst.apply(x, axis_of(axis), False, True)
 
 
+GATHERS = frozenset((all_gather, all_gather_invariant))
+"""The moves that gather in their forward."""
 COMMUNICATING = frozenset((all_reduce, all_gather, all_gather_invariant, reduce_scatter, all_to_all))
 """The moves that communicate in their forward."""

@@ -6,14 +6,14 @@ Legend: n ranks, M rows of each, of which a chunk has C; the whole has the rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.runtime.collectives.axes import Axis, count
 from autopar.runtime.collectives.functions import rows_in_flight, waited_for
-from autopar.runtime.collectives.zigzag import parts_of, whole_of
+from autopar.runtime.collectives.parts import by_rank, whole_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -48,8 +48,6 @@ class Chunks:
     along: int
     sizes: tuple[int, ...]
     """Of the chunks, along the dim that is cut."""
-    num_rows: int
-    """Of one rank."""
     num_ranks: int
     zigzag: bool
 
@@ -57,6 +55,10 @@ class Chunks:
     def of_samples(self) -> bool:
         """Whether all rows are in every chunk, as they are where there is one."""
         return self.along != self.dim or len(self.sizes) == 1
+
+    def in_one(self) -> Chunks:
+        """The same rows in one chunk."""
+        return replace(self, sizes=(sum(self.sizes),))
 
     def of_part(self, part: Tensor) -> Iterator[Tensor]:
         """The chunks of one rank's part."""
@@ -72,7 +74,7 @@ class Chunks:
 
     def of_ranks(self, parts: Tensor) -> Tensor:
         """A chunk from what all ranks have of it, [n, *part]."""
-        return whole_of(parts.unbind(), self.dim, self.zigzag) if self.of_samples else parts
+        return whole_of(parts, self.dim, self.zigzag) if self.of_samples else parts
 
     def by_rank(self, chunk: Tensor) -> Tensor:
         """What each rank is to have of a chunk, [n, *part]."""
@@ -80,9 +82,7 @@ class Chunks:
 
     def _apart(self, whole: Tensor) -> Tensor:
         """The rows of each rank, [n, …, M, …]."""
-        if self.zigzag:
-            return torch.stack(list(parts_of(whole, self.dim, self.num_ranks, True)))
-        return whole.unflatten(self.dim, (self.num_ranks, self.num_rows)).movedim(self.dim, 0)
+        return by_rank(whole, self.dim, self.num_ranks, self.zigzag)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """One rank's part of its chunks."""
@@ -111,7 +111,4 @@ class Whole:
             return found[0]
         if chunks.of_samples:
             return torch.cat(found, chunks.along)
-        by_rank = torch.cat(found, chunks.dim + 1)
-        if chunks.zigzag:
-            return whole_of(by_rank.unbind(), chunks.dim, True)
-        return by_rank.movedim(0, chunks.dim).flatten(chunks.dim, chunks.dim + 1)
+        return whole_of(torch.cat(found, chunks.dim + 1), chunks.dim, chunks.zigzag)

@@ -7,7 +7,7 @@ the inputs, draws the whole result from the default generator as one device woul
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import Axes, axes_of, on_rank, part_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, axes_of, on_rank, part_of
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations.randomness import randomness
 from autopar.strategies.notation import names
@@ -32,7 +32,7 @@ def seeded(
     key: int,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     **kwargs: Any,
 ) -> Any:
     """As `op`, whose factors are called a, b, c … after the dims of its result. Moves nothing outside tests.
@@ -52,7 +52,7 @@ def _of_whole(
     kwargs: Mapping[str, Any],
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str],
+    zigzag: Axes,
 ) -> Any:
     """This rank's part of what one device would draw; InputError where factors need not be called after dims."""
     if op.namespace != "aten":
@@ -66,7 +66,7 @@ def _of_whole(
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if position is None else args[position]
     factors = names(len(shape))
     split = [
-        (dim, sizes[factor], axes_of(axes[factor]), factor in zigzag)
+        (dim, sizes[factor], axes_of(axes[factor]), zigzag.get(factor, ()))
         for dim, factor in enumerate(factors)
         if factor in axes
     ]
@@ -76,7 +76,8 @@ def _of_whole(
             place = dim - len(shape) + x.ndim  # inputs are broadcast to the result
             if place >= 0 and x.shape[place] == shape[dim]:
                 for axis in reversed(over):  # one device draws nothing for padding, which only one axis splits
-                    x = all_gather_invariant(x, axis.name, place, min(x.shape[place] * axis.size, size), dealt)
+                    local = min(x.shape[place] * axis.size, size)
+                    x = all_gather_invariant(x, axis.name, place, local, axis.name in dealt)
         return x
 
     args, kwargs = pytree.tree_map_only(Tensor, gathered, (tuple(args), dict(kwargs)))
@@ -88,7 +89,7 @@ def _of_whole(
     result = op(*args, **kwargs)
     for dim, _, over, dealt in split:
         for axis in over:
-            result = split_replicated(result, axis.name, dim, dealt)
+            result = split_replicated(result, axis.name, dim, axis.name in dealt)
     return result
 
 

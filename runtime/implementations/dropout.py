@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, autograd
 
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, part_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, Axis, axes_of, part_of
 from autopar.runtime.collectives.functions import local_slice
 from autopar.runtime.implementations.attention.places import Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
 
 
 def dropout(
-    x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()
+    x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int], zigzag: Axes = IN_ORDER
 ) -> Tensor:
     """As `aten.dropout.default`; the factors of `sizes` are the dims of `x` in order. Moves nothing."""
     if p == 0 or not train:
         return x
     split = [axes_of(axes.get(factor, ())) for factor in sizes]
     if randomness().deterministic:
-        drawn = kept_of_whole(x, list(sizes.values()), p, split, [factor in zigzag for factor in sizes])
+        drawn = kept_of_whole(x, list(sizes.values()), p, split, [zigzag.get(factor, ()) for factor in sizes])
     else:
         drawn = seed_of_part(key, [axis for axes in split for axis in axes])
     return _Dropout.apply(x, p, drawn)
@@ -64,16 +64,16 @@ def _multiplied(x: Tensor, p: float, drawn: Tensor) -> Tensor:
 
 
 def kept_of_whole(
-    x: Tensor, shape: list[int], p: float, split: Sequence[tuple[Axis, ...]], zigzag: Sequence[bool]
+    x: Tensor, shape: list[int], p: float, split: Sequence[tuple[Axis, ...]], zigzag: Sequence[Sequence[str]]
 ) -> Tensor:
     """This rank's part of what one device would keep of a whole of that shape, of the dtype and device of `x`.
 
-    Of padding nothing is kept.
+    Of padding nothing is kept. `split` and `zigzag` have the axes that split each dim, and that deal it.
     """
     kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     for dim, axes in enumerate(split):
         for axis in axes:
-            kept = local_slice(kept, axis, dim, zigzag[dim])
+            kept = local_slice(kept, axis, dim, axis.name in zigzag[dim])
     return kept.to(torch.bool)
 
 

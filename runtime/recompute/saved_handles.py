@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar.runtime.collectives.axes import current_axes, use_axes
+from autopar.runtime.collectives.functions import GATHERS, Travelling
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import draws, generators_at, states_of
@@ -43,7 +44,8 @@ class _Claim:
     key: Key
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
+    """One for each rank where ranks are played in one process."""
     dtype: torch.dtype
 
     def of(self, value: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ class Frame:
         self._claims: weakref.WeakSet[_Claim] = weakref.WeakSet()
         self._held: dict[fx.Node, _Held] = {}
         self._generators: dict[fx.Node, dict[str, Tensor]] = {}
-        self._again: dict[Key, Tensor] = {}
+        self._again: dict[Key, Tensor | Travelling] = {}
         self._open: Counter[Key] = Counter()
         self._axes = current_axes()
         self._randomness = randomness()
@@ -202,18 +204,31 @@ class Frame:
             with self._surroundings():
                 self._run_again()
         value = self._again[claim.key]
+        value = value.arrived() if isinstance(value, Travelling) else value
         self._open[claim.key] -= 1
         if not self._open[claim.key]:
             del self._again[claim.key]
         return claim.of(value)
 
     def _run_again(self) -> None:
+        """Run the calls again; a gather is waited for when its result is first used, be it by the backward."""
         values: dict[fx.Node, Any] = {node: held.value() for node, held in self._held.items()}
         last_use = {each: node for node in self._order for each in node.all_input_nodes}
+
+        def take(node: fx.Node) -> Any:
+            value = values[node]
+            return value.arrived() if isinstance(value, Travelling) else value
+
         for node in self._order:
-            with generators_at(self._generators.get(node)), self._saved_again(node):
-                result = call(node, values.__getitem__)
-            values[node] = pytree.tree_map_only(Tensor, _detached, result)
+            if node.target in GATHERS:
+                args: Any
+                kwargs: Any
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
+                values[node] = Travelling.gathered(*args, **kwargs)
+            else:
+                with generators_at(self._generators.get(node)), self._saved_again(node):
+                    result = call(node, take)
+                values[node] = pytree.tree_map_only(Tensor, _detached, result)
             for position, x in enumerate(pytree.tree_leaves(values[node])):
                 if (node, "output", position) in self._open:
                     self._again[node, "output", position] = x

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.moves import Move, MovedTensor
-from autopar.cost.reshard import ReshardPath
+from autopar.cost.moves import Move
 from autopar.runtime.collectives import functions
 from autopar.sharding.mesh import Mesh, joined_name
 
@@ -31,14 +30,6 @@ def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> MoveCall:
     else:
         said = {"zigzag": source or target}
     return MoveCall(function, args, {name: zigzag for name, zigzag in said.items() if zigzag})
-
-
-def enlarges(path: ReshardPath, tensor: MovedTensor, mesh: Mesh) -> bool:
-    """Return whether a rank has more bytes of a tensor behind a path than before it."""
-    if not path.moves:
-        return False
-    before, after = path.moves[0].before, path.moves[-1].after
-    return tensor.local_bytes(before, mesh.sizes) < tensor.local_bytes(after, mesh.sizes)
 
 
 def _function(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -24,11 +24,11 @@ from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.paths import layer_of
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import FULL, GATHERING_AGAIN, OFFLOAD, is_kept, leaving, segments_of
+from autopar.program.recompute_segments import OFFLOAD, is_kept, leaving, moves_again, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark, modes_of_calls
-from autopar.runtime.rewrite.moves import MoveCall, enlarges, move_call
+from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
 from autopar.runtime.rewrite.sharing import IS_SHARED, share_gathers
@@ -37,6 +37,7 @@ from autopar.sharding.layout import I, Layout, Placement, R
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.space.buckets import Bucket, buckets_of, late_casts
 from autopar.space.space import Space, Wire
+from autopar.space.strategy import running_in
 from autopar.strategies.roles import RoledProgram
 
 Value = tuple[int, int]
@@ -178,16 +179,17 @@ class _Rewriter:
         if op.shape_argument is not None:
             shape = list(strategy.outputs[0].local_shape(call.outputs[0].shape, self.mesh.sizes))
             args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
-        if strategy.implementation is not None:
-            target = _runtime_function(strategy.implementation.function)
+        runs = running_in(self.segment[1] if self.segment else "none", strategy).implementation
+        if runs is not None:
+            target = _runtime_function(runs.function)
             split = strategy.axes_by_factor(self.mesh)
-            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **dict(strategy.implementation.keywords)}
-            if strategy.zigzag and (strategy.implementation.zigzag or strategy.implementation.random):
-                kwargs["zigzag"] = tuple(sorted(strategy.zigzag))
-            if strategy.implementation.random:
+            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **dict(runs.keywords)}
+            if strategy.zigzag and (runs.zigzag or runs.random):
+                kwargs["zigzag"] = strategy.dealt_by(self.mesh)
+            if runs.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1
-            if strategy.implementation.wraps:
+            if runs.wraps:
                 kwargs["op"] = node.target
         if node.name in self.space.weight_casts and self.space.program.reduced is not None:
             target = cast_weight
@@ -202,8 +204,7 @@ class _Rewriter:
             if node in self.modes and self.modes[node][1] != OFFLOAD:
                 new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
         elif self.segment is not None:
-            communicates = strategy.communicates and self.segment[1] != FULL
-            self._mark(new, communicates or is_kept(node, self.segment[1], self.products))
+            self._mark(new, is_kept(node, self.segment[1], self.products, strategy.communicates))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, output = source_of(node)
@@ -246,12 +247,14 @@ class _Rewriter:
 
     def _moves_again(self, wire: Wire, path: ReshardPath) -> bool:
         """Return whether the collectives of a path run again in the backward (see `memory.second_forward`)."""
-        if self.segment is None or self.segment[1] not in GATHERING_AGAIN or wire.tensor.is_of_weights:
+        if self.segment is None or not path.moves or wire.tensor.is_of_weights:
             return False
         source = self.space.decisions[wire.source]
         segment = self.hub_segments.get(wire.source) if source.kind == "hub" else self.modes.get(source.node)
-        inside = self.segment[1] == FULL and segment == self.segment
-        return inside or enlarges(path, wire.tensor, self.mesh)
+        before, after = (
+            wire.tensor.local_bytes(layout, self.mesh.sizes) for layout in (path.moves[0].before, path.moves[-1].after)
+        )
+        return bool(moves_again(self.segment[1], segment == self.segment, before, after))
 
     def _value(self, decision: int, output: int) -> fx.Node:
         """A decision's output; a hub is emitted when it is first asked for."""

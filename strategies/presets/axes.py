@@ -6,6 +6,9 @@ expert      "ep", "expert" or "experts", else the last axis that is not the tens
 shard       "fsdp", "shard" or "zero", else the last axis
 data        all the others
 
+Beside an axis with a name for columns, an axis "cp" or "context" has positions, as in Megatron-LM, though no part of
+the strategy says so.
+
 In a strategy of several parts, as "fsdp+tp+cp", no part takes an axis whose name tells of another.
 """
 
@@ -25,6 +28,7 @@ from autopar.strategies.zigzag import dealt, later_see_more
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
+CONTEXT = ("cp", "context")
 EXPERT = ("ep", "expert", "experts")
 SHARD = ("fsdp", "shard", "zero", "dp_shard")
 DATA = ("dp", "ddp", "data", "replica", "replicate", "dp_replicate")
@@ -118,6 +122,14 @@ class Taken:
     """The axes that split the batch: those of experts among them that do nothing else there."""
 
 
+def with_context(parts: Parts, mesh: Mesh) -> Parts:
+    """Return the parts with positions over the mesh's axis of context parallelism, if it has one beside columns."""
+    columns = parts.tensor is not None and any(axis in TENSOR for axis in mesh.names)
+    if not columns or parts.positions or not any(axis in CONTEXT for axis in mesh.names):
+        return parts
+    return dataclasses.replace(parts, positions=(Positions("", CONTEXT),))
+
+
 def taken(strategy: str, parts: Parts, mesh: Mesh) -> Taken:
     """Return the axes of each part; raise StrategyError if the mesh has not as many, or not of these names."""
     needs = parts.needs
@@ -190,8 +202,11 @@ def need_exactly(strategy: str, mesh: Mesh, count: int, what: str) -> None:
         )
 
 
-def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> None:
-    """Raise StrategyError where no input has a dim of positions, or these do not divide over the axes."""
+def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequence[str], queries: Sequence[str]) -> None:
+    """Raise StrategyError where no input has a dim of positions, or these do not divide over the axes.
+
+    Over the axes of `queries` attention may divide its queries.
+    """
     given = {
         name: graph.infos[name, 0] for name in graph.program.inputs if name is not None and (name, 0) in graph.infos
     }
@@ -206,7 +221,7 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
     parts = math.prod(map(mesh.size, axes))
     if graph.positions % (2 * parts) == 0:
         return
-    rising = any(map(later_see_more, graph.calls.values()))
+    rising = bool(queries) and any(map(later_see_more, graph.calls.values()))
     wanted = 2 * parts if rising else parts
     pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, {_hidden(graph)}"
     if graph.positions % parts:
@@ -218,7 +233,7 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
             f"multiple of {parts}{dealt_too}. {pad}, or use an axis whose size divides them; where another dim is "
             "meant, as that of points in [batch, channels, points], use another preset."
         )
-    if graph.positions % wanted and len(axes) > 1 and _is_dealt(graph, mesh):
+    if graph.positions % wanted and len(axes) > 1 and _is_dealt(graph, mesh, queries):
         raise StrategyError(
             f"{strategy} splits positions over {', '.join(axes)}, and causal attention deals them by zigzag, two "
             f"pieces to each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
@@ -233,9 +248,9 @@ def _hidden(graph: RoledProgram) -> str:
     return ignored if causal else f"{ignored} and a mask where attention is not causal"
 
 
-def _is_dealt(graph: RoledProgram, mesh: Mesh) -> bool:
-    """Whether positions of some attention are dealt by zigzag, as they divide over single axes."""
-    found = dealt(graph, mesh.sizes)
+def _is_dealt(graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Return True if positions of some attention are dealt by zigzag over axes, as they divide over single ones."""
+    found = dealt(graph, [mesh.size(axis) for axis in axes])
     return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 
 

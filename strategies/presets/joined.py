@@ -27,12 +27,14 @@ from autopar.strategies.roles import RoledProgram
 
 def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bool) -> tuple[Annotation, ...]:
     """Return the annotations of a strategy with these parts; raise StrategyError as `annotations_for` does."""
+    parts = axes.with_context(parts, mesh)
     graph, taken = RoledProgram.of(program), axes.taken(strategy, parts, mesh)
     positions = _axes_of_positions(parts, taken)
     if strict:
         axes.need_batch(strategy, graph.samples, mesh, taken.samples)
         if positions:
-            axes.need_positions(strategy, graph, mesh, positions)
+            queries = tuple(axis for axis, each in taken.positions.items() if each.attention != HEADS)
+            axes.need_positions(strategy, graph, mesh, positions, queries)
     check_attentions(strategy, graph, *_beside_columns(mesh, taken), strict)
     parted = tokens_parted(strategy, graph, mesh, taken, strict) if parts.experts else {}
     wishes = _wishes(strategy, parts, graph, mesh, taken)

@@ -96,7 +96,7 @@ def test_where_gate_and_up_are_packed_by_rows_the_matrices_are_transposed() -> N
     assert said(straight, model) == {"experts.gate_up": "column", "experts.down": "row"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "lora"])
 def test_the_plan_of_a_hugging_face_model_pins_its_projections(family: str) -> None:
     pytest.importorskip("transformers")

@@ -71,6 +71,7 @@ def measured() -> Mapping[str, Measurement]:
 PARAMETER_BYTES = 4 * 3 * (HIDDEN * HIDDEN + HIDDEN)
 
 
+@pytest.mark.slow
 def test_every_strategy_has_the_losses_of_one_process(measured: Mapping[str, Measurement]) -> None:
     trained = [each for each in measured.values() if each.measured is not None]
     assert len(trained) == 6
@@ -132,6 +133,7 @@ def _weights() -> list[list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_contestant_learns_in_its_first_steps_and_not_while_it_is_timed(ranks: Ranks) -> None:
     for start, learnt, timed in ranks.run(_weights):
         assert not any(map(torch.equal, start, learnt))
@@ -147,6 +149,7 @@ def _broken_alone() -> None:
     Trainer(*broken()).step()
 
 
+@pytest.mark.slow
 def test_a_fake_world_times_one_rank_of_many() -> None:
     result = bench(PERCEPTRON, Mesh({"ranks": 8}), ("data_parallel", "dtensor-tp", "ddp"), steps=1, fake=True)
     for each in result.measurements[:2]:
@@ -157,6 +160,7 @@ def test_a_fake_world_times_one_rank_of_many() -> None:
     assert "losses       agree" not in str(result)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zero1")
 def test_strategies_with_the_same_program_are_timed_once() -> None:
     strategies = ("zero1", "zero2", "zero3")

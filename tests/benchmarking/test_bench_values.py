@@ -168,6 +168,7 @@ def test_the_rank_correlation_of_a_result_is_over_all_cells() -> None:
     assert BenchResult((ZERO3, AUTO, slower)).rank_correlation == 0.5
 
 
+@pytest.mark.slow
 def test_plots_are_written_into_a_folder(tmp_path: Path) -> None:
     written = BenchResult(ALL).save_plots(tmp_path / "plots")
     assert [path.name for path in written] == ["time.png", "memory.png", "traffic.png"]

@@ -55,6 +55,7 @@ def _apart(ours: Tensor | None, theirs: Tensor | None, norm: float) -> float:
     return float((own - whole).norm(norm) / whole.norm(norm))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", EXPERT_PEERS)
 def test_gradients_and_weights_are_those_of_one_process(name: str, ranks: Ranks) -> None:
     for gradients, weights in ranks.run(_trained, name, world_size=4):
@@ -96,6 +97,7 @@ def test_what_does_not_apply_has_a_reason(name: str, hide: str, num_experts: int
     assert all(said.startswith(reason) for said in ranks.run(_refused, name, hide, num_experts))
 
 
+@pytest.mark.slow
 def test_a_fake_world_has_no_numbers_of_tokens() -> None:
     result = bench("tiny-moe", Mesh({"ep": 8}), ("ep-by-hand", "transformers-ep"), steps=1, layers=1, fake=True)
     assert {each.reason for each in result.measurements} == {

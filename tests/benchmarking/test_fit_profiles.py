@@ -11,9 +11,12 @@ from autopar.hardware.collectives import collective_seconds, message_seconds
 from autopar.hardware.load import load
 from autopar.sharding.mesh import Mesh
 from benchmarks.fit_profiles import begin, hardware_of, nearest
-from benchmarks.publications.machines import VTRAIN_BYTES_PER_S, Machine, machine_name
+from benchmarks.publications.ledger import RowLedger
+from benchmarks.publications.machines import VTRAIN_BYTES_PER_S, Machine, machine_name, variant_of
 from benchmarks.publications.machines import hardware_of as on_its_machine
+from benchmarks.publications.planning import predicted
 from benchmarks.publications.rows import Row, Shape
+from benchmarks.publications.strategies import pinned
 
 SHAPE = Shape("llama", 2, 64, 4, 4, 128, 100)
 ROW = Row("nanotron", "one", "nanotron", SHAPE, 128, 1, 1, "h100_80gb", seconds=1.0)
@@ -21,7 +24,7 @@ ROW = Row("nanotron", "one", "nanotron", SHAPE, 128, 1, 1, "h100_80gb", seconds=
 
 @pytest.mark.parametrize(
     ("bandwidth", "name"),
-    [(460e9, "nanotron"), (425e9, "nanotron, late hosts"), (45e9, "nanotron, no NVLink"), (None, "nanotron")],
+    [(460e9, "nanotron"), (425e9, "nanotron, checked"), (45e9, "nanotron, no NVLink"), (None, "nanotron")],
 )
 def test_the_states_of_a_cluster_are_told_apart_by_the_bandwidth_in_a_node(bandwidth: float | None, name: str) -> None:
     found = {} if bandwidth is None else {"intra_all_reduce": bandwidth}
@@ -32,17 +35,15 @@ def test_the_states_of_a_cluster_are_told_apart_by_the_bandwidth_in_a_node(bandw
 def test_a_machine_replaces_what_it_differs_in_and_nothing_else() -> None:
     h100 = load("h100")
     assert Machine().of(h100) == h100
-    slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 0.5, 1e11).of(h100)
-    shares = slower.links[1].efficiencies
-    said = h100.links[1].efficiencies
-    assert (shares.all_gather, shares.reduce_scatter) == (said.all_gather / 2, said.reduce_scatter / 2)
-    assert shares.all_reduce == said.all_reduce
-    assert slower.links[0].efficiencies == h100.links[0].efficiencies
+    slower = Machine(1e10, 1e11).of(h100)
     assert [each.bytes_per_s for each in slower.links] == [1e11, 1e10]
-    assert [each.straggling_s for each in slower.links] == [2e-4, 3e-3]
-    assert slower.links[1].protocols[0].step_latency_s == 2 * h100.links[1].protocols[0].step_latency_s
-    assert slower.links[0].protocols == h100.links[0].protocols and slower.launch_s == 1e-4
+    assert replace(slower, links=h100.links) == h100
     assert Machine(network_bytes_per_s=1e15).of(h100) == h100, "a profile's own links are not made faster"
+
+
+def test_a_run_whose_collectives_are_checked_has_the_variant_of_its_profile() -> None:
+    found = [variant_of(replace(ROW, bandwidths={"intra_all_reduce": each})) for each in (460e9, 425e9, 45e9)]
+    assert found == ["", ":debug", ":debug"]
 
 
 def test_messages_between_stages_begin_as_late_as_a_machine_says_and_collectives_do_not() -> None:
@@ -68,22 +69,30 @@ def test_a_row_of_several_nodes_of_vtrain_has_the_cards_that_its_source_says() -
     assert fitted.links[1].efficiencies == a100.links[1].efficiencies
 
 
-def test_the_network_of_a_profile_is_fitted_to_the_rows_of_a_cluster_and_lateness_to_those_of_a_machine() -> None:
+def test_the_network_of_a_profile_is_fitted_to_the_rows_of_a_cluster_and_checks_to_those_with_them() -> None:
     h100, numbers = load("h100"), begin([ROW])
     fitted = hardware_of(numbers, ROW, h100)
     reached = fitted.links[1].efficiencies
     assert reached.all_reduce == numbers["network"]
     assert reached.all_gather == reached.reduce_scatter == numbers["network"] * numbers["gathered"]
     assert fitted.links[1].straggling_s == numbers["late in network"] and fitted.links[0] == h100.links[0]
-    late = hardware_of(begin([ROW], "nanotron, late hosts"), ROW, h100)
-    assert late.product_efficiency == h100.product_efficiency and late.links[0].straggling_s > 0
+    assert hardware_of(begin([ROW], checked=True), ROW, h100) == replace(h100, collective_check_s=3.2e-4)
 
 
 def test_llm_foundry_ran_slower_kernels_of_attention() -> None:
-    row, h100 = replace(ROW, source="llm-foundry"), load("h100")
-    found = on_its_machine(row, h100)
+    row = replace(ROW, source="llm-foundry")
+    h100, found = load("h100"), load(f"h100{variant_of(row)}")
     assert found.attention_efficiency < h100.attention_efficiency
-    assert replace(found, attention_efficiency=h100.attention_efficiency) == h100
+    assert on_its_machine(row, found) == replace(h100, attention_efficiency=found.attention_efficiency)
+
+
+def test_a_ledger_prices_checks_as_a_plan_does() -> None:
+    row, h100, checked = replace(ROW, tp=2, sequence_parallel=True), load("h100"), load("h100:debug")
+    telling = replace(h100, links=tuple(replace(link, straggling_s=1e-9) for link in h100.links))
+    ledger = RowLedger.of(row, telling)
+    planned = [predicted(pinned(row), (SHAPE.layers,), each).seconds(1) for each in (h100, checked)]
+    assert planned[1] > 1.5 * planned[0]
+    assert [ledger.seconds(each) for each in (h100, checked)] == pytest.approx(planned, rel=0.02)
 
 
 def test_numbers_that_rows_agree_on_come_back_and_those_they_say_nothing_of_stay() -> None:

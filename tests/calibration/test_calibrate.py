@@ -85,6 +85,7 @@ def _on_two_nodes(mesh: Mesh | int) -> dict[str, Any]:
         del os.environ["LOCAL_WORLD_SIZE"]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_there_measure_each_level(ranks: Ranks) -> None:
     profiles = ranks.run(_on_two_nodes, 4, world_size=4)
     assert all(profile == profiles[0] for profile in profiles), "every rank has the numbers of rank 0"

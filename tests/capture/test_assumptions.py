@@ -88,6 +88,7 @@ def _line(forward: Callable[..., Tensor], offset: int) -> str:
     return f"{Path(__file__).name}:{forward.__code__.co_firstlineno + offset}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("forward", "lines", "value"),
     [

@@ -396,6 +396,7 @@ def test_a_frozen_norm_stays_frozen_while_its_model_trains() -> None:
 # What cannot be captured says so
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("forward", "message"),
     [

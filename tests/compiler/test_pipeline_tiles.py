@@ -127,7 +127,7 @@ def _alone() -> Trained:
     return losses, gradients, {name: each.detach() for name, each in model.named_parameters()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "is_saved"), [((2,), False), ((2, 2), False), ((2, 2), True)])
 def test_a_last_stage_in_tiles_trains_as_one_process(ranks: Ranks, shape: tuple[int, ...], is_saved: bool) -> None:
     sizes: dict[str, int] = dict(zip(("pp", "dp"), shape, strict=False))

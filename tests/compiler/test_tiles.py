@@ -107,7 +107,7 @@ def searches(in_full: bool = False) -> Iterator[list[str]]:
 FOUND, CUT_OFF, MEMORY_COSTS_TIME = "found", "cut off", "memory costs time"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [1, 10])
 @pytest.mark.parametrize("options", [{"gap": 0.05}, {"recompute": "none"}, {"microbatches": 2}])
 def test_searches_that_end_early_leave_the_plan_that_whole_ones_find(

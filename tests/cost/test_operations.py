@@ -226,6 +226,7 @@ def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> Non
             "vectors": list(places),
             "mask": "le(v1, v0)",
             "dropout_p": 0.0,
+            "sinks": None,
             **said,
         }
         call = Call(ATTENTION_BY_MASK, (q, q, q, *places), (q,), given)

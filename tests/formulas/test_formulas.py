@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.annotations.annotate import annotate
+from autopar.annotations.annotate import annotate, pins_of
 from autopar.capture.export import capture
 from autopar.errors import PlanError
 from autopar.formulas.autograd_bytes import hidden_bytes
@@ -35,6 +35,7 @@ from autopar.program.saved_tensors import saved_in
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.space.space import Space
+from autopar.strategies.presets import annotations_for
 from tests.support.families import BATCH, FAMILIES, HIDDEN, MLP, SEQUENCE
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import SLOW_LINKS, X_BD, Planned, TwoLinears, planned, space_of
@@ -64,8 +65,8 @@ def space_at(family: str, hardware: Hardware, batch: int = 1, sequence: int = 1,
 
 
 @cache
-def found_at_first(family: str, hardware: str) -> Planned:
-    space = space_at(family, HARDWARE[hardware])
+def found_at_first(family: str, hardware: str, batch: int = 1) -> Planned:
+    space = space_at(family, HARDWARE[hardware], batch)
     return Planned(space, *make_plan(space, {}))
 
 
@@ -87,6 +88,7 @@ def test_at_the_sizes_of_the_plan_the_formulas_are_its_numbers(family: str, hard
     assert again.traffic == {key: count for key, count in found.plan.traffic.items() if count}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(recompute: str) -> None:
     plan, _ = make_plan(found_at_first("gpt2", SLOW_DEVICES.name).space, {}, recompute=recompute)
@@ -110,9 +112,10 @@ def test_formulas_of_a_plan_with_a_precision_are_its_numbers(strategy: str) -> N
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("family", ["mlp", "llama", "mistral", "gpt2", "bert", "t5", "vit", "resnet", "unet"])
 def test_another_batch_and_sequence_cost_what_a_fresh_capture_costs(family: str, hardware: str) -> None:
-    found = found_at_first(family, hardware)
+    # Formulas copy for messages what the plan copies; of one sample on a rank that would be nothing.
+    found = found_at_first(family, hardware, batch=2)
     plan = formulated(found)
-    for batch, sequence in ((3, 1), (2, 2)):
+    for batch, sequence in ((6, 1), (4, 2)):
         values = {"batch": batch * BATCH}
         if "sequence" in plan.symbols:
             values["sequence"] = sequence * SEQUENCE
@@ -222,15 +225,13 @@ def transformer(num_layers: int, hidden: int = 32, dp: int = 2) -> tuple[nn.Modu
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("layers", "hidden"), [(5, 32), (2, 64), (3, 64)])
 def test_more_layers_and_hidden_units_cost_what_a_fresh_capture_costs(layers: int, hidden: int) -> None:
-    model, space = transformer(2)
-    for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-        annotate(model, f"layers.*.{name}", tp="column")
-    for name in ("o_proj", "down_proj"):
-        annotate(model, f"layers.*.{name}", tp="row")
-    found = planned(space, model)
-    larger, other = transformer(layers, hidden)
-    larger.__dict__.update({key: value for key, value in model.__dict__.items() if key.startswith("_autopar")})
-    expected = planned(other, larger)
+    def by_preset(space: Space) -> Planned:
+        """All but pinned: of plans that cost nearly the same, the larger model may have another one."""
+        pins = pins_of(annotations_for("megatron", space.program, space.mesh), space, "semi_auto", {})
+        return Planned(space, *make_plan(space, pins))
+
+    found, other = by_preset(transformer(2)[1]), transformer(layers, hidden)[1]
+    expected = by_preset(other)
     again, fresh = formulated(found).reprice(layers=layers, hidden=hidden), formulated(expected).reprice()
     assert again.seconds == pytest.approx(evaluate(other, expected.choices), rel=1e-9)
     assert (again.traffic, again.memory, again.flops) == (fresh.traffic, fresh.memory, fresh.flops)
@@ -396,6 +397,7 @@ def test_a_linear_layer_does_two_operations_per_weight_and_row_and_twice_that_ba
     assert plan.formula("flops") == 6 * s["layers"] * s["batch"] * s["hidden"] ** 2
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_is_priced_again_without_its_model(tmp_path: Path) -> None:
     plan = found_at_first("llama", SLOW_DEVICES.name).plan
     plan.save(tmp_path / "plan.json")

@@ -11,7 +11,7 @@ from autopar.strategies.presets import PRESETS
 from tests.fuzz.draw import draw_program, trains
 from tests.fuzz.program import Program
 
-AXES = ("dp", "tp", "cp")
+AXES = ("dp", "tp", "depth")
 MESHES: Mapping[tuple[int, ...], float] = {
     (2,): 5,
     (4,): 1.5,

@@ -47,7 +47,7 @@ FOUND: Mapping[str, tuple[Case, str]] = {
         Case(
             Program((("loss = F.linear(x0, w0, w1).mean()",),), {"x0": (4, 4)}, {"w0": (5, 4), "w1": (5,)}),
             (2, 1, 2),
-            annotations=(("*", {"storage": ("dp", "cp")}),),
+            annotations=(("*", {"storage": ("dp", "depth")}),),
         ),
         "equal",
     ),

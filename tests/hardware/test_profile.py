@@ -20,6 +20,13 @@ from autopar.hardware.load import PROFILES, known_profiles, load, parse
 from autopar.hardware.profile import Efficiencies, Hardware, Link, Protocol
 from tests.support.mutations import mutated
 
+PRODUCTS = {
+    **dict.fromkeys(("a100", "a100-40gb", "h100"), ("fit: benchmarks.fit_profiles", "2026-11-28-profiles.txt")),
+    "h200": ("assumed: as fitted for h100 (benchmarks.fit_profiles", "2026-11-28-profiles.txt"),
+    "gb200": ("fit: benchmarks/blackwell.csv", "2026-11-28-blackwell.txt"),
+    "b200": ("assumed: as fitted for gb200 (benchmarks/blackwell.csv", "2026-11-28-blackwell.txt"),
+}
+"""Profile → how the source of its `product_efficiency` begins, and the results that it names."""
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)
 
 
@@ -76,9 +83,9 @@ def test_what_a_gpu_reaches_is_less_than_its_peaks_and_a_fit_names_script_date_a
     assert hardware.product_efficiency < 1 and hardware.attention_efficiency < 1
     assert hardware.elementwise_bytes_per_s < hardware.memory_bytes_per_s
     assert hardware.product_wave % (128 * 256) == 0, "a tile on each multiprocessor"
+    begin, results = PRODUCTS[name]
     source = written["product_efficiency"]["source"]
-    assert all(part in source for part in ("benchmarks.fit_profiles", "2026-11-28", "2026-11-28-profiles.txt"))
-    assert source.startswith("fit: " if name[:4] in ("a100", "h100") else "assumed: as fitted for h100")
+    assert source.startswith(begin) and "2026-11-28" in source and results in source
 
 
 def test_a_measured_number_names_hardware_date_and_script() -> None:
@@ -280,11 +287,14 @@ def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
     assert parse({**profile, "attention_efficiency": 0.3}).attention_efficiency == 0.3
     assert parse(profile).product_efficiency == 1.0
     assert parse({**profile, "product_efficiency": 0.7}).product_efficiency == 0.7
-    for share in (0, 1.5):
+    faster = parse({**profile, "attention_efficiency": 1.5, "product_efficiency": 0.6})
+    assert faster.attention_efficiency == 1.5, "attention may be faster than large products, not than the peak"
+    for times in (0, 1.5):
         with pytest.raises(
-            PlanError, match=rf"has attention_efficiency = {share:.1f}; give a share above 0, at most 1"
+            PlanError,
+            match=rf"attention_efficiency = {times:.1f}; times product_efficiency = 1.0 it is a share of the peak",
         ):
-            parse({**profile, "attention_efficiency": share})
+            parse({**profile, "attention_efficiency": times})
 
 
 @pytest.mark.parametrize("name", ["product_wave", "attention_length", "attention_head"])
@@ -340,41 +350,3 @@ def test_a_file_that_is_no_profile_is_refused_by_its_name(tmp_path: Path, conten
     path.write_bytes(content)
     with pytest.raises(PlanError, match=r"the hardware profile '.*mine\.json': "):
         load(path)
-
-
-def test_a_suffix_says_how_the_host_launches_calls(tmp_path: Path) -> None:
-    link = {"name": "wire", "devices": None, "latency_s": 0.0, "bytes_per_s": 1e9}
-    path = tmp_path / "mine.json"
-    launches = {"graph": {"value": 1e-9, "source": "assumed"}}
-    path.write_text(json.dumps(_profile(link, launch_s=4e-5, launches=launches)))
-    assert (load(path).launch_s, load(f"{path}:graph").launch_s) == (4e-5, 1e-9)
-    with pytest.raises(PlanError, match="no launches of 'eager', found 'graph'; use one of them, or leave the suffix"):
-        load(f"{path}:eager")
-    with pytest.raises(PlanError, match="no launches of ''"):
-        load(f"{path}:")
-    with pytest.raises(PlanError, match="'h999:graph' is not known"):
-        load("h999:graph")
-
-
-@pytest.mark.parametrize("name", [name for name in known_profiles() if name != "cpu"])
-def test_a_gpu_launches_more_slowly_the_more_python_runs(name: str) -> None:
-    seconds = [load(each).launch_s for each in (name, *(f"{name}:{how}" for how in ("generated", "compiled", "graph")))]
-    assert seconds == sorted(seconds, reverse=True) and seconds[-1] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "queries", "head", "published"),
-    [
-        *(("a100", queries, 128, rate) for queries, rate in ((512, 99e12), (2048, 155e12), (16384, 189e12))),
-        *(("a100", queries, 64, rate) for queries, rate in ((512, 88e12), (2048, 140e12), (16384, 171e12))),
-        *(("h100", queries, 128, rate) for queries, rate in ((512, 191e12), (2048, 298e12), (16384, 335e12))),
-        *(("h100", queries, 64, rate) for queries, rate in ((512, 180e12), (2048, 262e12), (16384, 299e12))),
-    ],
-)
-def test_attention_follows_the_published_curves_of_flash_attention(
-    name: str, queries: int, head: int, published: float
-) -> None:
-    hardware = load(name)
-    rate = hardware.flops_of("bfloat16") * hardware.product_efficiency * hardware.attention_efficiency
-    rate /= (1 + hardware.attention_length / queries) * (1 + hardware.attention_head / head)
-    assert rate == pytest.approx(published, rel=0.12)

@@ -74,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:megatron", "ignore:strategy='flash_decoding'")
 @pytest.mark.parametrize(("family", "shape", "strategy", "layout"), CASES)
 def test_prompts_and_tokens_move_and_hold_what_their_plans_predict(

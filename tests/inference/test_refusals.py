@@ -165,6 +165,7 @@ def _honoured() -> dict[str, Any]:
     return found | {"expected": expected, "streamed": len(streamed)}
 
 
+@pytest.mark.slow
 def test_processors_ends_and_streams_count_as_in_transformers(ranks: Ranks) -> None:
     for found in ranks.run(_honoured, world_size=2):
         assert found["processor"][:, 4:].tolist() == [[5, 5, 5]] * 2

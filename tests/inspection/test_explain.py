@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.errors import InputError, PlanError
 from autopar.hardware.load import load
@@ -26,6 +27,7 @@ from autopar.plans.difference import Amount
 from autopar.plans.explanation import SHOWN_GAP, Explanation
 from autopar.plans.plan import Plan
 from autopar.sharding.annotation import ROLES
+from autopar.sharding.mesh import Mesh
 from autopar.space.space import Space
 from autopar.units import format_share
 from tests.support.families import FAMILIES
@@ -64,6 +66,17 @@ def test_no_plan_without_the_strategy_is_better_than_the_runner_up(hardware: Har
         assert found.runner_up is not None
         assert found.runner_up.step.after == pytest.approx(best_without(space, number, choices[number]), rel=1e-9)
         assert found.runner_up.step.after >= plan.seconds * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(("samples", "copies"), [(1, False), (2, True)])
+def test_an_explanation_tells_what_copies_for_messages_take(samples: int, copies: bool) -> None:
+    ids = torch.zeros(samples, 8, dtype=torch.int64)
+    model = FAMILIES["llama"].build()
+    plan = autopar.plan(model, Mesh({"tp": 2}), {"input_ids": ids, "labels": ids}, strategy="megatron_sequence")
+    found = plan.explain("layers.0.mlp.up_proj")
+    assert any(each.copied for each in found.reshards) is copies
+    assert all(each.copied < each.seconds for each in found.reshards if each.moved)
+    assert ("of which copies take" in str(found)) is copies
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +247,7 @@ def test_within_a_limit_only_the_runner_up_is_searched_for(limited: Plan, monkey
     assert sum(limit is not None for limit in limits) <= len(context_of(limited).settings.depths)
 
 
+@pytest.mark.slow
 def test_within_a_limit_no_plan_with_another_role_is_below_its_bound(limited: Plan) -> None:
     found = limited.explain("layers.1")
     asked = [each for each in found.alternatives if each.role in ROLES and each.seconds is not None]
@@ -242,13 +256,14 @@ def test_within_a_limit_no_plan_with_another_role_is_below_its_bound(limited: Pl
         assert each.seconds is not None
         again = limited.what_if("layers.1", **{each.axis: each.role})
         if each.is_bound:
-            assert limited.seconds < each.seconds <= again.seconds < 1.1 * each.seconds
+            assert limited.seconds < each.seconds <= again.seconds < 1.2 * each.seconds
             assert re.search(rf"{each.axis}={each.role} +≥ \+", str(found))
         else:
             assert again.seconds == pytest.approx(each.seconds, rel=1e-9)
     assert str(found).endswith("≥: no plan with that role takes less; what_if plans it")
 
 
+@pytest.mark.slow
 def test_within_a_limit_the_same_question_has_the_same_answer(limited: Plan) -> None:
     assert str(limited.explain("layers.1")) == str(limited.explain("layers.1"))
     one, other = (limited.what_if("layers.*", tp="row") for _ in range(2))

@@ -240,6 +240,7 @@ def test_a_multiplier_that_was_tampered_with_proves_no_more() -> None:
     assert bounds[3] >= max(bounds) * (1 - 1e-6) and bounds[0] == bounds[1] < bounds[3]
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_within_a_limit_holds_with_a_bound_that_knows_no_limit() -> None:
     family = FAMILIES["llama"]
     space = space_of(family.build(), family.inputs(0)[1], H100, dp=2)

@@ -101,7 +101,7 @@ def _measured(shape: tuple[int, ...], strategy: str, in_backward: bool) -> tuple
     return found, compiled.plan.peak_bytes
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "strategy"),
     [

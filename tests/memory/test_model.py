@@ -338,6 +338,8 @@ def test_the_backward_of_a_loss_works_on_the_gradient_of_its_probabilities() -> 
             return torch.nn.functional.cross_entropy(self.head(x_BD), labels_B)
 
     space = space_of(Loss(), (X_BD, torch.zeros(len(X_BD), dtype=torch.int64)))
-    working = MemoryModel(space).working(space.index["cross_entropy_loss_default"])
+    modes = MemoryModel(space).working(space.index["cross_entropy_loss_default"])
+    assert modes is not None
+    (working,) = modes
     assert working is not None
     assert working.max() == 2 * len(X_BD) * 32 * 4 + 2 * 4  # the logits', too; the loss and what it was divided by

@@ -114,6 +114,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "strategy"), CASES)
 def test_compiled_models_are_trained_as_on_one_process(
     ranks: Ranks, kind: str, shape: tuple[int, ...], strategy: str

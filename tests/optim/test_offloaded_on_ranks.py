@@ -172,7 +172,7 @@ def _measured(strategy: str, gradients: Any) -> tuple[int, int]:
     return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "gradients"),
     [("zero3", "device"), ("data_parallel", "host"), pytest.param("zero3", "host", marks=pytest.mark.slow)],
@@ -217,6 +217,7 @@ def _refused(memory: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_model_whose_state_does_not_fit_is_trained_with_it_on_the_host(ranks: Ranks) -> None:
     least = autopar.plan(
         _tower(),

@@ -88,6 +88,7 @@ def test_galore_and_muon_hold_less_than_adamw() -> None:
     assert held["galore"] < held["adamw"] and held["muon"] < held["adamw"]
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_pipeline_has_the_state_of_its_matrices() -> None:
     _, inputs = FAMILIES["llama"].inputs(0)
 

@@ -15,7 +15,7 @@ from autopar.errors import PipelineError, TimeLimitError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, stages_of
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, own_seconds, stages_of
 
 SECONDS = st.integers(0, 12).map(float)
 SCHEDULES = (
@@ -36,12 +36,12 @@ Exact = Mapping[tuple[int, int, int], float]
 
 
 def _all_starts(problem: CutProblem) -> Iterator[tuple[int, ...]]:
-    """Every cut that has the user's pins and starts."""
+    """Every cut that has the user's pins."""
     num_blocks = len(problem.blocks)
     for cuts in combinations(range(1, num_blocks), problem.schedule.num_stages - 1):
         starts = (0, *cuts)
         stage_of = [sum(start <= block for start in starts) - 1 for block in range(num_blocks)]
-        if all(stage_of[block] == stage for block, stage in problem.pins.items()) and problem.starts in (None, starts):
+        if all(stage_of[block] == stage for block, stage in problem.pins.items()):
             yield starts
 
 
@@ -82,8 +82,7 @@ def _problems(draw: st.DrawFn) -> CutProblem:
     cuts = draw(st.permutations(range(1, num_blocks)))[: schedule.num_stages - 1]
     pinned = draw(st.sets(st.integers(0, num_blocks - 1), max_size=2))
     pins = {block: sum(cut <= block for cut in cuts) for block in pinned}
-    starts = (0, *sorted(cuts)) if draw(st.integers(0, 9)) == 0 else None
-    return CutProblem(blocks, transfers, schedule, pins, starts)
+    return CutProblem(blocks, transfers, schedule, pins)
 
 
 @given(_problems())
@@ -95,6 +94,33 @@ def test_no_cut_is_better(problem: CutProblem) -> None:
     assert cuts.starts in set(_all_starts(problem))
     assert _step_seconds(problem, cuts.starts) == pytest.approx(cuts.seconds, rel=1e-9)
     assert cuts.bound == cuts.seconds == problem.seconds_of(cuts.stage_seconds)
+
+
+@given(_problems())
+@settings(max_examples=50, deadline=None)
+def test_stages_of_all_cuts_are_priced_and_none_with_blocks_of_another_stage(problem: CutProblem) -> None:
+    finite = np.isfinite(own_seconds(problem))
+    for starts in _all_starts(problem):
+        assert all(finite[place] for place in stages_of(starts, len(problem.blocks)))
+    for stage, first, end in np.argwhere(finite).tolist():
+        assert first < end
+        for block, other in problem.places:
+            assert (first <= block < end) == (stage == other), f"stage {stage}, blocks {first}-{end}"
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule"),
+    [
+        (128, Schedule("interleaved_1f1b", 16, 32, 8)),
+        (105, Schedule("interleaved_1f1b", 35, 280, 3)),
+        (96, Schedule("interleaved_1f1b", 8, 64, 3)),
+        (128, Schedule("1f1b", 64, 512)),
+    ],
+)
+def test_many_equal_layers_are_cut_evenly(layers: int, schedule: Schedule) -> None:
+    each = layers // schedule.num_stages
+    cuts = best_cuts(CutProblem((BlockCost(1.0, 1.0, 1.0),) * layers, (0.1,) * layers, schedule))
+    assert cuts.starts == tuple(range(0, layers, each))
 
 
 @st.composite
@@ -216,12 +242,6 @@ def test_130_blocks_on_16_stages_are_cut_evenly() -> None:
 def test_pins_that_no_cut_follows_are_an_error(pins: dict[int, int], message: str) -> None:
     with pytest.raises(PipelineError, match=message):
         _problem([1.0] * 8, Schedule("gpipe", 3, 4), pins)
-
-
-@pytest.mark.parametrize("starts", [(0, 4), (1, 4, 6), (0, 4, 4), (0, 4, 8)])
-def test_starts_that_are_no_cut_are_an_error(starts: tuple[int, ...]) -> None:
-    with pytest.raises(PipelineError, match="needed are 3 first blocks that begin with 0, rise, and stay below 8"):
-        CutProblem((BlockCost(1, 1, 1),) * 8, (0.0,) * 8, Schedule("gpipe", 3, 4), starts=starts)
 
 
 def test_more_stages_than_blocks_are_an_error() -> None:

@@ -47,6 +47,7 @@ def planned(axes: dict[str, int] | None = None, **options: Any) -> PipelinePlan:
     return found
 
 
+@pytest.mark.slow
 def test_each_micro_batch_in_flight_has_its_own_on_the_host(tmp_path: Path) -> None:
     here, away = (planned(offload=each, hardware=BUSY) for each in ("none", "activations"))
     assert here.offload == "none" and here.host_bytes == 0 and away.offload == "activations"
@@ -96,6 +97,7 @@ def test_a_host_is_shared_by_the_devices_of_all_stages() -> None:
         planned({"pp": 2, "dp": 2}, host_memory=state, **said)
 
 
+@pytest.mark.slow
 def test_stages_leave_what_a_limit_asks_for() -> None:
     limit = int(0.6 * planned().peak_bytes)
     again = planned(memory=limit)

@@ -24,6 +24,7 @@ from autopar.planning.planner import make_plan
 from autopar.plans.plan import Plan
 from autopar.plans.rows import MemoryUse
 from autopar.sharding.mesh import Mesh
+from autopar.steps.sends import Send
 from tests.support.mutations import mutated
 from tests.support.planned import IDS_BS, Attention, space_of
 
@@ -166,10 +167,10 @@ def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
     in_turns = replace(load("h100"), launch_s=0.0, op_latency_s=0.0, communication_share=1.0)
     space = space_of(Attention(False), (IDS_BS,), in_turns, dp=2, tp=2)
     plan, _ = make_plan(space, {}, microbatches=Microbatches(4, 2))
-    found, parts = stage_seconds(plan, 0.1, 0.2), step_parts(plan)
+    found, parts = stage_seconds(plan, Send(0.1), Send(0.2)), step_parts(plan)
     assert found.forward == pytest.approx(parts.forward, rel=1e-3) and found.once == parts.once
     assert found.backward_input + found.backward_weight == pytest.approx(parts.backward, rel=1e-3)
-    assert (found.send_forward, found.send_backward) == (0.1, 0.2)
+    assert (found.send_forward, found.send_backward) == pytest.approx((0.1, 0.2))
     linear = next(row for row in plan.rows if row.operation == "linear" and row.module == "out")
     assert found.backward_weight >= linear.forward_seconds  # half of what its backward takes
     assert found.backward_weight < found.backward_input + found.backward_weight

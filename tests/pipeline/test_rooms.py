@@ -134,6 +134,16 @@ def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_rooms()
     assert rooms_of_least(schedule, 89, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage]) is None
 
 
+def test_nothing_is_asked_of_stages_behind_one_that_does_not_fit() -> None:
+    schedule, asked = Schedule("interleaved_1f1b", 2, 8, 2), list[int]()
+
+    def least(first: int, end: int, stage: int) -> int:
+        asked.append(stage)
+        return 60
+
+    assert rooms_of_least(schedule, 100, (0, 1, 2, 3), 4, least) is None and asked == [0, 2]
+
+
 def test_a_room_is_as_large_as_another_by_all_of_its_limits() -> None:
     assert as_much(None, Room(1, 1)) and as_much(Room(5, 2), Room(5, 2)) and not as_much(Room(5, 2), None)
     assert not as_much(Room(5, 2), Room(4, 3)) and not as_much(Room(5, 2), Room(6, 1))

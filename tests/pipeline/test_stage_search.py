@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,3 +59,15 @@ def test_a_stage_that_is_known_to_fit_fits_and_is_not_proven_where_nothing_else_
     again = search.ask(0, 2, stage, TOLERANCE)
     assert again.seconds == known.seconds
     assert again.least < known.seconds
+
+
+def test_the_least_bytes_of_equal_stages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, asked = _search(), list[int]()
+
+    def least_peak(formulation: Any, *more: Any) -> SimpleNamespace:
+        asked.append(len(formulation.memory.space.decisions))
+        return SimpleNamespace(peak_bytes=7 + len(asked))
+
+    monkeypatch.setattr(stage_search, "least_peak", least_peak)
+    assert [search.least(first, first + 1, 1) for first in (1, 2, 1)] == [8, 8, 8] and len(asked) == 1
+    assert search.least(1, 3, 1) == 9 and search.least(1, 2, 0) == 10, "longer, and with more micro-batches in flight"

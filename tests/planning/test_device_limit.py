@@ -119,6 +119,7 @@ def test_an_error_of_stages_says_both_limits() -> None:
         _planned({"pp": 2, "tp": 2}, memory=40_000, microbatches=2, schedule="1f1b")
 
 
+@pytest.mark.slow
 def test_explanations_say_both_numbers() -> None:
     limit = int(0.9 * _planned().reserved_bytes)
     words = str(_planned(memory=limit).explain("layers.1.0.weight"))

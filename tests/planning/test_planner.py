@@ -61,7 +61,7 @@ def test_no_choice_of_strategies_is_better_than_the_plan(hardware: Hardware) -> 
         assert plan.bound <= best * (1 + 1e-12) and plan.gap <= 1e-5
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @HARDWARE
 def test_no_choice_of_strategies_within_the_memory_is_better_than_the_plan(hardware: Hardware) -> None:
     space = space_of(TwoLinears(), (X_BD,), hardware)
@@ -152,6 +152,7 @@ def test_the_same_model_gets_the_same_plan_in_this_and_in_any_other_process() ->
     assert {plans_as_text(), plans_as_text(), plans_as_text()} == {ran.stdout.rstrip("\n")}
 
 
+@pytest.mark.slow
 def test_less_memory_gives_plans_that_obey_it_and_are_no_faster() -> None:
     space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
     unlimited, _ = make_plan(space, {})

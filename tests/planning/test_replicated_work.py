@@ -67,6 +67,7 @@ def test_nothing_is_said_where_the_main_computation_is_split_or_meant_to_be_whol
     assert not _said(model, inputs, strategy, {"dp": 2, "tp": 2})
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_pipeline_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = built_in("tiny-llama", 8, 16)
     assert not _said(model, inputs, "data_parallel", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)

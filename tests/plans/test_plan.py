@@ -118,7 +118,7 @@ def test_json_of_another_format_is_refused(text: str) -> None:
 def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     values = json.loads(_plan().to_json())
     del values[field]
-    optional = ("memory_limit", "imbalance", "unruled", "recompute", "prefetch", "reduce_each", "mode")
+    optional = ("memory_limit", "dealing", "imbalance", "unruled", "recompute", "prefetch", "reduce_each", "mode")
     further = ("reserved", "offload", "host", "waits", "simulated", "multiplier", "symbols", "formulas", "workload")
     if field in (*optional, *further):
         assert Plan.from_json(json.dumps(values)) == _plan()
@@ -297,6 +297,7 @@ def real_plan() -> Plan:
     return make_plan(space, {})[0].with_formulas()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=timedelta(seconds=5))
 @given(st.randoms(use_true_random=False))
 def test_a_plan_that_was_damaged_is_refused_or_can_be_asked(real_plan: Plan, source: random.Random) -> None:

@@ -48,6 +48,7 @@ def model_plan() -> Plan:
     return autopar.plan(model, Mesh({"dp": 2, "tp": 2}, hardware="cpu"), (ids_BS, ids_BS))
 
 
+@pytest.mark.slow
 def test_the_slices_of_a_model_are_the_events_of_its_timeline(model_plan: Plan, tmp_path: Path) -> None:
     model_plan.to_trace(tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())

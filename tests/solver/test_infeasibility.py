@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import infeasibility
 from autopar.solver.elimination import buckets
-from autopar.solver.infeasibility import Conflict, MemoryLimitError, find_conflict, freed
+from autopar.solver.infeasibility import Conflict, MemoryLimitError, describe_conflict, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.residual.counting_ilp import best_counts
 from autopar.solver.residual.residual import Residual
@@ -122,6 +122,13 @@ def test_pins_that_contradict_each_other_need_no_memory() -> None:
     found = find_conflict(Problem((_pinned("a", 0), _pinned("b", 1)), (Edge((0, 1), same),)))
     assert (found.nodes, found.needs_memory, found.least_bytes) == ((0, 1), False, None)
     assert found.least_without == {0: 2 * GB, 1: 18 * GB} and found.frees(3 * GB) == (0,)
+
+
+def test_of_many_pins_that_may_conflict_the_first_are_named() -> None:
+    same = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
+    nodes = tuple(_pinned(f"n{i}", i % 2) for i in range(1200))
+    problem = Problem(nodes, tuple(Edge((i, i + 1), same) for i in range(1199)))
+    assert "'n8', 'n9' and 1,190 more exclude each other, or some of them do" in describe_conflict(problem, -math.inf)
 
 
 def test_a_graph_too_wide_for_elimination_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,9 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
@@ -25,6 +20,7 @@ from autopar.steps.step import step_tasks
 from autopar.timeline.values import COMPUTE
 from tests.runtime.rewrite.test_prefetch import HALF, WIDTH, Stack
 from tests.support.parity import FAMILIES, SLOW_DEVICES
+from tests.support.simulation.fake_mesh import fake_mesh
 
 
 class Issued(NamedTuple):
@@ -80,21 +76,10 @@ class _Recorder(TorchDispatchMode):
         ]
 
 
-@contextmanager
-def _fake_mesh(sizes: Sequence[int], names: tuple[str, ...]) -> Iterator[DeviceMesh]:
-    """A mesh whose collectives move nothing."""
-    dist.init_process_group("fake", rank=0, world_size=torch.Size(sizes).numel(), store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
-
-
 def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Plan, list[Issued]]:
     """The plan of a model, and what the second step of its rank issues."""
     torch.manual_seed(0)
-    with _fake_mesh(tuple(axes.values()), tuple(axes)) as mesh:
+    with fake_mesh(axes) as mesh:
         if model == "stack":
             module, args, kwargs = Stack(), (torch.ones(8, WIDTH),), {}
         else:
@@ -144,6 +129,8 @@ def _planned(plan: Plan) -> list[Issued]:
         ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 1, "precision": HALF}),
         ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp_megatron", "prefetch": 1, "recompute": "full"}),
         ("gpt2", {"dp": 2, "tp": 2}, {"strategy": "megatron_sequence"}),
+        ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp+sp", "recompute": "selective"}),
+        ("gpt2", {"tp": 2}, {"strategy": "megatron_sequence", "recompute": "full"}),
         ("gpt2", {"dp": 2}, {"strategy": "zero3", "prefetch": 2, "recompute": "selective"}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),

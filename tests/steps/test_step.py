@@ -150,3 +150,15 @@ def test_the_host_that_comes_last_is_waited_for_with_each_collective_that_is_wai
     tasks.issue(Transfer("all_reduce", "dp_tp", 1024), "row")
     tasks.move([Transfer("all_reduce", "dp", 1024)], "row", exposed=0.5)
     assert [each.launch for each in tasks.found] == [1.0, 11.0, 2.5, 12.5, 1.0, 6.0]
+
+
+def test_a_host_checks_each_collective_once_rank_after_rank_and_no_message() -> None:
+    links = Link("node", 4, 0.0, 1e9), Link("wire", None, 0.0, 1e9)
+    tasks = Tasks(Mesh({"dp": 2, "tp": 4}), replace(IN_TURNS, launch_s=1.0, links=links, collective_check_s=0.5))
+    tasks.compute("mm", 1.0, "row")
+    for axis in ("dp", "tp", "dp_tp"):
+        tasks.move([Transfer("all_reduce", axis, 1024)], "row")
+    tasks.issue(Transfer("all_gather", "tp", 1024), "row", weights=True)
+    tasks.move([Transfer("permute", "tp", 1024)], "row")
+    tasks.move([Transfer("all_gather", "tp", 1024)], "row", times=0.5, exposed=0.5)  # the rest of one that has begun
+    assert [each.launch for each in tasks.found] == [1.0, 2.0, 3.0, 5.0, 3.0, 1.0, 1.0]

@@ -12,11 +12,13 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
+from autopar.compiler.arguments import Recompute
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware, Link
 from autopar.memory.moments import FORWARD
 from autopar.memory.peak import bytes_by_moment
+from autopar.models.named import named
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
@@ -56,9 +58,12 @@ def batch(positions: int = 16, samples: int = 4) -> dict[str, Tensor]:
     return {"x": ids, "y": ids.roll(-1, 1)}
 
 
-def planned(model: nn.Module, positions: int = 16, strategy: str | None = NAME, **options: object) -> Plan:
+def planned(
+    model: nn.Module, positions: int = 16, strategy: str | None = NAME, samples: int = 4, **options: object
+) -> Plan:
+    """A plan on two ranks; plain collectives of one sample copy nothing, and those of several may be avoided."""
     asked = {"hardware": SLOW_DEVICES, **options}
-    return autopar.plan(model, Mesh({"tp": 2}), batch(positions), strategy=strategy, **asked)
+    return autopar.plan(model, Mesh({"tp": 2}), batch(positions, samples), strategy=strategy, **asked)
 
 
 def space_of(request: PlanRequest, mesh: dict[str, int], model: nn.Module | None = None) -> Space:
@@ -83,7 +88,7 @@ def test_they_stand_in_the_menu_only_where_they_are_asked_for() -> None:
 
 
 def test_the_preset_has_them_move_what_plain_products_move() -> None:
-    plain, chunked = (planned(Layer(), strategy=each) for each in ("megatron_sequence", NAME))
+    plain, chunked = (planned(Layer(), strategy=each, samples=1) for each in ("megatron_sequence", NAME))
     products = ["linear_default", *(f"linear_default_{number}" for number in range(1, 5))]
     assert [chunked.choices[each] for each in products] == [COLUMN, COLUMN, COLUMN, ROW, COLUMN]
     assert chunked.traffic == plain.traffic
@@ -109,7 +114,7 @@ def test_calls_that_share_an_input_gather_it_together_or_not_at_all() -> None:
         planned(asked(q=COLUMN, k="o"), strategy=None)
     plan = planned(asked(q=COLUMN), strategy=None)
     assert [plan.choices[f"linear_default{end}"] for end in ("", "_1", "_2")] == [COLUMN] * 3
-    assert plan.choices["rms_norm_default/hub"] == "Z(1) together"
+    assert plan.choices["rms_norm_default/hub"] == "S(1) together"
 
 
 def test_a_preset_trains_as_one_process_does() -> None:
@@ -139,8 +144,8 @@ def test_formulas_say_what_they_cost(strategy: str) -> None:
 
 
 def test_rows_that_are_gathered_again_are_kept_in_parts() -> None:
-    kept, again = (planned(Layer(), 64, each) for each in ("megatron_sequence", AGAIN))
-    gathered = 4 * 64 * 8 * 4  # bytes of samples, positions and features
+    kept, again = (planned(Layer(), 64, each, samples=1) for each in ("megatron_sequence", AGAIN))
+    gathered = 64 * 8 * 4  # bytes of positions and features
     # What queries, keys and values share, and what the head takes: gathered once more, and half of it kept.
     assert again.traffic["all_gather", "tp"] - kept.traffic["all_gather", "tp"] == 2 * gathered
     others = {key: moved for key, moved in kept.traffic.items() if key[0] != "all_gather"}
@@ -237,3 +242,23 @@ def test_the_timeline_has_chunks_travel_beside_products() -> None:
         return request.plan(request.space(space.program, space.mesh)).timeline().seconds
 
     assert seconds(NAME) < seconds("megatron_sequence")
+
+
+def test_under_selective_recomputation_they_gather_again_and_keep_no_gathered_rows() -> None:
+    model, inputs = named("tiny-llama", 8, 512)
+
+    def plan_of(strategy: str, recompute: Recompute) -> Plan:
+        return autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), inputs, strategy=strategy, recompute=recompute)
+
+    keeping, again = (plan_of(NAME, each) for each in ("none", "selective"))
+    assert again.choices == keeping.choices and again.peak_bytes < keeping.peak_bytes
+    by_megatron, selective = plan_of(AGAIN, "none").traffic, dict(again.traffic)
+    in_layers = selective["all_gather", "tp"] - keeping.traffic["all_gather", "tp"]
+    outside = by_megatron["all_gather", "tp"] - selective["all_gather", "tp"]
+    assert in_layers == 4 * outside, "two gathers of both layers; the head's stands in none"
+    assert {**selective, ("all_gather", "tp"): 0} == {**by_megatron, ("all_gather", "tp"): 0}
+    assert again.verify().ok
+    at_these_sizes = again.reprice()
+    assert at_these_sizes.seconds == pytest.approx(again.seconds, rel=1e-9)
+    assert at_these_sizes.memory["memory"] == again.peak_bytes
+    assert at_these_sizes.traffic == {key: count for key, count in again.traffic.items() if count}

@@ -374,11 +374,17 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
         "into 16 parts over sp; .* has 8 of queries and 4 of keys and values. Use an axis whose size divides them",
     ),
     (
-        "ulysses",
+        "gather_kv",
         Mesh({"sp": 3}, "cpu"),
         lambda: captured("tiny-llama"),
         r"into 3 parts over sp; found 8 positions, if dim 1 of the input int64\[4, 8\] is that of positions, and "
         r"needed is a multiple of 3, and of 6 for causal attention to deal them by zigzag. Pad the sequences to 12",
+    ),
+    (
+        "ulysses",
+        Mesh({"sp": 3}, "cpu"),
+        lambda: captured("tiny-llama"),
+        "needed is a multiple of 3. Pad the sequences to 9, with labels that the loss ignores",  # heads are divided
     ),
     (
         "usp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import string
 from pathlib import Path
 
@@ -45,17 +46,25 @@ DRAWN = (
 
 def held(layout: str, sizes: tuple[int, ...], place: tuple[int, ...], ndim: int) -> str:
     """Which part of each dim a device holds: a letter, two of what is dealt by zigzag, or "*" for all of it."""
-    part, parts, dealt = [0] * ndim, [1] * ndim, [False] * ndim
-    for placement, size, position in zip(layout.split(), sizes, place, strict=True):
-        if placement.startswith(("S(", "Z(")):
-            dim = int(placement[2:-1])
-            part[dim], parts[dim], dealt[dim] = part[dim] * size + position, parts[dim] * size, placement[0] == "Z"
-    letters = string.ascii_lowercase
-    held = (
-        "*" if count == 1 else letters[number] + (letters[2 * count - 1 - number] if zigzag else "")
-        for number, count, zigzag in zip(part, parts, dealt, strict=True)
-    )
-    return f"`{' '.join(held)}`"
+    found = []
+    for dim in range(ndim):
+        axes = [
+            (placement[0], size, position)
+            for placement, size, position in zip(layout.split(), sizes, place, strict=True)
+            if placement in (f"S({dim})", f"Z({dim})")
+        ]
+        deals = any(kind == "Z" for kind, *_ in axes)
+        held = string.ascii_lowercase[: math.prod(size for _, size, _ in axes) * (2 if deals else 1)]
+        for kind, size, position in axes:
+            if kind == "Z":
+                part = len(held) // (2 * size)
+                last = len(held) - (position + 1) * part
+                held = held[position * part :][:part] + held[last:][:part]
+            else:
+                part = len(held) // size
+                held = held[position * part :][:part]
+        found.append(held if axes else "*")
+    return f"`{' '.join(found)}`"
 
 
 def picture(plan: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,18 @@ def test_each_part_has_the_axis_that_its_name_tells_of() -> None:
     stored = {row.name: row.layout for row in plan.rows if row.kind == "parameter"}
     down = next(layout for name, layout in stored.items() if "layers_0_mlp_down_proj" in name)
     assert all(placement.startswith("S(") for placement in down.split()) and down.endswith("S(1)")
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "sp", "fsdp_megatron"])
+def test_columns_leave_an_axis_of_context_parallelism_to_positions(strategy: str) -> None:
+    program = capture(FAMILIES["llama"].build(), (), lm(0), training=True)
+    alone, joined = (
+        annotations_for(each, program, Mesh(DP_CP_TP, "cpu")) for each in (strategy, f"{strategy}+context_parallel")
+    )
+    assert [replace(each, strategy="") for each in alone] == [replace(each, strategy="") for each in joined]
+    unnamed = annotations_for(strategy, program, Mesh({"dp": 2, "cp": 2}, "cpu"))
+    (up,) = (each for each in unnamed if each.pattern == "%linear_default_5")
+    assert dict(up.axes)["cp"] == "factor:o", "no axis is called as one of columns"
 
 
 def test_experts_are_stored_in_parts_over_the_axes_that_do_not_divide_them() -> None:

@@ -13,9 +13,12 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError, StrategyError
+from autopar.planning import request
 from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
 from autopar.sharding.layout import Z
 from autopar.sharding.mesh import Mesh
+from autopar.space.dealing import is_worth_another_search
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import Dealt, dealt
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
@@ -105,6 +108,49 @@ def test_dealt_positions_train_as_one_process_does(before_loss: str, dropout: fl
     assert trained.plan is not None and any("Z(" in row.layout for row in trained.plan.rows)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("axes", [{"cp": 2, "tp": 2}, {"tp": 2, "cp": 2}], ids=" ".join)
+def test_an_axis_that_divides_heads_has_positions_in_order_beside_one_that_deals_them(axes: dict[str, int]) -> None:
+    steps, options = Steps([batch(), batch()]), {"strategy": "megatron_sequence+ring"}
+    expected = train_alone(Text("mean", 0.2).double(), steps)
+    trained = train_on_ranks(Text("mean", 0.2).double(), steps, axes, options)
+    assert fault_of(trained, expected) == ""
+    assert trained.plan is not None and trained.plan.dealing == ("cp",)
+    layouts = " ".join(row.layout for row in trained.plan.rows)
+    assert ("Z(1) S(1)" if next(iter(axes)) == "cp" else "S(1) Z(1)") in layouts, "both split positions between blocks"
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "megatron_sequence", None])
+def test_positions_are_in_order_where_attention_divides_heads(strategy: str | None) -> None:
+    model = Text()
+    if strategy is None:
+        # Attention is free, and its heads are the best to divide.
+        for name, role in {"qkv": "column", "o": "row", "head": "sequence"}.items():
+            autopar.annotate(model, name, cp=role)
+    plan = autopar.plan(model, Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy=strategy)
+    assert plan.dealing == () and not any("Z(" in row.layout for row in plan.rows)
+    assert any("S(1)" in row.layout for row in plan.rows)
+
+
+@pytest.mark.parametrize(("samples", "searches"), [(1, 2), (16, 1)])
+def test_a_plan_without_positions_is_searched_once_where_each_device_has_many_samples(
+    samples: int, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(request, "is_worth_another_search", lambda *args: asked.append(worth(*args)) or asked[-1])
+    worth = is_worth_another_search
+    plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(samples))
+    assert not any("Z(" in row.layout or "S(1)" in row.layout for row in plan.rows if row.kind == "call")
+    assert asked == [searches == 2]
+
+
+def test_a_plan_that_is_read_again_deals_as_it_says() -> None:
+    for strategy in ("ring", "ulysses"):
+        plan = Plan.from_json(autopar.plan(Text(), Mesh({"cp": 4}), batch(), strategy=strategy).to_json())
+        assert plan.dealing == (("cp",) if strategy == "ring" else ())
+        assert context_of(plan.attach(Text(), batch())).space.dealing == plan.dealing
+
+
 def test_a_plan_says_what_is_dealt() -> None:
     plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy="ring")
     space, choices = context_of(plan).space, context_of(plan).choices
@@ -186,11 +232,11 @@ def test_annotations_for_more_axes_than_a_zigzag_divides_over_say_what_to_pad() 
     model = Text()
     autopar.annotate(model, "o", dp="sequence", cp="sequence")
     with pytest.raises(AnnotationError) as caught:
-        autopar.plan(model, Mesh({"dp": 4, "cp": 8}), batch())
+        autopar.plan(model, Mesh({"dp": 2, "cp": 8}), batch())
     assert str(caught.value) == (
-        'annotate("o", dp="sequence", cp="sequence") says things of o that exclude each other on the mesh dp=4 × cp=8: '
+        'annotate("o", dp="sequence", cp="sequence") says things of o that exclude each other on the mesh dp=2 × cp=8: '
         "each can hold, but not all. Positions of causal attention are dealt by zigzag, two pieces to each device of "
-        "the axes that split them: for all axes pad its 16 positions to 64. Leave one out."
+        "the axes that split them: for all axes pad its 16 positions to 32. Leave one out."
     )
 
 

@@ -30,6 +30,11 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "pp2xdp2": {"pp": 2, "dp": 2},
     "pp2xdp2xtp2": {"pp": 2, "dp": 2, "tp": 2},
 }
+JOINED: Mapping[str, Mapping[str, int]] = {
+    "pp2xcp2xtp2": {"pp": 2, "cp": 2, "tp": 2},
+    "pp2xdp2xep2": {"pp": 2, "dp": 2, "ep": 2},
+}
+"""Meshes of presets that are joined."""
 WITHOUT_PIPELINE: Mapping[str, Mapping[str, int]] = {
     "one": {"dp": 1},
     "dp2": {"dp": 2},
@@ -56,7 +61,7 @@ class PipelineCase:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        return {**MESHES, **WITHOUT_PIPELINE}[self.mesh]
+        return {**MESHES, **JOINED, **WITHOUT_PIPELINE}[self.mesh]
 
     @property
     def microbatches(self) -> int:

@@ -230,7 +230,8 @@ def _transformers(folder: Path, styles: dict[str, str], name: str) -> None:
     assert split >= 14
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_transformers_runs_what_tp_plan_says(name: str, ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed.tensor_parallel")
     family = FAMILIES[name]

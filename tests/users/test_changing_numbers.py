@@ -236,7 +236,7 @@ def _refused(name: str) -> list[str]:
     return counted.said
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_number_that_no_tensor_can_stand_for_is_planned_for_each_value_and_named(name: str, ranks: Ranks) -> None:
     *_, why = REFUSED[name]
@@ -257,6 +257,7 @@ def _in_bf16() -> None:
     assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_with_a_precision_a_tensor_has_all_digits_of_the_number(ranks: Ranks) -> None:
     ranks.run(_in_bf16)
 
@@ -338,6 +339,7 @@ def _under_torch_compile() -> None:
     assert compilations.frame_count == 2, "one for the number, and one for the tensor"
 
 
+@pytest.mark.slow
 def test_torch_compile_compiles_once_more(ranks: Ranks) -> None:
     ranks.run(_under_torch_compile)
 
@@ -355,6 +357,7 @@ def _disagreeing() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_that_differ_between_ranks_are_named(ranks: Ranks) -> None:
     for messages in ranks.run(_disagreeing):
         for text in messages:
@@ -372,6 +375,7 @@ def one_goes_on(rank: int) -> None:
     model(X_BD, items=4 if rank else 5).backward()
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_with_another_number_is_named(tmp_path: Path) -> None:
     for end in ends_of(one_goes_on, tmp_path, 2):
         assert "rank 0 with items: 5; rank 1 with items: 4. A number is one for the whole batch" in end.said, end
@@ -397,6 +401,7 @@ def _bucketed() -> None:
     assert counted.plans <= 2 and not counted.said
 
 
+@pytest.mark.slow
 def test_lengths_in_a_bucket_come_with_their_numbers(ranks: Ranks) -> None:
     ranks.run(_bucketed)
 
@@ -423,6 +428,7 @@ def _of_transformers() -> tuple[int, list[str]]:
     return counted.plans, counted.said
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_takes_a_count_of_tokens(ranks: Ranks) -> None:
     (plans, said), _ = ranks.run(_of_transformers)
     assert plans == 2 and not said

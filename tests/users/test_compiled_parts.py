@@ -78,5 +78,6 @@ def _trained_as_the_messages_say() -> None:
             torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
 
 
+@pytest.mark.slow
 def test_the_module_inside_trains_and_is_compiled_by_compile(ranks: Ranks) -> None:
     ranks.run(_trained_as_the_messages_say)

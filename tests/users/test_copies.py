@@ -87,6 +87,7 @@ def _averaged(strategy: str) -> None:
     torch.testing.assert_close(found.eval()(batch(9)), expected.eval()(batch(9)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero3"])
 def test_averages_of_weights_are_those_of_one_process(strategy: str, ranks: Ranks) -> None:
     ranks.run(_averaged, strategy)
@@ -121,6 +122,7 @@ def _copies_apart(options: dict[str, Any]) -> None:
     assert twins[1].training
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero3"}], ids=str)
 def test_a_deep_copy_trains_apart_from_what_it_was_copied_from(options: dict[str, Any], ranks: Ranks) -> None:
     ranks.run(_copies_apart, options)

@@ -68,7 +68,7 @@ def _compiled(name: str) -> tuple[list[float], dict[str, Tensor | None]]:
     return _trained(model, x, pipeline=axis == "pp")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives_in_forward_train_as_on_one_process(ranks: Ranks, name: str) -> None:
     losses, parameters = _trained(Forces(), X_B3)

@@ -146,7 +146,7 @@ def _layers(names: list[str]) -> set[int]:
     return {int(found[1]) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "axes", "strategy"),
     [
@@ -166,6 +166,7 @@ def test_ranks_read_their_own_experts_from_a_checkpoint_of_the_hub(
     assert all(len(each) == len(set(each)) for each in read)
 
 
+@pytest.mark.slow
 def test_a_stage_reads_its_own_layers_from_a_checkpoint_of_the_hub(ranks: Ranks, tmp_path: Path) -> None:
     _built("mixtral").save_pretrained(tmp_path)
     first, second = ranks.run(_loads, "mixtral", str(tmp_path), {"pp": 2}, None, timeout=240)
@@ -175,7 +176,7 @@ def test_a_stage_reads_its_own_layers_from_a_checkpoint_of_the_hub(ranks: Ranks,
     assert "lm_head.weight" in second
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["llava", "nomic_bert", "llama"])
 def test_renamed_and_split_tensors_are_loaded(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     model = _built(kind)
@@ -192,6 +193,7 @@ def _transposed(folder: str) -> None:
         _loads("llama", folder, {"dp": 2}, "zero3")
 
 
+@pytest.mark.slow
 def test_tensors_of_the_same_name_and_another_shape_are_converted(ranks: Ranks, tmp_path: Path) -> None:
     state = {name: each.clone() for name, each in _built("llama").state_dict().items() if name != "lm_head.weight"}
     transposed = {name: each.T.contiguous() if "up_proj" in name else each for name, each in state.items()}

@@ -235,7 +235,7 @@ def _on_ranks(name: str, inputs: str, options: dict[str, Any]) -> Trained:
     return found
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_loss_outside_the_module_trains_as_on_one_process(ranks: Ranks, name: str) -> None:
     script = SCRIPTS[name]

@@ -148,6 +148,7 @@ def _resumed_with_full_state(kind: Any, strategy: str) -> dict[str, Tensor]:
     return {name: whole(each) for name, each in again.named_parameters()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 def test_a_full_optimizer_state_resumes_parameters_of_no_dims(ranks: Ranks, kind: Any, strategy: str) -> None:

@@ -72,11 +72,13 @@ def _check(folder: Path) -> None:
         assert_close(back(input_ids=IDS).logits, alone.eval()(input_ids=IDS).logits)
 
 
+@pytest.mark.slow
 def test_peft_loads_what_ranks_have_saved(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_saved, str(tmp_path / "ranks"), ("dp",), {"strategy": "zero3"}, world_size=2, timeout=240)
     _check(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_pipeline_save_one_adapter(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_saved, str(tmp_path / "ranks"), ("pp",), {"microbatches": 2}, world_size=2, timeout=240)
     _check(tmp_path)

@@ -64,7 +64,7 @@ def _on_ranks(script: Callable[[Setting], Found], folder: str, options: dict[str
     return script(Setting(Path(folder), options))
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_shows_what_it_shows_in_one_process(
@@ -75,6 +75,7 @@ def test_a_script_shows_what_it_shows_in_one_process(
         _assert_equal(found, alone)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("script", MOVED_OVER, ids=lambda script: script.__name__)
 def test_a_script_moved_over_from_ddp_shows_what_the_whole_batch_shows(

@@ -70,7 +70,8 @@ def _on_ranks(strategy: str | None) -> tuple[Any, int, list[str]]:
     return trained, len(model._known), said
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "megatron"])
 def test_it_trains_on_ranks_as_on_one_process_and_other_values_are_planned_anew(ranks: Ranks, strategy: str) -> None:
     expected = _trained(Packed())
     for found, num_plans, said in ranks.run(_on_ranks, strategy):

@@ -133,6 +133,7 @@ def _on_ranks(name: str, strategy: str) -> tuple[Trained, int]:
     return _trained(model, batches), len(model._known)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["gemma3", "qwen2.5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llava", "qwen2"))]
 )

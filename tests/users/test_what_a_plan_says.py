@@ -36,6 +36,7 @@ def _words(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [MESH, Mesh({"pp": 2, "tp": 2})], ids=["whole", "pipeline"])
 def test_a_plan_says_what_it_is_for_in_table_page_and_file(mesh: Mesh, tmp_path: Path) -> None:
     model, inputs = named("demo", 8, 32, 2)
@@ -74,6 +75,7 @@ def test_one_device_takes_what_a_plan_for_one_device_takes() -> None:
     assert not said.one_device.fits
 
 
+@pytest.mark.slow
 def test_gathered_weights_that_are_saved_are_a_part_of_memory_by_name() -> None:
     model, inputs = named("demo", 8, 32, 2)
     saved = autopar.plan(model, MESH, inputs, strategy="zero2")
@@ -128,6 +130,7 @@ def test_what_is_printed_is_short() -> None:
     assert repr(plan).startswith("Plan(dp=2 × tp=2, ") and len(repr(plan)) < 200
 
 
+@pytest.mark.slow
 def test_words_of_our_own_are_not_on_screen() -> None:
     model, inputs = named("demo", 8, 32, 1)
     plan = autopar.plan(model, MESH, inputs, memory="15MB")

@@ -25,12 +25,13 @@ agree on a version. Its steps drain, too, so that its order is that of 1f1b.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from autopar.errors import PipelineError
 
@@ -203,10 +204,6 @@ class Schedule:
             )
 
 
-def _is_below(numbers: Sequence[int], others: Sequence[int]) -> bool:
-    return all(one <= other for one, other in zip(numbers, others, strict=True))
-
-
 @cache
 def _in_flight_at_once(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
     stages = schedule.stages_of(rank)
@@ -214,15 +211,12 @@ def _in_flight_at_once(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], 
     for step in schedule.orders[rank]:
         now[step.stage] += {"F": 1, "I": 0}.get(step.kind, -1)
         met[tuple(now.values())] = None
-    most = [each for each in met if not any(_is_below(each, other) for other in met if other != each)]
-    return tuple(
-        each
-        for each in most
-        if not any(
-            _is_below(tuple(2 * number for number in each), tuple(map(sum, zip(*pair, strict=True))))
-            for pair in combinations((other for other in most if other != each), 2)
-        )
-    )
+    found = np.array(list(met))
+    below = np.all(found[:, None] <= found[None, :], axis=2)
+    most = found[np.sum(below, axis=1) == 1]  # below itself alone
+    firsts, seconds = np.triu_indices(len(most), 1)
+    pairs = most[firsts] + most[seconds]  # none is half way between itself and another, as none has less than another
+    return tuple(tuple(each) for each in most.tolist() if not np.any(np.all(2 * np.array(each) <= pairs, axis=1)))
 
 
 def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:

@@ -31,7 +31,7 @@ import numpy as np
 from autopar.errors import PipelineError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
-from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
+from autopar.pipeline.stages.cheapest_cut import Floats, Integers, cheapest_cut
 
 Place = tuple[int, int, int]
 """Stage, first block and end block."""
@@ -56,7 +56,7 @@ class CutProblem:
     """Blocks to be cut into the stages of `schedule`.
 
     `cut_seconds[i]` is the transfer of one micro-batch there and back if block i begins a stage (that of block 0 is not
-    read). `pins` says of blocks which stage they are in; `starts`, if given, are the first blocks of all stages.
+    read). `pins` says of blocks which stage they are in.
 
     Raises:
         PipelineError: More stages than blocks, or pins that no cut follows.
@@ -66,7 +66,6 @@ class CutProblem:
     cut_seconds: tuple[float, ...]
     schedule: Schedule
     pins: Mapping[int, int] = field(default_factory=dict)
-    starts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.cut_seconds) == len(self.blocks), "one transfer for every block"
@@ -76,17 +75,12 @@ class CutProblem:
                 f"were asked of a model of {len(self.blocks)} blocks; a stage needs one block at least. "
                 "Use a shorter pipeline axis or fewer chunks."
             )
-        self._check_starts()
         self._check_pins()
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Blocks and the stages they must be in: both ends of the model, the given starts, and the user's pins."""
-        starts = self.starts or ()
-        ends = [(start - 1, stage - 1) for stage, start in enumerate(starts) if stage > 0]
-        both = [(0, 0), (len(self.blocks) - 1, self.schedule.num_stages - 1)]
-        begins = [(start, stage) for stage, start in enumerate(starts)]
-        return tuple(sorted({*both, *ends, *begins, *self.pins.items()}))
+        """Blocks and the stages they must be in: both ends of the model, and the user's pins."""
+        return tuple(sorted({(0, 0), (len(self.blocks) - 1, self.schedule.num_stages - 1), *self.pins.items()}))
 
     @property
     def own_seconds(self) -> list[float]:
@@ -123,17 +117,6 @@ class CutProblem:
         name = self.blocks[block].name
         return f"block {block} ({name})" if name else f"block {block}"
 
-    def _check_starts(self) -> None:
-        if self.starts is None:
-            return
-        num_stages, num_blocks = self.schedule.num_stages, len(self.blocks)
-        rises = all(before < after for before, after in pairwise(self.starts))
-        if len(self.starts) != num_stages or self.starts[0] != 0 or not rises or self.starts[-1] >= num_blocks:
-            raise PipelineError(
-                f"stages={list(self.starts)} was found; needed are {num_stages} first blocks that begin with 0, "
-                f"rise, and stay below {num_blocks}. Give one for every stage, or none."
-            )
-
     def _check_pins(self) -> None:
         for block, stage in self.pins.items():
             assert 0 <= block < len(self.blocks), f"no block {block}"
@@ -168,7 +151,7 @@ class Cuts:
 
 def best_cuts(problem: CutProblem) -> Cuts:
     """The cut of least seconds, by the sums of its blocks."""
-    table = own_seconds(problem) + transfers(problem)
+    table = least_seconds(problem)
     starts = cheapest_cut(problem.fill(table), table, problem.schedule.num_ranks, problem.pace)
     assert starts is not None, "blocks have finite seconds, and a cut that follows the pins there is"
     return cuts_of(problem, table, starts)
@@ -194,6 +177,11 @@ def stages_of(starts: Sequence[int], num_blocks: int) -> list[Place]:
     return [(stage, first, end) for stage, (first, end) in enumerate(pairwise((*starts, num_blocks)))]
 
 
+def least_seconds(problem: CutProblem) -> Floats:
+    """[stage, first block, end block]: seconds of the blocks and of transfers, which no plan of a stage is below."""
+    return own_seconds(problem) + transfers(problem)
+
+
 def own_seconds(problem: CutProblem) -> Floats:
     """[stage, first block, end block]: seconds of the blocks for one micro-batch, infinite where a place forbids it."""
     num_blocks = len(problem.blocks)
@@ -201,12 +189,21 @@ def own_seconds(problem: CutProblem) -> Floats:
     positions = np.arange(num_blocks + 1)
     firsts, ends = positions[:, None], positions[None, :]
     sums = np.where(firsts < ends, until[None, :] - until[:, None], np.inf)
-    table = np.repeat(sums[None], problem.schedule.num_stages, axis=0)
+    first_from, first_to, end_from, end_to = (each[:, None, None] for each in _spans(problem))
+    allowed = (firsts >= first_from) & (firsts <= first_to) & (ends >= end_from) & (ends <= end_to)
+    return np.where(allowed, sums, np.inf)
+
+
+def _spans(problem: CutProblem) -> tuple[Integers, Integers, Integers, Integers]:
+    """The least and the most first block and end block of each stage, so that all have a block and places hold."""
+    num_stages, num_blocks = problem.schedule.num_stages, len(problem.blocks)
+    first_from, end_from = np.arange(num_stages), np.arange(num_stages) + 1
+    first_to, end_to = first_from + num_blocks - num_stages, end_from + num_blocks - num_stages
     for block, stage in problem.places:
-        has_block = (firsts <= block) & (block < ends)
-        table[:, has_block] = np.where(np.arange(len(table))[:, None] == stage, table[:, has_block], np.inf)
-        table[stage, ~has_block] = np.inf
-    return table
+        first_to[stage], end_from[stage] = min(first_to[stage], block), max(end_from[stage], block + 1)
+        first_from[stage + 1 :] = np.maximum(first_from[stage + 1 :], block + 1)
+        end_to[:stage] = np.minimum(end_to[:stage], block)
+    return first_from, first_to, end_from, end_to
 
 
 def transfers(problem: CutProblem) -> Floats:

@@ -102,13 +102,16 @@ def rooms_of_least(
 ) -> tuple[Room, ...] | None:
     """The same for the stages of one cut, each with room for its least peak, as if all of a rank were at it at once.
 
-    None where a rank has not so much.
+    None where a rank has not so much: nothing is asked of the ranks behind it.
     """
-    ends = pairwise((*starts, num_blocks))
-    least = [least_of(first, end, stage) for stage, (first, end) in enumerate(ends)]
-    ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-    if any(sum(least[stage] for stage in stages) > memory for stages in ranks):
-        return None
+    spans, least = list(pairwise((*starts, num_blocks))), [0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        left = memory
+        for stage in schedule.stages_of(rank):
+            least[stage] = least_of(*spans[stage], stage)
+            left -= least[stage]
+            if left < 0:
+                return None
     return shared_rooms(schedule, memory, lambda stage: [Sample(0.0, least[stage], 0.0)])
 
 

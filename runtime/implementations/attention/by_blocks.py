@@ -16,7 +16,7 @@ drops the same on all layouts (`autopar.program.operators.attention.dropout`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Pair, Piece, add_blocks, add_gradients, pairs_of
 from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
@@ -46,7 +46,7 @@ def attention(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     scale: float | None = None,
     enable_gqa: bool = False,
     key: int | None = None,

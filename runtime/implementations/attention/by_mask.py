@@ -5,7 +5,7 @@ A rank has the vectors of its queries, and those of all keys, which are small: t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, of_keys, scale_of
 from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.axes import Axes, num_parts_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
@@ -34,10 +34,12 @@ def attention_by_mask(
     rising: bool = False,
     reach: int | None = None,
     dropout_p: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     key: int | None = None,
 ) -> Tensor:
     """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.
@@ -52,7 +54,7 @@ def attention_by_mask(
     if dropout_p > 0:
         assert key is not None, "the rule gives calls with dropout a key"
         dropping = drawn(query, sizes[KEYS], dropout_p, key, axes, sizes, zigzag)
-    return in_steps(query, keys, value, call, (dropping, *vectors))
+    return in_steps(query, keys, value, call, (dropping, *vectors), sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def drawn(
     key: int,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str],
+    zigzag: Axes,
 ) -> Tensor:
     """What tells apart the samples and heads of this rank [B, H]; in the deterministic mode what its queries keep.
 
@@ -49,9 +49,9 @@ def drawn(
         # Of keys all are drawn, and blocks take theirs.
         over = [axes_of(split.get(factor, ()) if factor != KEYS else ()) for factor in whole]
         wide = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
-        kept = kept_of_whole(wide, [*whole.values()], p, over, [factor in zigzag for factor in whole])
+        kept = kept_of_whole(wide, [*whole.values()], p, over, [zigzag.get(factor, ()) for factor in whole])
         return kept.reshape(-1, *(kept.shape[-3:] if query.ndim > 2 else (1, *kept.shape[-2:])))
-    dealt = [Dealing(axes_of(split.get(factor, ())), factor in zigzag) for factor in whole]
+    dealt = [Dealing.of(factor, split, zigzag) for factor in whole]
     local = query.shape[: len(whole)]
     every = [axis for each in dealt for axis in each.axes]
 

@@ -7,12 +7,12 @@ none is then a mean over all keys, which blocks do not give.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axes
+from autopar.runtime.collectives.axes import IN_ORDER, Axes
 from autopar.runtime.implementations.attention.drawing import lines
 from autopar.runtime.implementations.attention.heads import shared_heads
 from autopar.runtime.implementations.attention.places import KEYS, QUERIES
@@ -31,7 +31,7 @@ def attention_with_dropout(
     key: int,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,20 @@ class Dealing:
     """How axes, outer first, split a sequence."""
 
     axes: tuple[Axis, ...]
-    zigzag: bool
-    """Each rank has two pieces of it (see `runtime.collectives.zigzag`), not one."""
+    zigzag: frozenset[str]
+    """Names of those that deal it: each of their ranks has two pieces of it (see `runtime.collectives.parts`)."""
+
+    @classmethod
+    def of(cls, factor: str, axes: Axes, zigzag: Axes) -> Dealing:
+        """By the keywords of an implementation."""
+        return cls(axes_of(axes.get(factor, ())), frozenset(zigzag.get(factor, ())))
 
     def pieces(self, size: int, ranks: Ranks) -> tuple[Piece, ...]:
         """The positions that the rank there has of so many, which the axes divide."""
         found = [(0, size)]
         for axis, rank in zip(self.axes, ranks, strict=True):
             part = size // axis.size
-            if self.zigzag:
+            if axis.name in self.zigzag:
                 half = part // 2
                 wanted = [(rank * half, half), (size - (rank + 1) * half, half)]
             else:
@@ -69,12 +74,12 @@ class Split:
     """How many positions back a query sees, and none ahead; None: any."""
 
     @classmethod
-    def of(cls, axes: Axes, zigzag: Collection[str], num_keys: int, reach: int | None = None) -> Split:
+    def of(cls, axes: Axes, zigzag: Axes, num_keys: int, reach: int | None = None) -> Split:
         """By the keywords of an implementation."""
         ring = tuple(name for name in axes.get(KEYS, ()) if name in axes.get(QUERIES, ()))
         return cls(
-            Dealing(axes_of(axes.get(QUERIES, ())), QUERIES in zigzag),
-            Dealing(axes_of(axes.get(KEYS, ())), KEYS in zigzag),
+            Dealing.of(QUERIES, axes, zigzag),
+            Dealing.of(KEYS, axes, zigzag),
             axis_of(joined_name(ring, range(len(ring)))) if axes_of(ring) else None,
             axes_of(name for name in axes.get(KEYS, ()) if name not in ring),
             num_keys,
@@ -98,7 +103,9 @@ class Split:
             return ()
         alike = [axis.name for axis in self.queries.axes] == [axis.name for axis in self.keys.axes]
         part = self.num_keys // num_parts_of(self.keys.axes)
-        return hops_of(self.reach if alike else None, part, self.ring.size, self.queries.zigzag)
+        dealt = [axis.name in self.queries.zigzag for axis in self.queries.axes]
+        reach = self.reach if alike and len(set(dealt)) == 1 else None
+        return hops_of(reach, part, self.ring.size, any(dealt))
 
     def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
         """The keys that a rank has after so many hops."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, autograd
 
 from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, axes_of, num_parts_of
 from autopar.runtime.collectives.functions import raw_reduce_scatter
 from autopar.runtime.implementations.attention.by_blocks import four_dims
 from autopar.runtime.implementations.attention.heads import shared_heads
@@ -40,7 +40,7 @@ def attention(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, autograd
 from torch.nn.functional import pad
 
 from autopar.program.operators.attention.hops import Hop, chains_of
+from autopar.program.operators.attention.sinks import gradient_of_sinks, with_sinks
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis
@@ -36,14 +37,18 @@ class Local(Protocol):
         ...
 
 
-def in_steps(q: Tensor, k: Tensor, v: Tensor, call: Local, masks: Sequence[Tensor | None]) -> Tensor:
+def in_steps(
+    q: Tensor, k: Tensor, v: Tensor, call: Local, masks: Sequence[Tensor | None], sinks: Tensor | None = None
+) -> Tensor:
     """The result [B, H, S, D] for this rank's queries; `masks` is what `call` needs beside, and stays on its rank."""
-    return _InSteps.apply(q, k, v, call, *masks)
+    return _InSteps.apply(q, k, v, sinks, call, *masks)
 
 
 class _InSteps(autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Local, *masks: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Local, *masks: Tensor | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         split = call.split
         total: tuple[Any, ...] = ()
@@ -61,16 +66,18 @@ class _InSteps(autograd.Function):
             if under_way is not None:
                 keys = under_way.arrived()
         out, lse = merged(total[0], total[1], split.merged)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
-        ctx.save_for_backward(q, k, v, out, lse, *masks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *masks)
         ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse, *masks = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *masks = ctx.saved_tensors
         call: Local = ctx.call
         split = call.split
         grad = grad.contiguous()
@@ -111,7 +118,8 @@ class _InSteps(autograd.Function):
         for arriving, chain in home:
             own = _added(own, arriving.arrived(), chain.first)
         (dq,), (dk, dv) = of_queries, own
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *(None,) * len(masks)
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, *(None,) * len(masks)
 
 
 def sent(here: Sequence[Tensor], own: Sequence[Tensor], split: Split, step: int) -> Travelling | None:

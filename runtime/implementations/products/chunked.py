@@ -3,7 +3,7 @@
 A rank has some rows of the input and some columns of the weight: it gathers the rows of all ranks. Or it has some
 features of all rows, and the rows of the weight that go with them: it reduces all rows of the result, and has its own.
 The backward of either has the collective of the other. Gathered rows are kept for the weight's gradient, or (`again`)
-gathered once more for it.
+gathered once more for it, whole. With `whole` the forward gathers them whole, too.
 
 Where a group of GPUs has symmetric memory, kernels of torch do this rank by rank (`fused`): `_way` decides.
 
@@ -16,8 +16,8 @@ Legend: M rows of one rank, n·M of all, K features, O columns; dims before the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, autograd
 from torch.nn import functional as F
 
 from autopar.program.operators.derivatives import is_asked_for, once_differentiable
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of
+from autopar.runtime.collectives.axes import IN_ORDER, Axes, Axis, axes_of
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
 from autopar.runtime.implementations.products.fused import gather_and_multiply, is_fused, multiply_and_scatter
 from autopar.strategies.rules.products.chunked import COLUMN, ROW, chunks_of
@@ -38,14 +38,15 @@ def linear(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
+    whole: int = 0,
 ) -> Tensor:
     """As `aten.linear.default`. Moves, of n ranks, the input's or the output's whole rows, and again backward.
 
     With `again` gathered rows are not kept for the backward, which moves them once more.
     """
-    return _product(x, weight, bias, f"...{x.ndim - 2}", axes, zigzag, again)
+    return _product(x, weight, bias, f"...{x.ndim - 2}", axes, zigzag, again, whole)
 
 
 def linears(
@@ -53,11 +54,12 @@ def linears(
     *operands: Tensor | None,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
+    whole: int = 0,
 ) -> tuple[Tensor, ...]:
     """`linear` of one input with several weights, each followed by its bias or None, gathered once for all."""
-    return _of_gathered(x, f"...{x.ndim - 2}", axes, zigzag, again, operands)
+    return _of_gathered(x, f"...{x.ndim - 2}", axes, zigzag, again, whole, operands)
 
 
 def matmul(
@@ -66,11 +68,12 @@ def matmul(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
+    whole: int = 0,
 ) -> Tensor:
     """As `aten.matmul.default` with a matrix; moves as much as `linear`."""
-    return _product(x, other.mT, None, "m", axes, zigzag, again)
+    return _product(x, other.mT, None, "m", axes, zigzag, again, whole)
 
 
 mm = matmul
@@ -81,11 +84,12 @@ def matmuls(
     *others: Tensor,
     axes: Axes,
     sizes: Mapping[str, int],
-    zigzag: Collection[str] = (),
+    zigzag: Axes = IN_ORDER,
     again: int = 0,
+    whole: int = 0,
 ) -> tuple[Tensor, ...]:
     """`matmul` of one input with several matrices, gathered once for all."""
-    return _of_gathered(x, "m", axes, zigzag, again, [each for other in others for each in (other.mT, None)])
+    return _of_gathered(x, "m", axes, zigzag, again, whole, [each for other in others for each in (other.mT, None)])
 
 
 SHARED = {linear: linears, matmul: matmuls}
@@ -101,9 +105,14 @@ class _Way:
     gathers: bool
     fused: bool
 
+    @property
+    def whole(self) -> _Way:
+        """The same rows in one chunk, and in no kernel with a product."""
+        return replace(self, chunks=self.chunks.in_one(), fused=False)
 
-def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str], whole: bool = False) -> _Way:
-    """How rows travel; `whole`: not in chunks, nor in one kernel with a product."""
+
+def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Axes) -> _Way:
+    """Return how rows travel."""
     assert w_OK is not None, "a product without a weight"
     shared = {factor: [name for name in axes[rows] if name in axes.get(factor, ())] for factor in (COLUMN, ROW)}
     gathers = bool(shared[COLUMN])
@@ -112,26 +121,24 @@ def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collecti
     leading = [*x.shape[:dim], x.shape[dim] if gathers else x.shape[dim] // axis.size]
     features = w_OK.shape[1 if gathers else 0]
     along, sizes = chunks_of(leading, math.prod(leading) * features * x.itemsize * axis.size)
-    if whole:
-        along, sizes = 0, (leading[0],)
-    chunks = Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag)
-    return _Way(axis, chunks, gathers, not whole and is_fused(x, axis, chunks.zigzag))
+    chunks = Chunks(dim, along, sizes, axis.size, axis.name in zigzag.get(rows, ()))
+    return _Way(axis, chunks, gathers, is_fused(x, axis, chunks.zigzag))
 
 
 def _of_gathered(
-    x: Tensor, rows: str, axes: Axes, zigzag: Collection[str], again: int, operands: Sequence[Tensor | None]
+    x: Tensor, rows: str, axes: Axes, zigzag: Axes, again: int, whole: int, operands: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """The rows of all ranks by several weights, each followed by its bias or None."""
-    way = _way(x, operands[0], rows, axes, zigzag, bool(again))
-    return (_OfGatheredAgain if again else _OfGathered).apply(x, way, *operands)
+    way = _way(x, operands[0], rows, axes, zigzag)
+    return (_OfGatheredAgain if again else _OfGathered).apply(x, way.whole if whole else way, *operands)
 
 
 def _product(
-    x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str], again: int
+    x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Axes, again: int, whole: int
 ) -> Tensor:
     way = _way(x, w_OK, rows, axes, zigzag)
     if way.gathers:
-        (out,) = _of_gathered(x, rows, axes, zigzag, again, (w_OK, bias))
+        (out,) = _of_gathered(x, rows, axes, zigzag, again, whole, (w_OK, bias))
         return out
     out = _ThenReduced.apply(x, w_OK, way)
     return out if bias is None else out + bias
@@ -187,15 +194,27 @@ def _fused_products_of_gathered(
     return whole, [product if bias is None else product.add_(bias) for product, bias in pairs]
 
 
+def _products(
+    x: Tensor, way: _Way, operands: Sequence[Tensor | None], keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The rows of all ranks, if they are to be kept, and their product by each weight, each followed by its bias."""
+    products_of = _fused_products_of_gathered if way.fused else _products_of_gathered
+    return products_of(x, way, operands[::2], operands[1::2], keep)  # type: ignore[arg-type]
+
+
+def _sum_of_products(parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+    """The sum of parts [..., O], each by its matrix [O, K], in one buffer."""
+    total = parts[0] @ matrices[0]
+    for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+        total.view(-1, total.shape[-1]).addmm_(part.flatten(0, -2), matrix)
+    return total
+
+
 def _reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way: _Way) -> Tensor:
     """This rank's rows of the sum over ranks of all parts [n·M, O], each by its matrix [O, K]."""
     reduced = _Reduced(way)
     for chunks in zip(*map(way.chunks.of_whole, parts), strict=True):
-        first, *others = zip(chunks, matrices, strict=True)
-        product = first[0] @ first[1]
-        for chunk, matrix in others:
-            product = product + chunk @ matrix
-        reduced.add(product)
+        reduced.add(_sum_of_products(chunks, matrices))
     return reduced.arrived()
 
 
@@ -223,9 +242,8 @@ class _OfGathered(autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, *operands: Tensor | None) -> tuple[Tensor, ...]:
         of_x, _, *of_operands = ctx.needs_input_grad
-        weights, biases = operands[::2], operands[1::2]
-        products_of = _products_of_gathered if not way.fused else _fused_products_of_gathered
-        whole, products = products_of(x, way, weights, biases, any(of_operands[::2]))  # type: ignore[arg-type]
+        weights = operands[::2]
+        whole, products = _products(x, way, operands, any(of_operands[::2]))
         ctx.save_for_backward(whole, *(weights if of_x else ()))
         ctx.way, ctx.are_tensors = way, [True, False, *(each is not None for each in operands)]
         return tuple(products)
@@ -250,10 +268,10 @@ class _OfGatheredAgain(autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, *operands: Tensor | None) -> tuple[Tensor, ...]:
         of_x, _, *of_operands = ctx.needs_input_grad
-        (whole,) = _gathered(x, way)
+        _, products = _products(x, way, operands, keep=False)
         ctx.save_for_backward(x if any(of_operands[::2]) else None, *(operands[::2] if of_x else ()))
-        ctx.way, ctx.are_tensors = way, [True, False, *(each is not None for each in operands)]
-        return tuple(F.linear(whole, w_OK, bias) for w_OK, bias in zip(operands[::2], operands[1::2], strict=True))  # type: ignore[arg-type]
+        ctx.way, ctx.are_tensors = way.whole, [True, False, *(each is not None for each in operands)]
+        return tuple(products)
 
     @staticmethod
     @once_differentiable
@@ -263,9 +281,7 @@ class _OfGatheredAgain(autograd.Function):
         gathering = start_gather(x, way.axis) if any(of_operands[::2]) else None
         reducing = None
         if of_x:
-            of_rows = grads[0] @ weights[0]
-            for grad, w_OK in zip(grads[1:], weights[1:], strict=True):
-                of_rows = of_rows + grad @ w_OK
+            of_rows = _sum_of_products(grads, weights)
             reducing = start_reduce_scatter(way.chunks.by_rank(of_rows), way.axis)
             del of_rows
         whole = None if gathering is None else way.chunks.of_ranks(arrived(gathering))

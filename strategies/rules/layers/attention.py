@@ -174,7 +174,8 @@ def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Co
     merged = [Collective("all_reduce", "t", rows * wide * size) for size in (1, 1, value.shape[-1])]
     if parts == 1:
         return tuple(merged)
-    hops = hops_of(reach if sizes["s"] == sizes["t"] else None, sizes["t"], parts, ZIGZAG + "s" in sizes)
+    dealt, alike = sizes.get(ZIGZAG + "s", 0), sizes["s"] == sizes["t"]
+    hops = hops_of(reach if alike and dealt < 2 else None, sizes["t"], parts, bool(dealt))
     keys, gradients = each * value.dtype.itemsize, each * wide
     return (
         *(Collective("permute", around, keys * hop.size) for hop in hops),

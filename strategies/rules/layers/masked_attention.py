@@ -29,7 +29,8 @@ def attention_by_mask(call: Call) -> OpRule:
     heads, key_heads = head_dims(query, key)
     scores, names = (*query[:-1], key[-2]), ["a0", *heads, "s", "t"]
     queries, keys = term([*names[:-1], WHOLE]), [names[0], *key_heads, "t", WHOLE]
-    vectors = [term(broadcast(each.shape, scores, names)) for each in call["vectors"]]
+    sinks = () if call["sinks"] is None else (call["sinks"],)
+    vectors = [term(broadcast(each.shape, scores, names)) for each in (*call["vectors"], *sinks)]
     around = query[-2] == key[-2]
     further, alone, shared = heads_alone(call)
     dropout = call["dropout_p"] > 0
@@ -55,7 +56,7 @@ def attention_by_mask(call: Call) -> OpRule:
         efficiency="masked attention",
         head_size=query[-1],
         only_together=frozenset({"t"}) if around else frozenset(),
-        choices=(*alone, *((_ring(call["vectors"]),) if around else ())),
+        choices=(*alone, *((_ring((*call["vectors"], *sinks)),) if around else ())),
     )
 
 

@@ -12,7 +12,8 @@ keys and values do, gather it once, all of them or none: its traffic and what is
     rows + o, again    the input is gathered whole; a rank keeps its own rows, and gathers the others again in the
                        backward, beside the product for the input's gradient, which is reduced beside the weight's
 
-as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own.
+as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own. In a
+segment that gathers again (`recompute="selective"`) gathers in chunks do the same in the backward.
 """
 
 from __future__ import annotations
@@ -87,16 +88,26 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
         on_demand=True,
         scratch_bytes=_scratch_bytes,
         saved_bytes=_saved_bytes,
+        backward_bytes=_backward_bytes,
         unkept=_unkept,
         hidden_share=_hidden_share,
         choices=(choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)),
         launches=_launches,
         shared=frozenset({together(call, COLUMN)}),
     )
+    regathering = replace(
+        first,
+        traffic=_traffic_regathering,
+        keywords=(("again", 1),),
+        saved_bytes=_nothing,
+        unkept=None,
+        backward_bytes=_regathered_bytes,
+        hidden_share=_hidden_share_regathering,
+    )
     again = replace(
         first,
         traffic=_traffic_again,
-        keywords=(("again", 1),),
+        keywords=(("again", 1), ("whole", 1)),
         name=AGAIN,
         scratch_bytes=_gathered_bytes,
         saved_bytes=_own_rows,
@@ -105,10 +116,15 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
         choices=first.choices[:1],
         launches=None,
     )
-    return (
-        replace(first, follower=replace(first, traffic=_of_scattered, saved_bytes=_kept_by_another)),
-        replace(again, follower=replace(again, traffic=_of_scattered, saved_bytes=_kept_by_another)),
+    return tuple(
+        replace(each, regathering=other, follower=replace(_follower(each), regathering=_follower(other)))
+        for each, other in ((first, regathering), (again, replace(again, saved_bytes=_nothing, unkept=None)))
     )
+
+
+def _follower(implementation: Implementation) -> Implementation:
+    """Return what runs a call whose input comes with that of another call."""
+    return replace(implementation, traffic=_of_scattered, saved_bytes=_nothing)
 
 
 def _of_scattered(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
@@ -116,8 +132,8 @@ def _of_scattered(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
     return () if _gathers(sizes) else _traffic(call, sizes)
 
 
-def _kept_by_another(call: Call, sizes: LocalSizes) -> int:
-    """Nothing, as the other call keeps it."""
+def _nothing(call: Call, sizes: LocalSizes) -> int:
+    """No bytes: another call keeps them, or they count as those of an input."""
     return 0
 
 
@@ -175,6 +191,11 @@ def _saved_bytes(call: Call, sizes: LocalSizes) -> int:
     return sum(_moved(call, sizes)) if _gathers(sizes) and call.inputs[1].requires_grad else 0
 
 
+def _backward_bytes(call: Call, sizes: LocalSizes) -> int:
+    """The rows that were gathered; or gradients of all results, which are gathered for the weight's."""
+    return sum(_moved(call, sizes)) if call.inputs[1].requires_grad else 0
+
+
 def _unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
     """This rank's rows, which are among those that were gathered."""
     return frozenset({0}) if _gathers(sizes) else frozenset()
@@ -217,3 +238,23 @@ def _traffic_again(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
 def _hidden_share_again(call: Call, sizes: LocalSizes) -> float:
     """What travels in the backward, where there are two products to run beside it."""
     return 2 / 3 if _learns(call, sizes) and call.inputs[1].requires_grad else 0.0
+
+
+def _traffic_regathering(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    """Rows gathered in chunks, and in the backward as by `_traffic_again`; results reduced as by `_traffic`."""
+    if not _gathers(sizes) or not _splits(sizes):
+        return _traffic(call, sizes)
+    forward = (each for each in _traffic(call, sizes) if not each.backward)
+    return (*forward, *(each for each in _traffic_again(call, sizes) if each.backward))
+
+
+def _regathered_bytes(call: Call, sizes: LocalSizes) -> int:
+    return (_travelling_bytes if _gathers(sizes) else _backward_bytes)(call, sizes)
+
+
+def _hidden_share_regathering(call: Call, sizes: LocalSizes) -> float:
+    """All but one chunk of the forward, and what travels in the backward if there are two products."""
+    if not _gathers(sizes):
+        return _hidden_share(call, sizes)
+    beside, learns, weighs = 1 - 1 / len(_moved(call, sizes)), _learns(call, sizes), call.inputs[1].requires_grad
+    return (beside + 2 * (learns and weighs)) / (1 + learns + weighs)

@@ -56,6 +56,7 @@ def _loss(output: tuple[Tensor, Tensor]) -> Tensor:
     return output[0].square().mean() + output[1].square().mean()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_forces_through_an_activation_are_those_of_one_process(name: str) -> None:
     assert_as_eager(Energy(ACTIVATIONS[name]), (X_B3,), loss=_loss, tolerance=1e-5)

@@ -99,6 +99,7 @@ HOW: dict[str, Callable[[Net, Tensor], Any]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("how", HOW)
 def test_a_transform_is_that_of_one_process(how: str) -> None:
     assert_as_eager(Net(HOW[how]), (X_B3,), tolerance=1e-5)

@@ -77,7 +77,7 @@ def _without_bias(model: Stack) -> None:
     model.each()[2].up.register_parameter("bias", None)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "change",
     [

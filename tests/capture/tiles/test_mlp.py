@@ -93,6 +93,7 @@ def test_an_mlp_in_this_form_is_taken_in_tiles(between: Between) -> None:
     assert node.meta["tensor"].shape == (3, 5, 8)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "number", "activation"),
     [("gpt2", 2, "gelu_tanh"), ("llama", 2, "silu"), ("bert", 2, "gelu"), ("t5", 4, "relu"), ("mlp", 1, "gelu")],

@@ -118,7 +118,7 @@ def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_
         lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
     )
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, limit, cutoff=(free.seconds + best.bound) / 2, stated=stated)
+        make_plan(space, {}, limit, cutoff=0.8 * free.seconds + 0.2 * best.bound, stated=stated)
     assert seen == [best.multiplier] and caught.value.seconds <= best.bound * (1 + 1e-9)
     assert make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf), stated=stated)[0].seconds == (
         best.seconds

@@ -38,7 +38,7 @@ def best(space: Space) -> Plan:
     return make_plan(space, {}, int(0.8 * make_plan(space, {})[0].peak_bytes))[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(1e-3, 4e-3), (0.2, 0.5)], ids=["near", "wide"])
 def test_what_is_left_of_one_row_has_the_best_plan(
     space: Space, best: Plan, shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch

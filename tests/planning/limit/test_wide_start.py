@@ -86,6 +86,7 @@ def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
     assert (again.seconds, again.bound, choices) == (alone.seconds, alone.bound, same)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*not proven best")
 @pytest.mark.parametrize("share", [0.8, 2.0])
 def test_what_the_time_ended_is_not_kept(
@@ -116,6 +117,7 @@ def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[fl
         assert len(asked) > count
 
 
+@pytest.mark.slow
 def test_a_search_begins_at_the_prices_of_another_plan_of_the_model(
     space: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:

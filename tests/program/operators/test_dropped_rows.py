@@ -31,6 +31,7 @@ def dropped(way: str, capacity_factor: float) -> list[float]:
         return [each.item() / found.rows[0] for each in local_values(found.dropped[0])]
 
 
+@pytest.mark.slow
 def test_ranks_count_the_rows_that_their_samples_drop() -> None:
     found = dropped("t", 0.5)
     assert found[0] != found[1] and sum(found) > 0

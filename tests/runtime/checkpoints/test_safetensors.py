@@ -65,8 +65,8 @@ def _goes_on(folder: str, saved: str, strategy: str) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("strategy", ["zero3", "data_parallel", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel", "megatron"])
 def test_a_checkpoint_trains_on_ranks_and_comes_back_as_one_process_has_it(
     ranks: Ranks, tmp_path: Path, strategy: str
 ) -> None:

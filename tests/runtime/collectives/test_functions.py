@@ -254,7 +254,7 @@ def _operations_between_ranks() -> set[str]:
 def test_no_collective_on_gloo_has_a_name_that_its_threads_corrupt_the_heap_with(ranks: Ranks) -> None:
     for names in ranks.run(_operations_between_ranks):
         assert "all_gather_into_tensor_out" in names
-        assert "all_gather_into_tensor" not in names  # "ALLGATHER_COALESCED", see `gathered_rows`
+        assert "all_gather_into_tensor" not in names  # "ALLGATHER_COALESCED", see `rows_in_flight`
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -37,7 +37,7 @@ def _shared_and_alone(case: Case) -> list[Training]:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

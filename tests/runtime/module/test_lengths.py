@@ -224,6 +224,7 @@ def _refused_on_every_rank() -> None:
         model(input_ids=ids, labels=BATCHES[1]["labels"])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_padded_is_refused_on_every_rank(ranks: Ranks) -> None:
     ranks.run(_refused_on_every_rank)
 

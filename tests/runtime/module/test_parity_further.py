@@ -39,7 +39,7 @@ def test_a_further_family_trains_on_ranks_as_on_one_process(ranks: Ranks, family
     assert {"dp", "tp"} <= {axis for kind, axis, role in found.roles if kind == "call" and role != "replicated"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", FURTHER)
 def test_what_a_further_family_computes_most_with_is_split(family: str, preset: str | None) -> None:

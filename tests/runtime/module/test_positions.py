@@ -97,6 +97,7 @@ def _goes_on(folder: str) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_ring_goes_on_elsewhere(ranks: Ranks, tmp_path: Any) -> None:
     for here, *elsewhere in ranks.run(_goes_on, str(tmp_path)):
         for losses in elsewhere:

@@ -85,7 +85,7 @@ def by_hand(case: PipelineCase) -> Training:
     return pipeline_training.train(case, model, lambda step: accumulated(case, model, step))  # type: ignore[arg-type]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -63,6 +63,7 @@ def test_positions_may_be_dealt_by_zigzag(ranks: Ranks, strategy: str, mesh: tup
     assert ("call", "dp" if len(mesh) == 1 else "tp", "sequence") in found.roles
 
 
+@pytest.mark.slow
 def test_one_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks) -> None:
     case = Case("llama_loss", (2,), options={"strategy": "zero3", "loss_tiles": 4}, dtype=torch.bfloat16, steps=2)
     check_rounding(ranks, case)
@@ -161,7 +162,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     [

@@ -55,6 +55,7 @@ def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     assert found.plan is not None and found.plan.choices["mlp_in_tiles_default"].count("-") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -75,6 +76,7 @@ def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
     assert case.family != "llama" or ("call", "dp", "sequence") in found.roles
 
 
+@pytest.mark.slow
 def test_one_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks) -> None:
     case = Case("llama", (2,), options={"strategy": "zero3", "mlp_tiles": 4}, dtype=torch.bfloat16, steps=2)
     check_rounding(ranks, case)
@@ -133,7 +135,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     [("data_parallel", torch.float32), ("megatron", torch.bfloat16), ("zero3", torch.bfloat16)],

@@ -172,6 +172,7 @@ def test_presets_accumulate_on_ranks_as_on_one_process(ranks: Ranks, family: str
     check(ranks, PipelineCase(family, "dp2xtp2", options={"strategy": strategy}))
 
 
+@pytest.mark.slow
 def test_bfloat16_rounds_no_worse_over_micro_batches_than_on_one_process(ranks: Ranks) -> None:
     check_rounding(ranks, PipelineCase("llama", "dp2", dtype=torch.bfloat16, steps=2))
 
@@ -236,7 +237,7 @@ def _again() -> None:
         args, kwargs = batch_of(microbatches_of(case, step))
         loss = model.train_step(*args, **kwargs)
         assert not loss.requires_grad and loss.ndim == 0
-        assert_close(float(loss), accumulated(case, alone, step))
+        assert_close(float(loss), accumulated(case, alone, step), rtol=1e-6, atol=1e-6)
     theirs = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         assert_close(whole(parameter.grad), theirs[name].grad)

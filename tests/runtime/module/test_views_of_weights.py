@@ -64,6 +64,7 @@ def _gathered_again(graph: fx.Graph) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "said"),
     [
@@ -87,6 +88,7 @@ def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int],
     assert fault_of(found, train_alone(model(), steps)) == ""
 
 
+@pytest.mark.slow
 def test_pieces_of_a_packed_weight_are_exchanged_once_for_all_micro_batches() -> None:
     batch = MIXTRAL.inputs(0)[1]
     with simulate(4) as mode, planning_alone(mode, lambda space, pins: pins):

@@ -44,7 +44,7 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
     return found, compiled.plan.rank_bytes(on.get_local_rank("pp"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "schedule", "options"),
     [

@@ -319,6 +319,7 @@ def _first_rows(inputs: Any, share: int) -> Any:
     return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "evaluated_first"),
     [("gpt2", False), *(pytest.param("resnet", each, marks=pytest.mark.slow) for each in (True, False))],

@@ -105,6 +105,7 @@ def measured(schedule: str, options: dict[str, Any]) -> Measured:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "schedule", "options"),
     [

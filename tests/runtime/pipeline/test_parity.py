@@ -93,6 +93,14 @@ def test_presets_go_with_a_pipeline(ranks: Ranks, strategy: str, family: str, me
     check(ranks, PipelineCase(family, mesh, options={"strategy": strategy}, steps=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "family", "mesh"), [("sp+cp", "llama", "pp2xcp2xtp2"), ("fsdp+ep", "qwen3_moe", "pp2xdp2xep2")]
+)
+def test_joined_presets_go_with_a_pipeline(ranks: Ranks, strategy: str, family: str, mesh: str) -> None:
+    check(ranks, PipelineCase(family, mesh, options={"strategy": strategy}, steps=2))
+
+
 def test_positions_that_are_dealt_go_through_stages_without_attention(ranks: Ranks) -> None:
     check(ranks, PipelineCase("gpt2", "pp2xtp2", "interleaved_1f1b", options={"strategy": "ring"}, steps=2))
 

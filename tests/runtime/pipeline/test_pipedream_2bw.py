@@ -169,6 +169,7 @@ def _memory(schedule: str) -> tuple[dict[str, int], int, int]:
     return parts, stored, sum(each.nbytes for each in model._older_weights._values.values())
 
 
+@pytest.mark.slow
 def test_the_second_version_is_counted_as_it_is_stored(ranks: Ranks) -> None:
     for parts, stored, older in ranks.run(_memory, NAME, world_size=4, timeout=120):
         assert parts["older weights"] == parts["parameters"] == stored == older

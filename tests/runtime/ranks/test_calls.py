@@ -307,6 +307,7 @@ def _late(rank: int) -> None:
     train(model)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_long_names_who_is_late_and_goes_on(tmp_path: Path) -> None:
     first, second = ends_of(_late, tmp_path, 2)
     assert (first.status, second.status, second.printed) == (0, 0, "")

@@ -168,6 +168,7 @@ def test_a_rank_that_leaves_early_is_named_by_all_others(tmp_path: Path) -> None
         assert "rank 1 ended without a message" in said[rank]
 
 
+@pytest.mark.slow
 def test_an_input_refused_by_one_rank_ends_all(tmp_path: Path) -> None:
     said = _ended(_give_rank_3_another_batch, tmp_path)
     assert said[3].startswith("InputError: a batch of 7 samples does not divide into 4 micro-batches")

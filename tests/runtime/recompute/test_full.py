@@ -1,4 +1,4 @@
-"""Full recomputation runs collectives again: training equals one process, and moves the bytes that plans predict."""
+"""Recomputation runs collectives again: training equals one process, and moves the bytes that plans predict."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ CASES = {
     "ring": _case("llama", (2, 2), "ring"),
     "ulysses": _case("llama", (2,), "ulysses"),
     "sequence parallel": _case("llama", (2,), "megatron_sequence", micro_steps=2),
+    "selective": _case("llama", (2, 2), "fsdp+sp", micro_steps=2, recompute="selective"),
     "tensor parallel": _case("t5", (2, 2), "megatron"),
     "experts": _case("mixtral", (2, 2), "expert_data"),
 }

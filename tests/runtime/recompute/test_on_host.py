@@ -84,7 +84,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "shape", "many", "options"), CASES)
 def test_models_are_trained_as_on_one_process(
     ranks: Ranks, family: str, shape: tuple[int, ...], many: int, options: dict[str, Any]
@@ -183,6 +183,7 @@ def compiled_by_torch(evaluates: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_trained_with_activations_on_the_host(ranks: Ranks) -> None:
     free = ranks.run(limited, None, {}, timeout=180)
     said: dict[str, Any] = {"strategy": "zero3", "optimizer": "sgd", "outputs": "full", "hardware": FAST}
@@ -234,6 +235,7 @@ def by_layers(
     return found, expected, sent, planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "backend", "precision"),
     [

@@ -200,7 +200,7 @@ def test_nothing_is_held_once_the_backward_is_done() -> None:
     assert not left
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_forward_without_a_backward_leaves_nothing_behind(mode: str) -> None:
     """Nothing waits for the collector of cycles."""
@@ -252,6 +252,7 @@ class Mixed(Blocks):
             return super().forward(x_BD).float()
 
 
+@pytest.mark.slow
 def test_casts_of_weights_are_made_again() -> None:
     model = of_model(Mixed(torch.sin), (torch.randn(4, 8),), {})
     found = [torch.autograd.grad(loss_of(model.forward(mode, model.inputs())), model.learned) for mode in MODES]

@@ -1,11 +1,13 @@
 """Attention under a mask that is an expression in vectors: worked out, and left out, block by block.
 
-    attention_by_mask(query, key, value, vectors, mask, scale=None, dropout_p=0.0) -> y
+    attention_by_mask(query, key, value, vectors, mask, scale=None, dropout_p=0.0, sinks=None) -> y
 
 `mask` is the text of an expression (`expressions`) in `vectors`, of truth values, or of what is added to the scores in
 the type of the queries. No tensor has a dim of queries and one of keys but for one block, and that is not kept: the
 backward makes it again. What a mask hides of a query, and where it is, follows from the vectors alone, so that queries,
 and keys, may be given in any order, with their vectors in the same one. A query that sees no key gets zeros.
+
+`sinks` are one more score of each query, by its head, to which no value belongs (module `sinks`).
 
 `capture.masks` puts the operator in the place of `scaled_dot_product_attention`. Legend as in `kernels`.
 """
@@ -26,8 +28,9 @@ from torch.nn.functional import pad
 
 from autopar.program.operators.attention.dropout import Dropout, Range, lines_of
 from autopar.program.operators.attention.expressions import Expression, evaluate, parse
-from autopar.program.operators.attention.kernels import Block
+from autopar.program.operators.attention.kernels import Block, takes_windows
 from autopar.program.operators.attention.masked_blocks import rows_of
+from autopar.program.operators.attention.sinks import gradient_of_sinks, with_sinks
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.program.operators.attention.tiles import tiles
 from autopar.program.operators.derivatives import once_differentiable
@@ -68,9 +71,19 @@ def _block(
 
 
 def _blocks(
-    text: str, vectors: Sequence[Tensor], q: Tensor, k: Tensor, scale: float, dropout: Dropout | None
+    text: str,
+    vectors: Sequence[Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    dropout: Dropout | None,
+    window: int | None,
 ) -> Iterator[tuple[Range, Range, Block]]:
     """Queries, keys and what is computed of them, of every block that is not hidden."""
+    q, k, v = tensors
+    all_queries, all_keys = (0, q.shape[-2]), (0, k.shape[-2])
+    if window is not None and dropout is None and (window >= q.shape[-2] or takes_windows(q, v)):
+        yield all_queries, all_keys, Block(scale, causal=True, window=window if window < q.shape[-2] else None)
+        return
     expression = parse(text)
     for queries, blocks in rows_of(expression, vectors, q.shape[-2], k.shape[-2]):
         for keys, seen in blocks:
@@ -112,10 +125,11 @@ def _attend(
     p: float = 0.0,
     rows: Tensor | None = None,
     columns: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_shapes(q, k, v, vectors)
     total = Sum.empty(q, v)
-    for queries, keys, block in _blocks(mask, vectors, q, k, scale, _dropout(p, rows, columns)):
+    for queries, keys, block in _blocks(mask, vectors, (q, k, v), scale, _dropout(p, rows, columns), window):
         total.add(queries, keys, q, k, v, block)
     return total.out_BHSD, total.lse_BHS
 
@@ -133,10 +147,11 @@ def _attend_backward(
     p: float = 0.0,
     rows: Tensor | None = None,
     columns: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = Gradients.empty(q, k, v)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
-    for queries, keys, block in _blocks(mask, vectors, q, k, scale, _dropout(p, rows, columns)):
+    for queries, keys, block in _blocks(mask, vectors, (q, k, v), scale, _dropout(p, rows, columns), window):
         sums.add(queries, keys, grad, q, k, v, out, lse, block)
     return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
 
@@ -165,21 +180,27 @@ class _ByMask(torch.autograd.Function):
         p: float,
         rows: Tensor | None,
         columns: Tensor | None,
+        window: int | None,
+        sinks: Tensor | None,
         *vectors: Tensor,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mask, ctx.scale, ctx.p = mask, scale, p
-        out, lse = ATTEND(q, k, v, vectors, mask, scale, p, rows, columns)
+        ctx.mask, ctx.scale, ctx.p, ctx.window = mask, scale, p, window
+        out, lse = ATTEND(q, k, v, vectors, mask, scale, p, rows, columns, window)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, rows, columns, *vectors)
+        ctx.save_for_backward(q, k, v, out, lse, rows, columns, sinks, *vectors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse, rows, columns, *vectors = ctx.saved_tensors
-        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, ctx.mask, ctx.scale, ctx.p, rows, columns)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None,) * (5 + len(vectors))
+        q, k, v, out, lse, rows, columns, sinks, *vectors = ctx.saved_tensors
+        said = ctx.mask, ctx.scale, ctx.p, rows, columns, ctx.window
+        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, *said)
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None,) * 6, of_sinks, *(None,) * len(vectors)
 
 
 def _attention(
@@ -193,6 +214,8 @@ def _attention(
     rising: bool = False,
     reach: int | None = None,
     dropout_p: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows = columns = None
     if dropout_p:
@@ -202,16 +225,19 @@ def _attention(
         queries, keys = (torch.arange(x.shape[2], device=device) for x in (query, key))
         drawn = Dropout.of(dropout_p, lines, queries, keys)
         rows, columns = drawn.rows_BHS, drawn.columns_T
-    return _ByMask.apply(query, key, value, mask, scale_of(query, scale), dropout_p, rows, columns, *vectors)
+    said = mask, scale_of(query, scale), dropout_p, rows, columns, window, sinks
+    return _ByMask.apply(query, key, value, *said, *vectors)
 
 
 for _schema in (
     "attend_by_mask(Tensor q, Tensor k, Tensor v, Tensor[] vectors, str mask, float scale, float p=0.0,"
-    " Tensor? rows=None, Tensor? columns=None) -> (Tensor, Tensor)",
+    " Tensor? rows=None, Tensor? columns=None, int? window=None) -> (Tensor, Tensor)",
     "attend_by_mask_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] vectors, Tensor out, Tensor lse,"
-    " str mask, float scale, float p=0.0, Tensor? rows=None, Tensor? columns=None) -> (Tensor, Tensor, Tensor)",
+    " str mask, float scale, float p=0.0, Tensor? rows=None, Tensor? columns=None, int? window=None)"
+    " -> (Tensor, Tensor, Tensor)",
     "attention_by_mask(Tensor query, Tensor key, Tensor value, Tensor[] vectors, str mask, float? scale=None,"
-    " float seen=1.0, bool rising=False, int? reach=None, float dropout_p=0.0) -> Tensor",
+    " float seen=1.0, bool rising=False, int? reach=None, float dropout_p=0.0, int? window=None,"
+    " Tensor? sinks=None) -> Tensor",
 ):
     torch.library.define(f"autopar::{_schema.partition('(')[0]}", _schema[_schema.index("(") :])
 torch.library.impl("autopar::attend_by_mask", "default", _attend)
@@ -234,5 +260,7 @@ ATTENTION_BY_MASK: torch._ops.OpOverload = torch.ops.autopar.attention_by_mask.d
 
 `seen` is the share of the scores that is computed, as far as that is known without data; `rising`: later queries see
 more; `reach`: how many positions back a query may see, where none sees any ahead. A dropout is drawn from PyTorch's
-default generator, unless it is split.
+default generator, unless it is split. `window`: the mask is that of queries which see so many positions up to their
+own and no others, as those of the causal mask do; a kernel may take it in place of the vectors. `sinks` are broadcast
+to the scores, whose last two dims they do not have: (H, 1, 1), or with a dim of 1 before.
 """

@@ -40,6 +40,8 @@ class Block:
     mask_BHST: Tensor | None = None
     """What is added to the scores, in their type and broadcast to them (-inf hides a key); or which keys are seen."""
     dropout: Dropout | None = None
+    window: int | None = None
+    """Number of keys of a causal block up to the i-th one; None: all. Only for what `takes_windows`."""
 
     def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
         """That of queries and keys at some places, which are `columns` of the mask where these are others."""
@@ -99,6 +101,11 @@ def _kernel(q: Tensor, v: Tensor, block: Block) -> str:
     return "flash_cpu" if same_width and q.is_cpu else "written_out"
 
 
+def takes_windows(q_BHSD: Tensor, v_BGTD: Tensor) -> bool:
+    """Return whether the kernel of a block without a mask takes a window."""
+    return _kernel(q_BHSD, v_BGTD, Block(1.0)) == "flash_cuda"
+
+
 class _FlashCpu:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -118,6 +125,13 @@ class _FlashCpu:
 class _FlashCuda:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if block.window is not None:
+            tensors = (x.transpose(1, 2) for x in (q, k, v))
+            lengths = None, None, q.shape[-2], k.shape[-2]
+            out, lse, *_ = aten._flash_attention_forward(
+                *tensors, *lengths, 0.0, False, False, scale=block.scale, **_sides(block.window)
+            )
+            return out.transpose(1, 2), lse
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, scale=block.scale)
         return out, lse
 
@@ -126,6 +140,13 @@ class _FlashCuda:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        if block.window is not None:
+            tensors = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+            lengths, seeds = (None, None, q.shape[-2], k.shape[-2]), (no_seed, no_seed[:0])
+            dq, dk, dv = aten._flash_attention_backward(
+                *tensors, lse, *lengths, 0.0, False, *seeds, scale=block.scale, **_sides(block.window)
+            )
+            return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         return aten._scaled_dot_product_flash_attention_backward(
             grad,
             q,
@@ -143,6 +164,11 @@ class _FlashCuda:
             no_seed[:0],
             scale=block.scale,
         )
+
+
+def _sides(window: int) -> dict[str, int]:
+    """Return the keys before and behind its own that a query sees, as flash attention is told."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
 
 
 class _Efficient:

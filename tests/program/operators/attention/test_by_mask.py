@@ -74,6 +74,33 @@ def test_it_equals_attention_with_the_mask(kind: str, s: int, t: int, heads: int
         assert not found[:, :, [0, 5]].any()
 
 
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """Attention with sinks, its scores written out."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
+    return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [("window", None), ("window", 9), ("causal", 40), ("padding", None), ("documents", None), ("dead rows", None)],
+)
+def test_sinks_are_one_more_score_without_a_value(kind: str, window: int | None, heads: int) -> None:
+    torch.manual_seed(0)
+    text, vectors_of = (CAUSAL, places) if kind == "causal" else KINDS[kind]
+    vectors, inputs = vectors_of(40, 40), sample(40, 40, heads)
+    sinks = torch.randn(1, 4, 1, 1).mul_(2).requires_grad_()
+    q, k, v = inputs
+    expected = with_sinks(q, k, v, evaluate(parse(text), vectors), sinks, 0.3)
+    found = ATTENTION_BY_MASK(*inputs, vectors, text, 0.3, window=window, sinks=sinks)
+    weights = torch.randn_like(expected)
+    gradients = (torch.autograd.grad((y * weights).sum(), [*inputs, sinks]) for y in (found, expected))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*gradients, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_in_half_precision_it_rounds_as_attention_does() -> None:
     torch.manual_seed(0)

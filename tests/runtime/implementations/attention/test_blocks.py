@@ -16,13 +16,15 @@ from torch.nn import functional as F
 from autopar.program.operators.attention import kernels
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.zigzag import parts_of, whole_of
+from autopar.runtime.collectives.parts import by_rank, whole_of
 from autopar.runtime.implementations.attention.blocks import Piece, add_blocks, add_gradients, pairs_of
 from autopar.runtime.implementations.attention.places import Dealing
 
 
-def dealing(sizes: tuple[int, ...], zigzag: bool) -> Dealing:
-    return Dealing(tuple(SimpleNamespace(size=size) for size in sizes), zigzag)  # type: ignore[arg-type]
+def dealing(sizes: tuple[int, ...], zigzag: bool | tuple[bool, ...]) -> Dealing:
+    each = (zigzag,) * len(sizes) if isinstance(zigzag, bool) else zigzag
+    axes = tuple(SimpleNamespace(name=str(number), size=size) for number, size in enumerate(sizes))
+    return Dealing(axes, frozenset(axis.name for axis, deals in zip(axes, each, strict=False) if deals))  # type: ignore[arg-type]
 
 
 def places(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -36,13 +38,13 @@ SIZES = st.lists(st.integers(1, 4), min_size=0, max_size=2).map(tuple)
 
 
 @settings(deadline=None)
-@given(SIZES, st.booleans(), st.integers(1, 3))
-def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: bool, length: int) -> None:
+@given(SIZES, st.tuples(st.booleans(), st.booleans()), st.integers(1, 3))
+def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: tuple[bool, bool], length: int) -> None:
     total = 2 * math.prod(sizes) * length
     for ranks in places(sizes):
         x = torch.arange(total)
-        for size, rank in zip(sizes, ranks, strict=True):
-            x = parts_of(x, 0, size, zigzag)[rank]
+        for size, rank, deals in zip(sizes, ranks, zigzag, strict=False):
+            x = by_rank(x, 0, size, deals)[rank]
         pieces = dealing(sizes, zigzag).pieces(total, ranks)
         assert [p for piece in pieces for p in range(piece.first, piece.end)] == x.tolist()
         assert [p for piece in pieces for p in range(piece.at, piece.at + piece.size)] == list(range(len(x)))
@@ -52,7 +54,7 @@ def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: boo
 @given(st.integers(1, 4), st.integers(0, 1), st.booleans())
 def test_parts_make_the_whole_again(num_ranks: int, dim: int, zigzag: bool) -> None:
     x = torch.randn(24, 24)[: 2 * num_ranks, : 4 * num_ranks]
-    assert torch.equal(whole_of(parts_of(x, dim, num_ranks, zigzag), dim, zigzag), x)
+    assert torch.equal(whole_of(by_rank(x, dim, num_ranks, zigzag), dim, zigzag), x)
 
 
 @settings(deadline=None)

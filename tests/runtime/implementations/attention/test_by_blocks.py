@@ -116,7 +116,7 @@ def on_many(
         mask = divided(mask, [axis for axis in way.keys if axis not in way.queries], (), 1, zigzag)
     axes = {name: found for name, found in (("s", way.queries), ("t", way.keys)) if found}
     sizes = {"s": POSITIONS, "t": POSITIONS}
-    out = attention(q, k, v, mask, 0.0, kind == "causal", axes=axes, sizes=sizes, zigzag="st" if zigzag else "")
+    out = attention(q, k, v, mask, 0.0, kind == "causal", axes=axes, sizes=sizes, zigzag=axes if zigzag else {})
     for axis in reversed(way.queries):
         out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
     grads = torch.autograd.grad((out * from_ranks([tensors[3]] * count)).sum(), given)
@@ -181,7 +181,7 @@ def train(axes: dict[str, tuple[str, ...]], compiled: bool, attention: Attention
 
             def run(q: Tensor, k: Tensor, v: Tensor, zigzag: bool = zigzag) -> Tensor:
                 sizes = {"s": POSITIONS, "t": POSITIONS}
-                return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag="st" if zigzag else "")
+                return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag=axes if zigzag else {})
 
             called: Any = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
             q, k, v, weight = (functions.split(x, "a", 2, zigzag).detach() for x in whole)

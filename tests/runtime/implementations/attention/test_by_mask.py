@@ -84,7 +84,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
         ]
         axes = {name: axes for name, axes in (("s", way.queries), ("t", way.keys)) if axes}
         sizes = {"s": POSITIONS, "t": POSITIONS}
-        dealt = "st" if zigzag else ""
+        dealt = axes if zigzag else {}
         out = attention_by_mask(q, k, v, local, text, reach=reach, axes=axes, sizes=sizes, zigzag=dealt)
         for axis in reversed(way.queries):
             out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)

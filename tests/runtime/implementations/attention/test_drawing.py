@@ -90,10 +90,11 @@ def on_many(
                 x = divided(x, axes, (), dim, zigzag)
         return x
 
+    split = {name: found for name, found in (("s", way.queries), ("t", way.keys)) if found}
     keywords: dict[str, Any] = {
-        "axes": {name: found for name, found in (("s", way.queries), ("t", way.keys)) if found},
+        "axes": split,
         "sizes": sizes_of(tensors[1].shape[1]),
-        "zigzag": "st" if zigzag else "",
+        "zigzag": split if zigzag else {},
         "key": KEY,
     }
     if expression:
@@ -180,7 +181,7 @@ def said_of(model: heads.Model, axes: dict[str, int], choice: tuple[str, ...]) -
     return autopar.annotate(model, f"%{heads.ATTENTION}", **said)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_where(CASES, "s-full-1", "h-s+t-2"))
 def test_a_model_trains_alike_on_all_layouts(case: Case) -> None:
     steps = Steps(heads.batches(2), num_microbatches=case.num_microbatches)
@@ -231,7 +232,7 @@ def _of_rank(compiled: bool) -> list[Tensor]:
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             axes = {"s": ("a",), "t": ("a",)}
-            return attention(q, k, v, None, P, True, axes=axes, sizes=sizes_of(2), zigzag="st", key=KEY)
+            return attention(q, k, v, None, P, True, axes=axes, sizes=sizes_of(2), zigzag=axes, key=KEY)
 
         called: Any = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
         q, k, v, weight = (functions.split(x, "a", 2, True).detach() for x in whole)

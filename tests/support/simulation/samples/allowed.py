@@ -70,7 +70,8 @@ ALLOWED: dict[Any, dict[str, str]] = {
 }
 
 ALLOWED[ATTENTION_BY_MASK] = {
-    "R, R, S(?), R, R -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"],
+    f"R, R, S(?), R, R{sinks} -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"]
+    for sinks in ("", ", R")
 }
 
 ALLOWED[CACHED_ATTENTION] = {

@@ -157,6 +157,10 @@ def attention_by_mask(d: Draw) -> list[Sample]:
     return [
         sample(d.x(2, a, b, c), others(), others(), [d.constant(2, 1, b, 1), d.constant(e)], "le(v1, v0)"),
         sample(d.x(2, 8, b, c), k(), k(), [d.constant(8, b, 1), d.constant(1, b)], "le(v1, v0)", 0.3),
+        sample(
+            *(d.x(2, 8, b, c), k(), k(), [d.constant(b, 1), d.constant(b)], "le(v1, v0)", 0.3),
+            sinks=d.x(1, 8, 1, 1),
+        ),
     ]
 
 
