@@ -34,6 +34,7 @@ from autopar.memory.parts import parts_of as held_by_decision
 from autopar.memory.parts import parts_on
 from autopar.memory.peak import PlanMoments
 from autopar.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
+from autopar.pipeline.stages.blocks import Block
 from autopar.planning.step_seconds import parts_by_decision
 from autopar.steps.step import microbatch_tasks, step_tasks
 from autopar.timeline.simulation import simulate
@@ -79,22 +80,49 @@ class BlockUse:
     def microbatch_seconds(self) -> float:
         return float(self.forward.sum() + self.backward.sum())
 
-    def peak_bytes(self, first: int, end: int, in_flight: int) -> float:
-        """Bytes of a device at the fullest moment of a stage of some blocks."""
-        here = slice(first, end)
-        saved = np.concatenate([[0.0], np.cumsum(self.saved[here])])
-        stored, gradients = self.stored[here].sum(), self.gradients[here]
-        if self.accumulates:
-            ending = stored + gradients.sum() + self.reduced[here].sum()
-            running = stored + gradients.sum() + (in_flight - 1) * saved[-1] + (saved[:-1] + self.transient[here]).max()
-            return float(max(running, ending))
-        behind = gradients.sum() - np.cumsum(gradients)
-        return float(stored + (saved[:-1] + self.transient[here] + behind).max())
+    def stages(self, starts: Sequence[int] | NDArray[np.intp]) -> StageBytes:
+        """Return the bytes of stages that begin with these blocks."""
 
-    def kept_bytes(self, first: int, end: int, in_flight: int) -> float:
-        """Bytes of a stage while others of its rank run."""
-        here = slice(first, end)
-        return float(self.stored[here].sum() + self.gradients[here].sum() + in_flight * self.saved[here].sum())
+        def total(array: Floats) -> Floats:
+            return np.add.reduceat(array, starts)
+
+        first, last = np.asarray(starts), np.append(starts, len(self.forward))[1:] - 1
+        ahead, made = np.cumsum(self.saved) - self.saved, np.cumsum(self.gradients)
+        fullest = ahead + self.transient
+        if self.accumulates:
+            running = np.maximum.reduceat(fullest, starts) - ahead[first]
+        else:  # gradients of the blocks behind are there
+            running = np.maximum.reduceat(fullest - made, starts) - ahead[first] + made[last]
+        gradients = total(self.gradients)
+        return StageBytes(
+            total(self.stored), gradients, gradients + total(self.reduced), total(self.saved), running, self.accumulates
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBytes:
+    """Bytes of a device on every stage, arrays of one entry for each."""
+
+    stored: Floats
+    gradients: Floats
+    ending: Floats
+    """Gradients, and what they are reduced to, at the end of a step."""
+    saved: Floats
+    """For the backward of one micro-batch."""
+    running: Floats
+    """At the fullest moment of a backward, beside what is stored, added up and saved for other micro-batches."""
+    accumulates: bool
+
+    def peak(self, in_flight: Floats) -> Floats:
+        """Return the bytes at the fullest moment, with so many micro-batches in flight on each stage."""
+        if not self.accumulates:
+            return self.stored + self.running
+        running = self.gradients + (in_flight - 1) * self.saved + self.running
+        return self.stored + np.maximum(running, self.ending)
+
+    def kept(self, in_flight: Floats) -> Floats:
+        """Return the bytes of stages while others of their rank run."""
+        return self.stored + self.gradients + in_flight * self.saved
 
 
 def block_use(
@@ -234,12 +262,13 @@ def _shape(memory: MemoryModel, *ends: int) -> tuple[int, ...]:
     return tuple(len(memory.space.decisions[end].menu.strategies) for end in ends)
 
 
-def strategies_of(uses: Sequence[BlockUse]) -> dict[str, frozenset[str]]:
+def strategies_of(uses: Sequence[BlockUse], whole: Sequence[Block]) -> dict[str, frozenset[str]]:
     """Return the strategies that decisions of the whole program have in any of some plans of the same shorter one.
 
-    Decisions are by name; those of shared reshards are called by the node that makes their tensor.
+    `whole` are the blocks of the whole program. Decisions are by name; those of shared reshards are called by the node
+    that makes their tensor.
     """
-    names = uses[0].short.names()
+    names = uses[0].short.names(whole)
     by_node: dict[str, list[tuple[str, frozenset[str]]]] = defaultdict(list)
     for decision in uses[0].strategies:
         node, slash, rest = decision.partition("/")

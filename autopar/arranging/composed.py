@@ -9,18 +9,18 @@ its blocks, as small as fits, is as in another plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.arranging.block_use import BlockUse, Floats
 from autopar.errors import PipelineError
 from autopar.hardware.collectives import message_seconds
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.schedules.choice import SEVERAL_STAGES
-from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.sharding.mesh import Mesh
 
@@ -33,6 +33,11 @@ MOST_SIMULATED = 2048
 larger ones."""
 MOST_CHUNKS = 12
 """Stages of a rank, where none are said: for more PyTorch takes minutes to lay a schedule out."""
+SIMULATED = 4
+"""Schedules of a candidate, the best by the formula, that are simulated."""
+SIMPLER = 5e-3
+"""Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
+TIMES = ("forward", "backward", "once")
 ROOM = 0.92
 """Of the limit, that stages are composed within: the search cuts between blocks, and others of a rank keep theirs."""
 
@@ -56,49 +61,144 @@ class Composed:
         return replace(self, seconds=simulate(schedule, self.stages).seconds)
 
 
-def in_one_piece(uses: Sequence[BlockUse], count: int, limit: float) -> Composed | None:
-    """Return the fastest step of `count` micro-batches on one stage within a limit, mixed of two plans at most."""
-    end = len(uses[0].forward)
-    points = np.array(
-        [(each.step_seconds + (count - 1) * each.microbatch_seconds, each.peak_bytes(0, end, 1)) for each in uses]
-    )
-    found = mixed(points[:, :1], points[:, 1:], limit, [end])
-    if found is None:
-        return None
-    weights = found[0]
-    return Composed(float(weights @ points[:, 0]), float(weights @ points[:, 1]))
+class InOnePiece:
+    """Steps of `count` micro-batches on one stage, by one plan of its blocks or mixed of two."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.points: list[tuple[float, float]] = []
+        """Plan → seconds of a step, and bytes."""
+
+    def alone(self, use: BlockUse) -> float:
+        """Return the seconds of a step by one plan."""
+        return use.step_seconds + (self.count - 1) * use.microbatch_seconds
+
+    def add(self, use: BlockUse) -> None:
+        """Take a further plan into account."""
+        self.num_blocks = len(use.forward)
+        self.points.append((self.alone(use), float(use.stages([0]).peak(np.ones(1))[0])))
+
+    def best(self, limit: float) -> Composed | None:
+        """Return the fastest step within a limit; None if there is none."""
+        points = np.array(self.points)
+        weights = mixed(points[:, :1], points[:, 1:], limit, [self.num_blocks])
+        return None if weights is None else Composed(*map(float, weights[0] @ points))
 
 
-def in_stages(
-    uses: Sequence[BlockUse], schedule: Schedule, mesh: Mesh, axis: str, hardware: Hardware, limit: float
-) -> Composed | None:
-    """Return the step of a schedule within a limit; None if a rank has no room for any plan of its blocks."""
-    fastest = min(uses, key=lambda each: each.microbatch_seconds)
-    starts = even_cuts(fastest.forward + fastest.backward, schedule.num_stages)
-    spans = list(pairwise((*starts, len(fastest.forward))))
-    ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-    forward, backward, once = (
-        np.array([[array[a:b].sum() for a, b in spans] for array in arrays])
-        for arrays in ([u.forward for u in uses], [u.backward for u in uses], [u.once for u in uses])
-    )
-    each = forward + backward
-    num_bytes = np.array([_rank_bytes(use, schedule, spans, ranks) for use in uses])
-    by_rank = np.array([[own[list(stages)].sum() for stages in ranks] for own in each])
-    sizes = [sum(spans[stage][1] - spans[stage][0] for stage in stages) for stages in ranks]
-    weights = mixed(by_rank, num_bytes, ROOM * limit, sizes)
-    if weights is None:
-        return None
-    shares = weights[[schedule.rank_of(stage) for stage in range(schedule.num_stages)]]
-    there, back, latest = (np.einsum("so,os->s", shares, array) for array in (forward, backward, once))
-    sending = np.array([0.0, *(_sending(fastest, first, mesh, axis, hardware) for first, _ in spans[1:])])
-    ends = max(sum(latest[stage] for stage in stages) for stages in ranks)
-    total = _step(schedule, there + back, 2 * sending) + ends
-    timed = tuple(
-        StageSeconds(*map(float, (f, b / 2, b / 2, sent, received, o)))
-        for f, b, sent, received, o in zip(there, back, [*sending[1:], 0.0], sending, latest, strict=True)
-    )
-    num_kept = float((weights * num_bytes.T).sum(axis=1).max())
-    return Composed(float(total), num_kept, schedule, tuple(uses), timed)
+class InStages:
+    """Steps of a pipeline's schedules, by one plan of its blocks or mixed of two on each rank.
+
+    Args:
+        schedules: Those that are compared.
+        mesh, axis, hardware: What messages between stages cross.
+        limited: True if steps within a limit will be asked for.
+    """
+
+    def __init__(self, schedules: Iterable[Schedule], mesh: Mesh, axis: str, hardware: Hardware, limited: bool) -> None:
+        self.mesh, self.axis, self.hardware, self.limited = mesh, axis, hardware, limited
+        self.schedules = [Staged.of(each) for each in schedules]
+        self.uses: list[BlockUse] = []
+        self._cuts: dict[int, NDArray[np.intp]] = {}
+        """Number of stages → the first block of each."""
+
+    def alone(self, use: BlockUse) -> float:
+        """Return the seconds of the fastest schedule by one plan, as formulas have it."""
+        every = (each.of_plans([each.part(use, *self._cut(each, use))]) for each in self.schedules)
+        return min((each.seconds for each in every if each is not None), default=math.inf)
+
+    def add(self, use: BlockUse) -> None:
+        """Take a further plan into account."""
+        self.uses.append(use)
+        for each in self.schedules:
+            each.parts.append(each.part(use, *self._cut(each, use), self.limited))
+
+    def best(self, limit: float) -> Composed | None:
+        """Return the simplest of the fastest steps within a limit; None if no schedule has room on every rank."""
+        every = [each.of_plans(each.parts, ROOM * limit) for each in self.schedules]
+        found = sorted((each for each in every if each is not None), key=lambda each: each.seconds)
+        found = [replace(each.simulated(), uses=tuple(self.uses)) for each in found[:SIMULATED]]
+        least = min((each.seconds for each in found), default=math.inf)
+        return min((each for each in found if each.seconds <= (1 + SIMPLER) * least), key=_complexity, default=None)
+
+    def _cut(self, staged: Staged, use: BlockUse) -> tuple[NDArray[np.intp], Floats]:
+        """Return the first block of every stage, which is that of the first plan, and the seconds of its message."""
+        number = staged.schedule.num_stages
+        if number not in self._cuts:
+            self._cuts[number] = np.array(even_cuts(use.forward + use.backward, number), dtype=np.intp)
+        starts = self._cuts[number]
+        sizes = [math.ceil(use.sent[first]) for first in starts[1:]]
+        each = {size: message_seconds(size, self.mesh, self.axis, self.hardware) for size in {*sizes} if size}
+        return starts, np.array([0.0, *(each.get(size, 0.0) for size in sizes)])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a plan makes of the stages of a schedule, arrays of one entry for each; bytes for each rank."""
+
+    forward: Floats
+    backward: Floats
+    once: Floats
+    sending: Floats
+    """Of the message that comes from the stage before."""
+    num_bytes: Floats
+    num_blocks: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A schedule with what plans make of its stages."""
+
+    schedule: Schedule
+    ranks: NDArray[np.intp]
+    """[rank, stage of the rank]."""
+    in_flight: Floats
+    """Micro-batches of every stage at the fullest of its rank."""
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Staged:
+        """Return the schedule, without a plan."""
+        ranks = np.array([schedule.stages_of(rank) for rank in range(schedule.num_ranks)], dtype=np.intp)
+        flying = np.zeros(schedule.num_stages)
+        for rank, stages in enumerate(ranks):
+            flying[stages] = in_flight(schedule, rank)
+        return cls(schedule, ranks, flying, [])
+
+    def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, limited: bool = False) -> Part:
+        """Return what a plan makes of the stages that begin with these blocks."""
+        times = (np.add.reduceat(each, starts) for each in (use.forward, use.backward, use.once))
+        sizes = np.diff(starts, append=len(use.forward))
+        num_bytes = self._rank_bytes(use, starts) if limited else np.zeros(len(self.ranks))
+        return Part(*times, sending, num_bytes, sizes)
+
+    def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:
+        """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""
+        held = use.stages(starts)
+        kept, peak = held.kept(self.in_flight), held.peak(self.in_flight)
+        received = use.sent[starts] * (self.in_flight + 1)
+        received[0] = 0.0
+        return (kept + received)[self.ranks].sum(axis=1) + (peak - kept)[self.ranks].max(axis=1)
+
+    def of_plans(self, parts: Sequence[Part], limit: float = math.inf) -> Composed | None:
+        """Return the step of plans within a limit; None if a rank has no room for any."""
+        forward, backward, once = (np.array([getattr(each, name) for each in parts]) for name in TIMES)
+        by_rank = (forward + backward)[:, self.ranks].sum(axis=2)
+        num_bytes = np.array([each.num_bytes for each in parts])
+        sizes = parts[0].num_blocks[self.ranks].sum(axis=1)
+        weights = mixed(by_rank, num_bytes, limit, sizes)
+        if weights is None:
+            return None
+        shares = np.empty((self.schedule.num_stages, len(parts)))
+        shares[self.ranks] = weights[:, np.newaxis]
+        there, back, latest = (np.einsum("so,os->s", shares, array) for array in (forward, backward, once))
+        sending = parts[0].sending
+        total = _step(self.schedule, there + back, 2 * sending) + latest[self.ranks].sum(axis=1).max()
+        timed = tuple(
+            StageSeconds(*map(float, (f, b / 2, b / 2, sent, received, o)))
+            for f, b, sent, received, o in zip(there, back, [*sending[1:], 0.0], sending, latest, strict=True)
+        )
+        num_kept = float((weights * num_bytes.T).sum(axis=1).max())
+        return Composed(float(total), num_kept, self.schedule, stages=timed)
 
 
 def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
@@ -166,23 +266,6 @@ def even_cuts(seconds: Floats, num_stages: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _rank_bytes(
-    use: BlockUse, schedule: Schedule, spans: Sequence[tuple[int, int]], ranks: Sequence[Sequence[int]]
-) -> list[float]:
-    """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""
-    found = []
-    for rank, stages in enumerate(ranks):
-        flight = dict(zip(stages, in_flight(schedule, rank), strict=True))
-        peaks, kept = [], []
-        for stage in stages:
-            (first, end), number = spans[stage], flight[stage]
-            received = use.sent[first] * (number + 1) if stage else 0.0
-            kept.append(received + use.kept_bytes(first, end, number))
-            peaks.append(received + use.peak_bytes(first, end, number))
-        found.append(sum(kept) + max(peak - own for peak, own in zip(peaks, kept, strict=True)))
-    return found
-
-
 def in_flight(schedule: Schedule, rank: int) -> list[int]:
     """Return the micro-batches in flight on the stages of a rank at its fullest, by the schedule's kind."""
     count, ranks, chunks = schedule.num_microbatches, schedule.num_ranks, schedule.chunks
@@ -221,7 +304,7 @@ def schedules_of(
                 yield schedule
 
 
-def _sending(use: BlockUse, block: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
-    """Return the seconds of the message to the stage that begins with a block."""
-    num_bytes = math.ceil(use.sent[block])
-    return message_seconds(num_bytes, mesh, axis, hardware) if num_bytes else 0.0
+def _complexity(composed: Composed) -> tuple[int, int, float]:
+    schedule = composed.schedule
+    assert schedule is not None, "composed of stages"
+    return schedule.chunks, NAMES.index(schedule.name), composed.seconds

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.arranging.block_use import BlockUse
-from autopar.arranging.composed import Composed, in_one_piece, in_stages, schedules_of
-from autopar.arranging.inner import Inner
+from autopar.arranging.composed import Composed, InOnePiece, InStages, schedules_of
+from autopar.arranging.inner import Inner, Level
 from autopar.arranging.shortened import Shortened
 from autopar.errors import AutoparError
 from autopar.pipeline.request import stage_mesh
-from autopar.pipeline.schedules.schedule import NAMES, Schedule
+from autopar.pipeline.schedules.schedule import Schedule
 from autopar.planning.request import PlanRequest
 from autopar.progress import progress
 from autopar.sharding.layout import Layout
@@ -30,10 +30,8 @@ EXPANDED = 6
 """Best candidates whose neighbours are all estimated."""
 ENOUGH = 1e-3
 """Relative to the step without a limit: what is so near to it is not looked at with less memory."""
-SIMPLER = 5e-3
-"""Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
-SIMULATED = 4
-"""Schedules of a candidate, the best by the formula, that are simulated."""
+NEAR = 1.25
+"""Times the best estimate: candidates whose step without a limit is longer are not estimated within it."""
 NODE = 8
 """Devices of a usual host: with tensor parallelism over so many, and with none, the search begins."""
 
@@ -76,6 +74,7 @@ class Subject:
     """Bytes of tensors on a device of a mesh."""
     at_least: Callable[[Mesh], float]
     """Seconds that no step on a mesh is below."""
+    num_blocks: int
     keeps_batch: bool
     """True if a batch is split into micro-batches only where a pipeline needs them."""
 
@@ -108,7 +107,7 @@ class Estimates:
                     self.num_bounded += 1
                     self.found[each] = None
                 else:
-                    self.found[each] = self.estimate(each)
+                    self.found[each] = self.estimate(each, NEAR * self._best_seconds())
             best = sorted((e for e in self.found.values() if e), key=lambda each: (each.seconds, str(each.mesh)))
             left = [Candidate(each.mesh, each.microbatches) for each in best[:EXPANDED]]
             left = [each for each in left if each not in expanded]
@@ -144,7 +143,11 @@ class Estimates:
         return [each for each in range(1, samples + 1) if samples % each == 0]
 
     def _first(self, known: Mapping[Mesh, None]) -> Iterator[Candidate]:
-        """Yield for every length of a pipeline data parallelism alone, and beside tensor parallelism in hosts."""
+        """Yield for every length of a pipeline data parallelism alone, and beside tensor parallelism in hosts.
+
+        Data parallelism is over no more devices than there are samples, where other meshes are known.
+        """
+        found = []
         for mesh in known:
             inner = self._stage(mesh)
             if inner.ndim > 2 or (inner.ndim == 2 and inner.sizes[1] != NODE):
@@ -152,9 +155,12 @@ class Estimates:
             counts = self.counts(mesh)
             samples, wanted = self.subject.samples(inner), self.subject.samples(inner) // inner.sizes[0]
             if counts:
-                yield Candidate(mesh, max((each for each in counts if each <= max(wanted, 1)), default=counts[0]))
+                count = max((each for each in counts if each <= max(wanted, 1)), default=counts[0])
+                found.append((wanted > 0, Candidate(mesh, count)))
                 if not self._is_pipeline(mesh) and samples != counts[0]:
-                    yield Candidate(mesh, counts[0])
+                    found.append((wanted > 0, Candidate(mesh, counts[0])))
+        enough = [each for has_samples, each in found if has_samples]
+        yield from enough or [each for _, each in found]
 
     def _neighbours(self, candidate: Candidate, known: Mapping[Mesh, None]) -> Iterator[Candidate]:
         """Yield what one prime factor elsewhere makes of a candidate."""
@@ -188,63 +194,62 @@ class Estimates:
     def _stage(self, mesh: Mesh) -> Mesh:
         return stage_mesh(mesh, str(self.subject.axis)) if self._is_pipeline(mesh) else mesh
 
-    def estimate(self, candidate: Candidate) -> Estimate | None:
-        """Return the best estimate of a candidate; None if no plan of it is known to fit."""
+    def estimate(self, candidate: Candidate, below: float = math.inf) -> Estimate | None:
+        """Return the best estimate of a candidate below so many seconds; None if no plan of it is known to fit."""
         limit = self.subject.limit(candidate.mesh)
         limited = math.isfinite(limit)
+        steps = self._steps(candidate, limited)
         best: Composed | None = None
-        free = math.inf
+        fastest = math.inf
         try:
-            for number, plans in enumerate(self._plans(candidate, limited)):
-                uses: list[BlockUse] = []
-                for further in plans.uses(limit):
-                    uses += further
-                    if number == 0 and len(uses) == len(further):
-                        unlimited = self._composed(candidate, uses[:1], math.inf)
-                        free = unlimited.seconds if unlimited else math.inf
-                    own = self._composed(candidate, uses, limit)
+            for level in self._levels(candidate, limit):
+                alone = steps.alone(level.use(level.modes[0]))
+                fastest = min(fastest, alone)
+                if alone >= min(below, math.inf if best is None else best.seconds):
+                    continue
+                for mode in _in_turn(level.modes):
+                    steps.add(level.use(mode))
+                    own = steps.best(limit)
+                    if own is None and mode == level.modes[-1]:
+                        break  # others save more
                     best = min((each for each in (best, own) if each), key=lambda each: each.seconds, default=None)
-                    if best is not None and best.seconds <= free * (1 + ENOUGH):
-                        return _estimate_of(candidate, best)
+                    if mode == level.modes[0] and own is not None:
+                        break  # others take longer
+                if best is not None and best.seconds <= fastest * (1 + ENOUGH):
+                    break
         except AutoparError:  # the exact plan of the mesh has the reason
             pass
-        return None if best is None else _estimate_of(candidate, best)
+        if best is None or best.seconds >= below:
+            return None
+        return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
 
-    def _plans(self, candidate: Candidate, limited: bool) -> Iterator[Inner]:
+    def _levels(self, candidate: Candidate, limit: float) -> Iterator[Level]:
         """Yield the plans of the shorter programs of a candidate."""
         mesh, count = candidate
-        inner = self._stage(mesh)
+        inner, limited = self._stage(mesh), math.isfinite(limit)
         key = tuple(inner.axes.items()), count
         known = self._inner.setdefault(key, [])
-        yield from known
         request = self.subject.request.on(mesh)
-        programs = itertools.islice(self.subject.short(count, inner), len(known), None if limited else 1)
-        for short, arriving in programs:
-            known.append(Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline))
-            yield known[-1]
+        programs = itertools.islice(self.subject.short(count, inner), None if limited else 1)
+        for number, (short, arriving) in enumerate(programs):
+            if number == len(known):
+                known.append(Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline))
+            yield from known[number].levels(limit)
 
-    def _composed(self, candidate: Candidate, uses: Sequence[BlockUse], limit: float) -> Composed | None:
+    def _steps(self, candidate: Candidate, limited: bool) -> InOnePiece | InStages:
+        """Return what composes steps of a candidate."""
         mesh, count = candidate
         if not self._is_pipeline(mesh):
-            return in_one_piece(uses, count, limit)
+            return InOnePiece(count)
         request, axis = self.subject.request, str(self.subject.axis)
-        hardware, num_blocks = request.hardware_of(mesh), len(uses[0].forward)
-        schedules = schedules_of(self.subject.schedules, mesh.size(axis), count, num_blocks, request.chunks)
-        every = [in_stages(uses, schedule, mesh, axis, hardware, limit) for schedule in schedules]
-        found = sorted((each for each in every if each is not None), key=lambda each: each.seconds)
-        found = [each.simulated() for each in found[:SIMULATED]]
-        least = min((each.seconds for each in found), default=math.inf)
-        return min((each for each in found if each.seconds <= (1 + SIMPLER) * least), key=_complexity, default=None)
+        names, num_blocks = self.subject.schedules, self.subject.num_blocks
+        schedules = schedules_of(names, mesh.size(axis), count, num_blocks, request.chunks)
+        return InStages(schedules, mesh, axis, request.hardware_of(mesh), limited)
 
 
-def _estimate_of(candidate: Candidate, best: Composed) -> Estimate:
-    return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
-
-
-def _complexity(composed: Composed) -> tuple[int, int, float]:
-    schedule = composed.schedule
-    assert schedule is not None, "composed of stages"
-    return schedule.chunks, NAMES.index(schedule.name), composed.seconds
+def _in_turn(modes: Sequence[str]) -> Iterator[str]:
+    """Yield the fastest mode, the one that saves least, and those between."""
+    yield from dict.fromkeys((modes[0], modes[-1], *modes))
 
 
 def _moved(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], float]]:

@@ -22,6 +22,7 @@ from autopar.annotations.pins import pins_of
 from autopar.arranging.block_use import BlockUse, block_use
 from autopar.arranging.shortened import Shortened
 from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements
@@ -41,6 +42,27 @@ GAP = 1e-3
 
 
 @dataclass(slots=True)
+class Level:
+    """A plan of the shorter model, at some price of memory."""
+
+    short: Shortened
+    memory: MemoryModel
+    choices: tuple[int, ...]
+    modes: tuple[str, ...]
+    """Recomputations that are compared, the fastest first and the one that saves least last."""
+    is_whole: bool
+    """True if all blocks stand on the same devices."""
+    _uses: dict[str, BlockUse] = field(default_factory=dict)
+
+    def use(self, mode: str) -> BlockUse:
+        """Return what blocks take where all are recomputed in a mode."""
+        if mode not in self._uses:
+            every = dict.fromkeys(self.memory.lifetimes.segments, mode)
+            self._uses[mode] = block_use(self.short, self.memory, self.choices, every, self.is_whole)
+        return self._uses[mode]
+
+
+@dataclass(slots=True)
 class Inner:
     """Plans of a shorter model on the devices of a stage, made as they are asked for."""
 
@@ -56,10 +78,10 @@ class Inner:
     _space: Space | None = None
     _pins: Pins = field(default_factory=dict)
     _stated: Statements | None = None
-    _uses: dict[tuple[float, bool], tuple[BlockUse, ...]] = field(default_factory=dict)
+    _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
 
-    def uses(self, limit: float) -> Iterator[tuple[BlockUse, ...]]:
-        """Yield what blocks take by each plan, in every mode of recomputation, the fastest without a limit first.
+    def levels(self, limit: float) -> Iterator[Level]:
+        """Yield plans at ever higher prices of memory, the fastest without a limit first.
 
         If memory has no limit (in bytes of tensors), that is the only one.
         """
@@ -68,15 +90,15 @@ class Inner:
             ways = (False, True) if limited and self.microbatches > 1 and price != PRICES[0] else (self._reduces_each,)
             for reduces_each in ways:
                 key = price, reduces_each
-                if key not in self._uses:
-                    self._uses[key] = self._planned(price, reduces_each, limit)
-                yield self._uses[key]
+                if key not in self._levels:
+                    self._levels[key] = self._planned(price, reduces_each, limit)
+                yield self._levels[key]
 
     @property
     def _reduces_each(self) -> bool:
         return self.request.reduces_each and self.microbatches > 1
 
-    def _planned(self, price: float, reduces_each: bool, limit: float) -> tuple[BlockUse, ...]:
+    def _planned(self, price: float, reduces_each: bool, limit: float) -> Level:
         space, pins = self._laid_out()
         runs = Microbatches(
             self.microbatches,
@@ -95,12 +117,9 @@ class Inner:
         choices = tuple(solution.choices[: len(space.decisions)])
         if not memory.weights.gathers(choices):
             memory = memory.fetching_ahead(0)
-        is_whole = self.mesh.num_devices == self.num_devices
         modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
-        return tuple(
-            block_use(self.short, memory, choices, dict.fromkeys(memory.lifetimes.segments, mode), is_whole)
-            for mode in (modes if limited else modes[:1])
-        )
+        is_whole = self.mesh.num_devices == self.num_devices
+        return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
 
     def _laid_out(self) -> tuple[Space, Pins]:
         if self._space is None:

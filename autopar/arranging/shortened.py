@@ -38,13 +38,11 @@ class Shortened:
     """Of the shorter program."""
     origin: tuple[int, ...]
     """Block of the whole program → the block of the shorter one that stands for it."""
-    whole: tuple[Block, ...]
-    """Blocks of the whole program."""
 
-    def names(self) -> dict[str, str]:
-        """Return the node of the shorter program that stands for a node of the whole one, where names differ."""
+    def names(self, whole: Sequence[Block]) -> dict[str, str]:
+        """Return the node of the shorter program that stands for a node in the blocks of the whole one."""
         found: dict[str, str] = {}
-        for block, number in zip(self.whole, self.origin, strict=True):
+        for block, number in zip(whole, self.origin, strict=True):
             own = self.blocks[number]
             for nodes in ((block.nodes, own.nodes), (_taken(block), _taken(own))):
                 for there, here in zip(*nodes, strict=True):
@@ -61,7 +59,7 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
         said: What the user has said of nodes, by name; blocks of which different things are said are of unlike kinds.
     """
     outside = [_taken(block) for block in blocks]
-    kinds = _kinds(program, blocks, outside, said)
+    kinds = _numbered(_described(program, blocks, said))
     origin, removed, place = list[int](), set[int](), 0
     moved: dict[fx.Node, fx.Node] = {}
     kept = 0
@@ -81,11 +79,24 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
         place, kept = place + times * length, kept + REMAINING * length
     left = [block for number, block in enumerate(blocks) if number not in removed]
     if not removed:
-        return Shortened(program, tuple(blocks), tuple(origin), tuple(blocks))
+        return Shortened(program, tuple(blocks), tuple(origin))
     gone = {node for number in removed for node in blocks[number].nodes}
     shorter, copies = _without(program, gone, moved)
     own = tuple(Block(each.name, tuple(copies[node] for node in each.nodes)) for each in left)
-    return Shortened(shorter, own, tuple(origin), tuple(blocks))
+    return Shortened(shorter, own, tuple(origin))
+
+
+def is_alike(short: Shortened, program: Program, blocks: Sequence[Block], same_sizes: bool) -> bool:
+    """Check that a program captured of a model with fewer layers has the blocks of a shorter form.
+
+    With `same_sizes` they must be equal, else equal to one another where those of the shorter form are.
+    """
+    if [block.name for block in blocks] != [block.name for block in short.blocks]:
+        return False
+    if same_sizes and len(program.graph.nodes) != len(short.program.graph.nodes):
+        return False
+    here, there = _described(program, blocks, {}), _described(short.program, short.blocks, {})
+    return here == there if same_sizes else _numbered(here) == _numbered(there)
 
 
 def _taken(block: Block) -> list[fx.Node]:
@@ -94,13 +105,12 @@ def _taken(block: Block) -> list[fx.Node]:
     return list(dict.fromkeys(each for node in block.nodes for each in node.all_input_nodes if each not in own))
 
 
-def _kinds(
-    program: Program, blocks: Sequence[Block], outside: Sequence[Sequence[fx.Node]], said: Mapping[str, object]
-) -> list[int]:
+def _described(program: Program, blocks: Sequence[Block], said: Mapping[str, object]) -> list[object]:
+    """Return every block in a form in which two are equal that differ in the names of nodes alone."""
     parameters, inputs = program.parameter_names, {name for name in program.inputs if name is not None}
-    numbers: dict[object, int] = {}
-    found = []
-    for block, taken in zip(blocks, outside, strict=True):
+    found: list[object] = []
+    for block in blocks:
+        taken = _taken(block)
         place = {node: number for number, node in enumerate((*taken, *block.nodes))}
         described = []
         for node, number in place.items():
@@ -109,8 +119,14 @@ def _kinds(
                 args = str(map_arg((node.args, dict(node.kwargs)), lambda n, place=place: f"%{place[n]}"))
                 made = node.op, str(node.target), args
             described.append((made, repr(node.meta.get("tensor")), node.name in parameters, said.get(node.name)))
-        found.append(numbers.setdefault(tuple(described), len(numbers)))
+        found.append(tuple(described))
     return found
+
+
+def _numbered(described: Sequence[object]) -> list[int]:
+    """Return the kind of every block, by number in the order of their first blocks."""
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(each, len(numbers)) for each in described]
 
 
 def _pattern(kinds: Sequence[int], place: int) -> tuple[int, int]:

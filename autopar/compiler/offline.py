@@ -133,6 +133,7 @@ def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes
         short=staged.short,
         limit=lambda each: math.inf if (most := staged.limit(each)) is None else most,
         at_least=functools.cache(staged.at_least),
+        num_blocks=longest,
         keeps_batch=not limited,
     )
     return subject, staged.exact

@@ -14,8 +14,9 @@ from autopar.annotations.matching import Catalog
 from autopar.arranging.block_use import strategies_of
 from autopar.arranging.candidates import of_pipeline, of_plan
 from autopar.arranging.estimates import Estimate
-from autopar.arranging.shortened import Shortened, shortened
+from autopar.arranging.shortened import Shortened, is_alike, shortened
 from autopar.capture.export import Traced, skeleton_of, trace
+from autopar.capture.layers.fewer import without_layers
 from autopar.capture.static.arguments import with_static
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import Fitting
@@ -71,8 +72,10 @@ class OfflinePlanner:
         self.batch = with_static(batch, request.static_argnames, model.forward)
         self.traces: dict[tuple[int, int], Traced] = {}
         self.programs: dict[tuple[int, int, Tiles], Program] = {}
-        self.shorter: dict[int, Shortened] = {}
-        """Program (by identity) → its shorter form."""
+        self.shorter: dict[tuple[int, int, Tiles], Shortened] = {}
+        """As `programs`, in their shorter form."""
+        self.fewer: dict[tuple[int, int], Traced | None] = {}
+        """As `traces`, of the model with fewer layers; None where that is no shorter form of the model."""
         self.warned = False
         """Whether it was said that statistics are those of micro-batches."""
 
@@ -89,16 +92,21 @@ class OfflinePlanner:
         if (count, num_parts) not in self.traces:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
-                part = whole_batch(split_batch(self.batch, count)[0], num_parts)
-                self.traces[count, num_parts] = trace(
-                    skeleton_of(self.model, self.request.precision, self.request.training),
-                    *part,
-                    training=self.model.training and self.request.training,
-                    assume=self.request.assume,
-                    capacity_factor=self.request.capacity_factor,
-                    precision=self.request.precision,
-                )
+                self.traces[count, num_parts] = self._traced(self._skeleton(), count, num_parts)
         return self.traces[count, num_parts]
+
+    def _skeleton(self) -> nn.Module:
+        return skeleton_of(self.model, self.request.precision, self.request.training)
+
+    def _traced(self, model: nn.Module, count: int, num_parts: int) -> Traced:
+        return trace(
+            model,
+            *whole_batch(split_batch(self.batch, count)[0], num_parts),
+            training=self.model.training and self.request.training,
+            assume=self.request.assume,
+            capacity_factor=self.request.capacity_factor,
+            precision=self.request.precision,
+        )
 
     def arriving(self, count: int, mesh: Mesh, tiles: Tiles) -> tuple[Program, dict[str, Layout]]:
         """The same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
@@ -179,17 +187,61 @@ class OfflinePlanner:
 
         Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
         """
-        tiles = tiles_asked(self.request)
-        program, arriving = self.arriving(count, mesh, tiles)
-        yield self._shortened(program), arriving
-        if tiles.loss is None and program.tileable:
-            program, arriving = self.arriving(count, mesh, tiles._replace(loss=Fitting(mesh.num_devices)))
-            yield self._shortened(program), arriving
+        axes, tiles = axes_of_parts(self.request.inputs, mesh), tiles_asked(self.request)
+        num_parts = math.prod(map(mesh.size, axes))
+        found = self.shortened(count, num_parts, tiles)
+        yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
+        if tiles.loss is None and found.program.tileable:
+            found = self.shortened(count, num_parts, tiles._replace(loss=Fitting(mesh.num_devices)))
+            yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
 
-    def _shortened(self, program: Program) -> Shortened:
-        if id(program) not in self.shorter:
-            self.shorter[id(program)] = shortened(program, blocks_of(program), self.said)
-        return self.shorter[id(program)]
+    def shortened(self, count: int, num_parts: int, tiles: Tiles) -> Shortened:
+        """The shorter form of a micro-batch's program, captured of a model with fewer layers where that is the same."""
+        key = count, num_parts, tiles
+        if key not in self.shorter:
+            traced = None if (count, num_parts) in self.traces else self._traced_shorter(count, num_parts)
+            found = None
+            if traced is not None:
+                with uncollected():
+                    program = check_hooks(traced.program(tiles), count)
+                blocks = blocks_of(program)
+                if is_alike(self.base, program, blocks, same_sizes=False):
+                    found = Shortened(program, blocks, self.base.origin)
+            if found is None:
+                program = self.captured(*key)
+                found = shortened(program, blocks_of(program), self.said)
+            self.shorter[key] = found
+        return self.shorter[key]
+
+    @functools.cached_property
+    def base(self) -> Shortened:
+        """The shorter form of the program that is captured first."""
+        return shortened(self.single.program, self.blocks, self.said)
+
+    def _traced_shorter(self, count: int, num_parts: int) -> Traced | None:
+        """The model with fewer layers, traced; None where it is not the shorter form of the model."""
+        first = self.request.microbatches or 1, 1
+        for key in (first, (count, num_parts)):
+            if key not in self.fewer:
+                self.fewer[key] = None
+                if self.fewer.get(first) is not None or key == first:
+                    self.fewer[key] = self._of_fewer_layers(*key)
+                if key == first and (traced := self.fewer[key]) is not None:
+                    program = traced.program(tiles_asked(self.request))
+                    if not is_alike(self.base, program, blocks_of(program), same_sizes=True):
+                        self.fewer[key] = None
+        return self.fewer[count, num_parts]
+
+    def _of_fewer_layers(self, count: int, num_parts: int) -> Traced | None:
+        """The model without the layers that others stand for, traced; None where it cannot do without them."""
+        model, left = self._skeleton(), {block.name for block in self.base.blocks}
+        gone = [block.name for block in self.blocks if block.name not in left]
+        if self.said or not gone or not without_layers(model, gone):
+            return None
+        try:
+            return self._traced(model, count, num_parts)
+        except Exception:  # as where the forward takes layers by their number: the whole model is traced
+            return None
 
     @property
     def is_estimated(self) -> bool:
@@ -197,8 +249,7 @@ class OfflinePlanner:
         request = self.request
         if not request.training or request.offload != "none" or request.schedule in UPDATING_OTHERWISE:
             return False
-        short = shortened(self.single.program, self.blocks, self.said)
-        return WORTH * len(short.program.graph.nodes) <= len(self.single.program.graph.nodes)
+        return WORTH * len(self.base.program.graph.nodes) <= len(self.single.program.graph.nodes)
 
     def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan of an estimated candidate, with its schedule and micro-batches."""
@@ -211,8 +262,9 @@ class OfflinePlanner:
             except CutOffError as error:
                 raise CutOffError(count * error.seconds) from error
             return of_plan(plan if count == 1 or self.request.microbatches else _saying(plan, count), count)
-        program = self.arriving(count, stage_mesh(mesh, str(self.request.pipeline)), tiles_asked(self.request))[0]
-        in_tiles = estimate.uses[0].short is not self._shortened(program)
+        stage, asked = stage_mesh(mesh, str(self.request.pipeline)), tiles_asked(self.request)
+        num_parts = math.prod(map(stage.size, axes_of_parts(self.request.inputs, stage)))
+        in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, asked)
         tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else self.request.loss_tiles or False
         chunks = schedule.chunks if schedule.chunks > 1 else None
         wanted = replace(
@@ -223,7 +275,7 @@ class OfflinePlanner:
             settings=settings,
             loss_tiles=tiles,
         )
-        looked_at = strategies_of(estimate.uses)
+        looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, tiles_asked(wanted))))
         return of_pipeline(self.in_stages(mesh, str(self.request.pipeline), wanted, turn.cutoff, looked_at))
 
     def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
