@@ -253,11 +253,11 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     start, verdict, reason = time.process_time(), ACCEPTED, ""
     plan: Plan | PipelinePlan | None = None
     try:
-        plan = _plan(recipe, parse_bytes(recipe.memory), time_limit)
+        plan = planned(recipe, parse_bytes(recipe.memory), time_limit)
     except AutoparError as error:
         verdict, reason = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
         try:
-            plan = _plan(recipe, None, time_limit)
+            plan = planned(recipe, None, time_limit)
         except AutoparError as further:
             if str(further) != str(error):
                 reason += f" Without a limit: {' '.join(str(further).split())}"
@@ -284,7 +284,8 @@ def step_seconds(plan: Plan | PipelinePlan) -> float:
     return plan.seconds if isinstance(plan, PipelinePlan) else simulated_seconds(plan)
 
 
-def _plan(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
+def planned(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
+    """Return the plan of a recipe, as its source has it, within so many bytes of a device."""
     model, inputs = model_of(recipe)
     mesh, hardware = autopar.Mesh(recipe.axes, hardware=recipe.device), hardware_of(recipe.device, recipe.source)
     fused = rotary_in_one_call(model.decoder) if isinstance(model, LanguageModel) else contextlib.nullcontext()

@@ -197,44 +197,42 @@ class Estimates:
     def estimate(self, candidate: Candidate, below: float = math.inf) -> Estimate | None:
         """Return the best estimate of a candidate below so many seconds; None if no plan of it is known to fit."""
         limit = self.subject.limit(candidate.mesh)
-        limited = math.isfinite(limit)
-        steps = self._steps(candidate, limited)
-        best: Composed | None = None
-        fastest = math.inf
+        fastest = _Fastest(limit, below)
         try:
-            for level in self._levels(candidate, limit):
-                alone = steps.alone(level.use(level.modes[0]))
-                fastest = min(fastest, alone)
-                if alone >= min(below, math.inf if best is None else best.seconds):
-                    continue
-                for mode in _in_turn(level.modes):
-                    steps.add(level.use(mode))
-                    own = steps.best(limit)
-                    if own is None and mode == level.modes[-1]:
-                        break  # others save more
-                    best = min((each for each in (best, own) if each), key=lambda each: each.seconds, default=None)
-                    if mode == level.modes[0] and own is not None:
-                        break  # others take longer
-                if best is not None and best.seconds <= fastest * (1 + ENOUGH):
+            for steps, levels in self._prices(candidate, limit):
+                if not fastest.takes(steps, levels):
                     break
         except AutoparError:  # the exact plan of the mesh has the reason
             pass
+        best = fastest.best
         if best is None or best.seconds >= below:
             return None
         return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
 
-    def _levels(self, candidate: Candidate, limit: float) -> Iterator[Level]:
-        """Yield the plans of the shorter programs of a candidate."""
+    def _prices(self, candidate: Candidate, limit: float) -> Iterator[tuple[InOnePiece | InStages, Iterator[Level]]]:
+        """Yield plans at ever higher prices of memory, and what composes steps of them.
+
+        Behind the first they are of the program that takes less memory, if there is one.
+        """
+        limited = math.isfinite(limit)
+        programs = self._programs(candidate, limited)
+        steps, prices = self._steps(candidate, limited), next(programs).levels(limit)
+        yield steps, next(prices)
+        if (other := next(programs, None)) is not None:
+            steps, prices = self._steps(candidate, limited), other.levels(limit)
+        for levels in prices:
+            yield steps, levels
+
+    def _programs(self, candidate: Candidate, limited: bool) -> Iterator[Inner]:
         mesh, count = candidate
-        inner, limited = self._stage(mesh), math.isfinite(limit)
-        key = tuple(inner.axes.items()), count
-        known = self._inner.setdefault(key, [])
+        inner = self._stage(mesh)
+        known = self._inner.setdefault((tuple(inner.axes.items()), count), [])
         request = self.subject.request.on(mesh)
         programs = itertools.islice(self.subject.short(count, inner), None if limited else 1)
         for number, (short, arriving) in enumerate(programs):
             if number == len(known):
                 known.append(Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline))
-            yield from known[number].levels(limit)
+            yield known[number]
 
     def _steps(self, candidate: Candidate, limited: bool) -> InOnePiece | InStages:
         """Return what composes steps of a candidate."""
@@ -247,9 +245,43 @@ class Estimates:
         return InStages(schedules, mesh, axis, request.hardware_of(mesh), limited)
 
 
-def _in_turn(modes: Sequence[str]) -> Iterator[str]:
-    """Yield the fastest mode, the one that saves least, and those between."""
-    yield from dict.fromkeys((modes[0], modes[-1], *modes))
+@dataclass(slots=True)
+class _Fastest:
+    """The fastest step within a limit, of the plans so far."""
+
+    limit: float
+    below: float
+    """Seconds; what takes as long is not looked at."""
+    best: Composed | None = None
+    alone: float = math.inf
+    """Seconds of the fastest plan without a limit."""
+
+    def takes(self, steps: InOnePiece | InStages, levels: Iterator[Level]) -> bool:
+        """Take the plans of a price into account; False if those of higher prices are no better."""
+        for number, level in enumerate(levels):
+            alone = steps.alone(level.use(level.modes[0]))
+            self.alone = min(self.alone, alone)
+            if alone < self._seconds:
+                self._recompute(steps, level)
+            elif number == 0:
+                return False
+        return self.best is None or self.best.seconds > self.alone * (1 + ENOUGH)
+
+    def _recompute(self, steps: InOnePiece | InStages, level: Level) -> None:
+        """Take a plan into account with nothing recomputed, then with all, then with what lies between."""
+        for mode in dict.fromkeys((level.modes[0], level.modes[-1], *level.modes)):
+            steps.add(level.use(mode))
+            found = steps.best(self.limit)
+            if found is not None and found.seconds < self._seconds:
+                self.best = found
+            no_faster = mode == level.modes[0] and found is not None
+            no_smaller = mode == level.modes[-1] and found is None
+            if no_faster or no_smaller:
+                return
+
+    @property
+    def _seconds(self) -> float:
+        return self.below if self.best is None else min(self.below, self.best.seconds)
 
 
 def _moved(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], float]]:

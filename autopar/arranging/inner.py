@@ -80,19 +80,23 @@ class Inner:
     _stated: Statements | None = None
     _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
 
-    def levels(self, limit: float) -> Iterator[Level]:
+    def levels(self, limit: float) -> Iterator[Iterator[Level]]:
         """Yield plans at ever higher prices of memory, the fastest without a limit first.
 
-        If memory has no limit (in bytes of tensors), that is the only one.
+        Where gradients may be reduced by every micro-batch, too, such a plan is the second of a price. If memory has no
+        limit (in bytes of tensors), there is one price.
         """
         limited = math.isfinite(limit)
         for price in PRICES if limited else (0.0,):
-            ways = (False, True) if limited and self.microbatches > 1 and price != PRICES[0] else (self._reduces_each,)
-            for reduces_each in ways:
-                key = price, reduces_each
-                if key not in self._levels:
-                    self._levels[key] = self._planned(price, reduces_each, limit)
-                yield self._levels[key]
+            several = limited and self.microbatches > 1 and price != PRICES[0]
+            ways = (False, True) if several else (self._reduces_each,)
+            yield (self._level(price, each, limit) for each in ways)
+
+    def _level(self, price: float, reduces_each: bool, limit: float) -> Level:
+        key = price, reduces_each
+        if key not in self._levels:
+            self._levels[key] = self._planned(price, reduces_each, limit)
+        return self._levels[key]
 
     @property
     def _reduces_each(self) -> bool:

@@ -128,7 +128,7 @@ class ReshardTable:
 
     @functools.cached_property
     def _reductions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gathers of single moves; seconds of their reductions behind one, and of all: of those that lead, and others."""
+        """Gathers of single moves; seconds of reductions behind one, and of all, of moves that lead and of others."""
         gathers = np.zeros(self.seconds.shape, dtype=int)
         behind, every = np.zeros((2, *gathers.shape)), np.zeros((2, *gathers.shape))
         for i, j, _, move in _moves_among(self.layouts, tuple(self._mesh.joined.values())):

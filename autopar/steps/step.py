@@ -18,6 +18,7 @@ takes at least where the device launches its calls itself. It is the step of one
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -36,6 +37,9 @@ from autopar.steps.uses import Uses
 from autopar.steps.weights import Backward, Messages, Regathered
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
+
+MOST_APART = 64
+"""Collectives of a call that are tasks of their own: as each is another event, a ring of thousands takes minutes."""
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
@@ -339,20 +343,32 @@ class _Step:
             return
         if call is not None and is_view(call) and not self.space.hardware.launch_s:
             seconds += self.space.hardware.op_latency_s
-        own = [each for each in strategy.transfers if each.backward == backward]
+        own = _together([each for each in strategy.transfers if each.backward == backward])
         beside = 0.0
         if strategy.implementation is not None and call is not None and bound is not None:
             launches *= num_launches(strategy, call, bound.sizes, self.space.mesh)
             local = strategy.local_sizes(bound.sizes, self.space.mesh)
             beside = share_beside(strategy.implementation, call, local) if own else 0.0
-        running = [self.tasks.issue(each, decision.name, times=share * beside) for each in own if beside]
+        running = [
+            self.tasks.issue(each, decision.name, times=share * beside * count, launches=count)
+            for each, count in own
+            if beside
+        ]
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
         if beside < 1 and not (backward and number in self.unused):
-            self.tasks.move(own, decision.name, share * (1 - beside), 1 - beside)
+            for each, count in own:
+                self.tasks.move([each], decision.name, share * (1 - beside) * count, 1 - beside, count)
 
     def _share(self, entry: Moved) -> float:
         return self.space.share(self.space.rows_on(entry.wire), self.choices)
+
+
+def _together(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
+    """Return the transfers of a call with a count: of many, as of a long ring, equal ones in a row are one task."""
+    if len(transfers) <= MOST_APART:
+        return [(each, 1) for each in transfers]
+    return [(each, len(list(equal))) for each, equal in itertools.groupby(transfers)]
 
 
 def _name(call: object) -> str:
