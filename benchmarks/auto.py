@@ -46,7 +46,7 @@ def of_recipe(recipe: Recipe) -> tuple[str, float | None]:
     return f"{format_seconds(step_seconds(plan))}, {format_bytes(plan.peak_bytes)}", step_seconds(plan)
 
 
-def of_auto(recipe: Recipe) -> tuple[Plan | PipelinePlan | AutoparError, float]:
+def of_auto(recipe: Recipe, seconds: float) -> tuple[Plan | PipelinePlan | AutoparError, float]:
     """Return what "auto" answers, and the seconds that it took on the clock."""
     model, inputs = model_of(recipe)
     options = {key: each for key, each in recipe.options.items() if key == "precision"}
@@ -62,7 +62,7 @@ def of_auto(recipe: Recipe) -> tuple[Plan | PipelinePlan | AutoparError, float]:
                 devices=recipe.gpus,
                 hardware=hardware_of(recipe.device, recipe.source),
                 memory=parse_bytes(recipe.memory),
-                time_limit=time_limit(recipe.gpus),
+                time_limit=seconds,
                 **options,
             )
         except AutoparError as error:
@@ -70,17 +70,17 @@ def of_auto(recipe: Recipe) -> tuple[Plan | PipelinePlan | AutoparError, float]:
     return found, time.monotonic() - start
 
 
-def compared(recipe: Recipe, with_table: bool) -> str:
+def compared(recipe: Recipe, seconds: float, with_table: bool) -> str:
     """Return a line of both, and with `with_table` what else was tried."""
-    found, spent = of_auto(recipe)
+    found, spent = of_auto(recipe, seconds)
     text, expected = of_recipe(recipe)
-    head = f"{recipe.name}: {recipe.gpus} devices, planned in {spent:.0f} of {time_limit(recipe.gpus):.0f} s"
+    head = f"{recipe.name}: {recipe.gpus} devices, planned in {spent:.0f} of {seconds:.0f} s"
     if isinstance(found, AutoparError):
         return f"{head}; recipe {text}; auto: {' '.join(str(found).split())[:300]}"
-    seconds = step_seconds(found)
-    ratio = "" if expected is None else f" ({seconds / expected:.3f} of the recipe)"
+    step = step_seconds(found)
+    ratio = "" if expected is None else f" ({step / expected:.3f} of the recipe)"
     schedule = f", {found.schedule}" if isinstance(found, PipelinePlan) else ""
-    words = f"{head}; recipe {text}; auto {format_seconds(seconds)}{ratio}, {format_bytes(found.peak_bytes)}, "
+    words = f"{head}; recipe {text}; auto {format_seconds(step)}{ratio}, {format_bytes(found.peak_bytes)}, "
     return words + f"{found.mesh}{schedule}" + (f"\n{found.notes[-1]}" if with_table else "")
 
 
@@ -88,16 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for every recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of recipes")
+    parser.add_argument("--seconds", type=float, help='in which "auto" is to answer, instead of those of its target')
     parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--table", action="store_true", help="print what else was tried")
     parsed = parser.parse_args(arguments)
     for recipe in recipes(parsed.only):
         if recipe.precision in UNEXPRESSED:
             continue
+        seconds = parsed.seconds or time_limit(recipe.gpus)
         if parsed.here:
-            print(compared(recipe, parsed.table), flush=True)
+            print(compared(recipe, seconds, parsed.table), flush=True)
             continue
-        command = [sys.executable, "-m", "benchmarks.auto", "--here", "--only", recipe.name]
+        command = [sys.executable, "-m", "benchmarks.auto", "--here", "--only", recipe.name, "--seconds", str(seconds)]
         subprocess.run([*command, "--table"] if parsed.table else command, check=False)
 
 

@@ -32,6 +32,8 @@ ENOUGH = 1e-3
 """Relative to the step without a limit: what is so near to it is not looked at with less memory."""
 NEAR = 1.25
 """Times the best estimate: candidates whose step without a limit is longer are not estimated within it."""
+FEW_AXES = 2
+"""Of a stage: what has more is estimated last."""
 NODE = 8
 """Devices of a usual host: with tensor parallelism over so many, and with none, the search begins."""
 
@@ -91,32 +93,42 @@ class Estimates:
     _inner: dict[tuple[tuple[tuple[str, int], ...], int], list[Inner]] = field(default_factory=dict)
 
     def search(self) -> None:
-        """Estimate candidates until the best have no better neighbours, or time is over."""
+        """Estimate candidates until the best have no better neighbours, or time is over.
+
+        Those of three axes come behind all others that are neighbours of the best: each takes as long as ten.
+        """
         known = dict.fromkeys(self.subject.meshes)
         waiting = list(self._first(known))
-        expanded = set[Candidate]()
         steps = progress(itertools.count(), "estimates")
-        while True:
+        while waiting:
             for each in waiting:
-                if each in self.found:
-                    continue
                 if is_over(self.deadline) and any(self.found.values()):
                     return
                 next(steps)
-                if self.subject.at_least(each.mesh) > self._best_seconds():
-                    self.num_bounded += 1
-                    self.found[each] = None
-                else:
-                    self.found[each] = self.estimate(each, NEAR * self._best_seconds())
-            best = sorted((e for e in self.found.values() if e), key=lambda each: (each.seconds, str(each.mesh)))
-            left = [Candidate(each.mesh, each.microbatches) for each in best[:EXPANDED]]
-            left = [each for each in left if each not in expanded]
-            if not best:
-                left = [each for each in self.found if each not in expanded]
-            if not left or is_over(self.deadline):
-                return
-            expanded.add(left[0])
-            waiting = sorted(set(self._neighbours(left[0], known)), key=str)
+                self._try(each)
+            waiting, later = [], list[Candidate]()
+            for each in self._leading():
+                near = sorted({*self._neighbours(each, known)} - self.found.keys(), key=str)
+                waiting = [other for other in near if self._stage(other.mesh).ndim <= FEW_AXES]
+                later += [other for other in near if other not in waiting]
+                if waiting:
+                    break
+            waiting = waiting or later[:1]
+
+    def _leading(self) -> list[Candidate]:
+        """Return the candidates whose neighbours are to be estimated, the best first; all where none has room."""
+        best = sorted((each for each in self.found.values() if each), key=lambda each: (each.seconds, str(each.mesh)))
+        return [Candidate(each.mesh, each.microbatches) for each in best[:EXPANDED]] or list(self.found)
+
+    def _try(self, candidate: Candidate) -> None:
+        if candidate in self.found:
+            return
+        least = self._best_seconds()
+        if self.subject.at_least(candidate.mesh) > least:
+            self.num_bounded += 1
+            self.found[candidate] = None
+        else:
+            self.found[candidate] = self.estimate(candidate, NEAR * least)
 
     def best(self) -> list[Estimate]:
         """Return the best estimate of every mesh that has one, the fastest first."""
@@ -153,12 +165,12 @@ class Estimates:
             if inner.ndim > 2 or (inner.ndim == 2 and inner.sizes[1] != NODE):
                 continue
             counts = self.counts(mesh)
-            samples, wanted = self.subject.samples(inner), self.subject.samples(inner) // inner.sizes[0]
-            if counts:
-                count = max((each for each in counts if each <= max(wanted, 1)), default=counts[0])
+            wanted = self.subject.samples(inner) // inner.sizes[0]
+            # A sample for each device of the first axis, and of all; without a pipeline the whole batch at once, too.
+            most = [wanted, wanted // math.prod(inner.sizes[1:])] + [1] * (not self._is_pipeline(mesh))
+            for limit in most if counts else ():
+                count = max((each for each in counts if each <= limit), default=counts[0])
                 found.append((wanted > 0, Candidate(mesh, count)))
-                if not self._is_pipeline(mesh) and samples != counts[0]:
-                    found.append((wanted > 0, Candidate(mesh, counts[0])))
         enough = [each for has_samples, each in found if has_samples]
         yield from enough or [each for _, each in found]
 
