@@ -145,8 +145,7 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
         return refined(problem, best.starts, deadline=deadline), search, best.seconds
     if schedule.chunks == 1:
         return _within(problem, search, deadline)
-    samples, seconds = sampled(search, best_cuts(problem).starts, memory)
-    thought, search.rooms = thought_in_rooms(problem, memory, samples, seconds)
+    thought, search.rooms = thought_in_rooms(problem, memory, *sampled(search, best_cuts(problem).starts, memory))
     try:
         return _within(problem, search, deadline, thought)
     except PipelineError:
