@@ -8,10 +8,10 @@ from autopar.errors import PlanError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
-from autopar.planning.step_seconds import StepSeconds, parts_of
+from autopar.planning.step_seconds import StepSeconds, parts_of, reduction_seconds
 from autopar.plans.plan import Plan
-from autopar.steps.sends import Send, beside_sends
-from autopar.steps.step import microbatch_tasks
+from autopar.steps.sends import ReductionSeconds, Send, beside_sends, reduced_beside
+from autopar.steps.step import last_microbatch, microbatch_tasks
 
 NOTHING = Send()
 
@@ -39,19 +39,34 @@ def step_parts(plan: Plan) -> StepSeconds:
     return parts_of(context.memory_model, context.choices, plan.recompute)
 
 
-def stage_seconds(plan: Plan, send_forward: Send = NOTHING, send_backward: Send = NOTHING) -> StageSeconds:
+def stage_seconds(
+    plan: Plan, send_forward: Send = NOTHING, send_backward: Send = NOTHING, halves: bool = False
+) -> StageSeconds:
     """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
 
-    Forward and backward are those of a micro-batch as a timeline, beside what is sent; what is done once is a sum.
-    The part of the backward that makes gradients of weights is that of the calls that have a weight; all else,
-    recomputation and collectives too, counts for the gradients of inputs, which others wait for.
+    Forward and backward are those of a micro-batch as a timeline, beside what is sent, and so are the reductions of
+    gradients beside the last of them; what else is done once is a sum. The part of the backward that makes gradients of
+    weights is that of the calls that have a weight; all else, recomputation and collectives too, counts for the
+    gradients of inputs, which others wait for. `halves`: the schedule makes the two apart. PipeDream, whose
+    micro-batches each update the weights, reduces behind the backward.
     """
     context = _context(plan)
-    tasks = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
-    each = beside_sends(tasks, context.space.hardware.communication_share, send_forward, send_backward)
-    weight = min(weight_seconds(context.memory_model, context.choices), each.backward)
-    once = step_parts(plan).once
-    return StageSeconds(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once)
+    memory, choices, share = context.memory_model, context.choices, context.space.hardware.communication_share
+    sends = send_forward, send_backward
+    each = beside_sends(microbatch_tasks(memory, choices, plan.recompute), share, *sends)
+    weight = min(weight_seconds(memory, choices), each.backward)
+    of_weights = weight / each.backward if halves and each.backward else None
+    reduced, once = ReductionSeconds(), step_parts(plan).once
+    if not memory.microbatches.stashes:
+        reduced = reduced_beside(last_microbatch(memory, choices, plan.recompute), share, *sends, of_weights)
+        once = max(0.0, once - reduction_seconds(memory, choices))
+    return StageSeconds(
+        *(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once),
+        last_backward=reduced.slowing,
+        last_send=reduced.slowing_send,
+        reducing=reduced.behind,
+        reductions=reduced.alone,
+    )
 
 
 def _context(plan: Plan) -> PlanContext:
