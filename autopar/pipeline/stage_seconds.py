@@ -10,8 +10,9 @@ from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import StepSeconds, parts_of, reduction_seconds
 from autopar.plans.plan import Plan
-from autopar.steps.sends import ReductionSeconds, Send, beside_sends, reduced_beside
-from autopar.steps.step import last_microbatch, microbatch_tasks
+from autopar.steps.sends import Send, beside_sends, reduced_beside
+from autopar.steps.step import last_microbatch_tasks, microbatch_tasks
+from autopar.timeline.values import Task
 
 NOTHING = Send()
 
@@ -52,14 +53,36 @@ def stage_seconds(
     """
     context = _context(plan)
     memory, choices, share = context.memory_model, context.choices, context.space.hardware.communication_share
-    sends = send_forward, send_backward
-    each = beside_sends(microbatch_tasks(memory, choices, plan.recompute), share, *sends)
-    weight = min(weight_seconds(memory, choices), each.backward)
-    of_weights = weight / each.backward if halves and each.backward else None
-    reduced, once = ReductionSeconds(), step_parts(plan).once
+    each, last, once = microbatch_tasks(memory, choices, plan.recompute), (), step_parts(plan).once
     if not memory.microbatches.stashes:
-        reduced = reduced_beside(last_microbatch(memory, choices, plan.recompute), share, *sends, of_weights)
+        last = last_microbatch_tasks(memory, choices, plan.recompute)
         once = max(0.0, once - reduction_seconds(memory, choices))
+    return timed(each, last, share, (send_forward, send_backward), weight_seconds(memory, choices), once, halves)
+
+
+def timed(
+    tasks: Sequence[Task],
+    last: Sequence[Task],
+    share: float,
+    sends: tuple[Send, Send],
+    of_weights: float,
+    once: float,
+    halves: bool,
+) -> StageSeconds:
+    """Return the seconds of a stage.
+
+    Args:
+        tasks: The tasks of a micro-batch.
+        last: Those of the step's last one, with the reductions beside its backward.
+        share: The share of the device that a running collective takes.
+        sends: What the stage sends on, and back.
+        of_weights: Seconds of a backward in which calls compute the gradients of weights.
+        once: Seconds of what a step does once besides.
+        halves: Whether the schedule makes the gradients of weights apart.
+    """
+    each = beside_sends(tasks, share, *sends)
+    weight = min(of_weights, each.backward)
+    reduced = reduced_beside(last, share, *sends, weight / each.backward if halves and each.backward else None)
     return StageSeconds(
         *(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once),
         last_backward=reduced.slowing,

@@ -9,10 +9,9 @@ of gradients that run beside the stage's last backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.steps.step import LastMicrobatch
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task
 
@@ -71,60 +70,55 @@ def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: S
 
 
 def reduced_beside(
-    last: LastMicrobatch, share: float, forward: Send, backward: Send, of_weights: float | None = None
+    tasks: Sequence[Task], share: float, forward: Send, backward: Send, of_weights: float | None = None
 ) -> ReductionSeconds:
     """Return the seconds of a stage's last reductions, beside its backward and what it sends.
 
     The gradient of the last micro-batch travels behind its backward, beside what is left of the reductions.
 
     Args:
-        last: The last micro-batch of the step.
+        tasks: The tasks of the step's last micro-batch, with its reductions of sums.
         share: The share of the device that a running collective takes.
         forward: What the stage sends to the stage after it.
         backward: What it sends to the stage before it.
         of_weights: The share of the backward's computing that makes gradients of weights, if a schedule makes them
             apart: then reductions run beside that alone, and the gradient travels beside it.
     """
-    if not last.reductions:
-        return ReductionSeconds()
     alone: dict[str, float] = defaultdict(float)
-    for number in last.reductions:
-        alone[last.tasks[number].stream] += last.tasks[number].seconds
-    tasks = last.tasks if of_weights is None else [_of_weights(each, of_weights) for each in last.tasks]
-    tasks = [last.tasks[n] if n in last.reductions else each for n, each in enumerate(tasks)]
-    without = [replace(each, seconds=0.0) if n in last.reductions else each for n, each in enumerate(tasks)]
-    sends = (forward, backward) if of_weights is None else (Send(), backward)
-    end, reduced, sent = _ends(tasks, last.reductions, share, *sends, sends_at_end=of_weights is None)
-    usual, _, usually_sent = _ends(without, last.reductions, share, *sends, sends_at_end=of_weights is None)
+    for each in tasks:
+        alone[each.stream] += each.seconds if each.of_sums else 0.0
+    if not any(alone.values()):
+        return ReductionSeconds()
+    apart = of_weights is not None
+    if apart:
+        forward, tasks = Send(), [_of_weights(each, of_weights) for each in tasks]
+    without = [replace(each, seconds=0.0) if each.of_sums else each for each in tasks]
+    end, reduced, sent = _ends(tasks, share, forward, backward, sends_at_end=not apart)
+    usual, _, usually_sent = _ends(without, share, forward, backward, sends_at_end=not apart)
     return ReductionSeconds(
         max(0.0, end - usual), max(0.0, sent - usually_sent), max(0.0, reduced - end), max(alone.values())
     )
 
 
 def _ends(
-    tasks: Sequence[Task],
-    reductions: Collection[int],
-    share: float,
-    forward: Send,
-    backward: Send,
-    sends_at_end: bool,
+    tasks: Sequence[Task], share: float, forward: Send, backward: Send, sends_at_end: bool
 ) -> tuple[float, float, float]:
     """Return when the backward ends, when its reductions do, and how long the last gradient travels."""
-    first, listed = _begin_of_backward(tasks), _with_sends(tasks, forward, backward)
-    places = [number + 1 + (number >= first) for number in range(len(tasks))]
-    own = [place for number, place in enumerate(places) if number not in reductions]
+    listed = _with_sends(tasks, forward, backward)
     if sends_at_end:
+        own = [n for n, each in enumerate(listed) if each.stream != STREAM and not each.of_sums]
         listed.append(_task(backward, "backward", tuple(own)))
     events = simulate(listed, share).events
     sent = events[-1 if sends_at_end else 0]
-    end = max((events[place].end for place in own), default=0.0)
-    return end, max(events[places[number]].end for number in reductions), sent.end - sent.start
+    own_events = [each for each in events if each.task.stream != STREAM]
+    end = max((each.end for each in own_events if not each.task.of_sums), default=0.0)
+    return end, max(each.end for each in own_events if each.task.of_sums), sent.end - sent.start
 
 
 def _of_weights(task: Task, share: float) -> Task:
     """The part of a task of a micro-batch in which the gradients of weights are made."""
     computes = task.stream == COMPUTE and task.phase != "forward"
-    return replace(task, seconds=share * task.seconds if computes else 0.0)
+    return task if task.of_sums else replace(task, seconds=share * task.seconds if computes else 0.0)
 
 
 def _begin_of_backward(tasks: Sequence[Task]) -> int:

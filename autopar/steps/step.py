@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from autopar.cost.operations import backward_launches, share_beside
@@ -67,19 +66,9 @@ def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping
     return _Step(memory, choices, modes, "microbatch").run()
 
 
-@dataclass(frozen=True, slots=True)
-class LastMicrobatch:
-    """The tasks of a step's last micro-batch, beside whose backward gradients are reduced that were added up."""
-
-    tasks: tuple[Task, ...]
-    reductions: frozenset[int]
-    """The places of the tasks that reduce them. The backward does not wait for those of them that are left running."""
-
-
-def last_microbatch(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> LastMicrobatch:
-    """Return the tasks of the last of several micro-batches; the step waits for its reductions later."""
-    step = _Step(memory, choices, modes, "last")
-    return LastMicrobatch(step.run(), frozenset(step.reductions.of_sums))
+def last_microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
+    """The same of the last micro-batch, and the reductions of gradients `of_sums` that run beside its backward."""
+    return _Step(memory, choices, modes, "last").run()
 
 
 def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:

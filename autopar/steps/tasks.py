@@ -54,6 +54,7 @@ class Tasks:
         lateness: float = 0.0,
         weights: bool = False,
         begun: bool = False,
+        of_sums: bool = False,
     ) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
 
@@ -71,6 +72,7 @@ class Tasks:
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
                 weights=weights,
+                of_sums=of_sums,
             )
         )
         return len(self.found) - 1

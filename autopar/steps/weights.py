@@ -133,7 +133,6 @@ class Reductions:
         self.tasks, self.frees, self.with_sums = tasks, frees, with_sums
         self.left_running: list[int] = []
         """What the backward waits for at its end."""
-        self.of_sums: list[int] = []
         self._scattered: list[int] = []
         """Reduce-scatters that may be running: each holds what it sends."""
 
@@ -142,9 +141,8 @@ class Reductions:
         for message in messages.reductions:
             if message.of_sum and not self.with_sums:
                 continue
-            issued = self.tasks.issue(message.transfer, messages.bucket.layer or "gradients", weights=True)
-            if message.of_sum:
-                self.of_sums.append(issued)
+            row = messages.bucket.layer or "gradients"
+            issued = self.tasks.issue(message.transfer, row, weights=True, of_sums=message.of_sum)
             if message.transfer.collective == "reduce_scatter":
                 self._scattered.append(issued)
                 self.tasks.wait(self._scattered[:-MOST_RUNNING])

@@ -8,7 +8,6 @@ from autopar.hardware.collectives import message_ports, message_seconds
 from autopar.hardware.profile import Hardware, Link
 from autopar.sharding.mesh import Mesh
 from autopar.steps.sends import MicrobatchSeconds, ReductionSeconds, Send, beside_sends, reduced_beside
-from autopar.steps.step import LastMicrobatch
 from autopar.timeline.values import COMPUTE, Task
 
 CARD = (("card", 1.0),)
@@ -57,16 +56,15 @@ def test_a_message_loads_the_links_that_it_crosses_but_for_its_latency() -> None
     assert message_ports(10**8, Mesh({"pp": 1, "tp": 4}), "pp", hardware) == ()
 
 
-def _last(links: tuple[tuple[str, float], ...] = CARD) -> LastMicrobatch:
+def _last(links: tuple[tuple[str, float], ...] = CARD) -> list[Task]:
     """A product; backward two products, behind each of which a reduction of sums is left running."""
-    tasks = [
+    return [
         Task("mm", COMPUTE, 4.0),
         Task("mm", COMPUTE, 4.0, "backward"),
-        Task("reduce_scatter", "dp", 3.0, "backward", after=(1,), links=links),
+        Task("reduce_scatter", "dp", 3.0, "backward", after=(1,), links=links, of_sums=True),
         Task("mm", COMPUTE, 4.0, "backward"),
-        Task("reduce_scatter", "dp", 3.0, "backward", after=(3,), links=links),
+        Task("reduce_scatter", "dp", 3.0, "backward", after=(3,), links=links, of_sums=True),
     ]
-    return LastMicrobatch(tuple(tasks), frozenset({2, 4}))
 
 
 def test_a_backward_hides_all_reductions_but_those_behind_its_last_product() -> None:
@@ -94,5 +92,4 @@ def test_gradients_of_weights_made_apart_hide_reductions_behind_their_own_produc
 
 
 def test_without_reductions_nothing_is_slowed() -> None:
-    last = LastMicrobatch(tuple(_tasks()), frozenset())
-    assert reduced_beside(last, 0.5, Send(5.0, CARD), Send(5.0, CARD)) == ReductionSeconds()
+    assert reduced_beside(_tasks(), 0.5, Send(5.0, CARD), Send(5.0, CARD)) == ReductionSeconds()
