@@ -89,12 +89,11 @@ def reduced_beside(
         alone[each.stream] += each.seconds if each.of_sums else 0.0
     if not any(alone.values()):
         return ReductionSeconds()
-    apart = of_weights is not None
-    if apart:
+    if of_weights is not None:
         forward, tasks = Send(), [_of_weights(each, of_weights) for each in tasks]
     without = [replace(each, seconds=0.0) if each.of_sums else each for each in tasks]
-    end, reduced, sent = _ends(tasks, share, forward, backward, sends_at_end=not apart)
-    usual, _, usually_sent = _ends(without, share, forward, backward, sends_at_end=not apart)
+    end, reduced, sent = _ends(tasks, share, forward, backward, sends_at_end=of_weights is None)
+    usual, _, usually_sent = _ends(without, share, forward, backward, sends_at_end=of_weights is None)
     return ReductionSeconds(
         max(0.0, end - usual), max(0.0, sent - usually_sent), max(0.0, reduced - end), max(alone.values())
     )
