@@ -33,6 +33,8 @@ from autopar.units import format_bytes, format_seconds
 FORMAT = 1
 MAX_ACTIONS = 10**6
 """Micro-batches of all stages, in a plan that is read: its timeline is simulated."""
+REDUCING = ("last_backward", "last_send", "reducing", "reductions")
+"""Seconds of a stage that older plans count among those of `once`."""
 PIPELINE_PLAN = Record(
     {
         PIPELINE_FORMAT: Whole(FORMAT, FORMAT),
@@ -50,7 +52,10 @@ PIPELINE_PLAN = Record(
                     "number": Whole(),
                     "blocks": ListOf(TEXT, least=1),
                     "plan": PLAN,
-                    "seconds": Record({each.name: SECONDS for each in fields(StageSeconds)}),
+                    "seconds": Record(
+                        {each.name: SECONDS for each in fields(StageSeconds) if each.name not in REDUCING},
+                        optional=dict.fromkeys(REDUCING, SECONDS),
+                    ),
                 }
             )
         ),

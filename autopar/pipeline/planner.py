@@ -29,7 +29,7 @@ from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.simulation import simulate
 from autopar.pipeline.stage_samples import sampled
 from autopar.pipeline.stage_search import TOLERANCE, StageSearch
-from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
@@ -106,13 +106,15 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         for name, layout in stored_layouts(program, plan).items():
             storage.setdefault(name, layout)
         names = tuple(block.name for block in blocks[first:end])
-        stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *messages(planned, program))))
+        seconds = stage_seconds(plan, *messages(planned, program), request.schedule.halves_backwards)
+        stages.append(StagePlan(len(stages), names, plan, seconds))
     contexts = [context_of(stage.plan) for stage in stages]
     planned_stages = [(each.space, each.choices) for each in contexts]
     warn_of_replicated_work(request.wanted.strategy, planned_stages, stored=bool(request.storage))
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     timeline = simulate(request.schedule, [stage.seconds for stage in stages])
-    least = bound / step_seconds(_cut_problem(planned), starts, [stage.seconds for stage in stages])
+    formula = [replace(stage.seconds, once=step_parts(stage.plan).once) for stage in stages]
+    least = bound / step_seconds(_cut_problem(planned), starts, formula)
     return PipelinePlan(
         mesh=request.mesh,
         axis=request.axis,

@@ -81,3 +81,15 @@ def parts_by_decision(
         backward = parts.backward + back * share + memory.second_forward.at_wire(wire, choices, modes)
         found[wire.target] = parts._replace(forward=forward, backward=backward)
     return found
+
+
+def reduction_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
+    """Return the seconds among those done once in which gradients are reduced that micro-batches have added up."""
+    space, more, total = memory.space, memory.accumulation, 0.0
+    for wire in space.wires:
+        if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
+            path = space.path(wire, choices)
+            pairs = zip(path.transfers, path.messages, strict=True)
+            total += sum(transfer_seconds(t, space.mesh, space.hardware, message) for t, message in pairs if t.backward)
+            total -= more.reduction_seconds(wire, choices)
+    return total

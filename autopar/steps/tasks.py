@@ -55,6 +55,7 @@ class Tasks:
         weights: bool = False,
         begun: bool = False,
         launches: int = 1,
+        of_sums: bool = False,
     ) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
 
@@ -73,6 +74,7 @@ class Tasks:
                 num_bytes=round(transfer.num_bytes * min(times, launches)),
                 row=row,
                 weights=weights,
+                of_sums=of_sums,
             )
         )
         return len(self.found) - 1

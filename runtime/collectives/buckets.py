@@ -115,6 +115,11 @@ def _leaf_of(parameter: Tensor) -> Tensor | None:
     return None
 
 
+def waits(node: Any) -> bool:
+    """Return whether a node of the autograd graph is the backward of an outer function."""
+    return isinstance(node, _Wait._backward_cls)  # type: ignore[attr-defined]
+
+
 def is_taken(parameter: Tensor) -> bool:
     """Whether a hook takes its gradient as soon as it is there, as an optimizer does that steps in the backward."""
     return bool(parameter._post_accumulate_grad_hooks)
@@ -364,15 +369,3 @@ class _CastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.exact.pop(0, grad).to(ctx.dtype), None
-
-
-def take_back(values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward` of moved weights, with gradients that may be of higher precision than they are.
-
-    Autograd casts a gradient to the dtype of its tensor before it is summed: what has cast the tensor gets it apart.
-    """
-    for value, gradient in zip(values, gradients, strict=True):
-        exact = getattr(value.grad_fn, "exact", None)
-        if exact is not None and gradient.dtype != value.dtype:
-            exact[value.output_nr] = gradient
-    torch.autograd.backward(values, gradients)
