@@ -35,7 +35,7 @@ from autopar.memory.parts import parts_on
 from autopar.memory.peak import PlanMoments
 from autopar.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
 from autopar.pipeline.stages.blocks import Block
-from autopar.planning.step_seconds import parts_by_decision
+from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
 from autopar.steps.step import microbatch_tasks, step_tasks
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task, Timeline
@@ -54,6 +54,8 @@ class BlockUse:
     backward: Floats
     once: Floats
     """Of a step, by the sum of costs: where stages of a pipeline do it behind their last micro-batch."""
+    reductions: Floats
+    """Of gradients, once a step, beside the last backward."""
     step: Floats
     """Of a step of one micro-batch with all that is done once, as it is simulated."""
     rest: float
@@ -134,10 +136,12 @@ def block_use(
     """
     space, blocks, count = memory.space, short.blocks, len(short.blocks)
     homes = block_of_decisions(space, blocks)
-    once = np.zeros(count)
-    for number, parts in enumerate(parts_by_decision(memory, choices, modes)):
-        if (home := homes[number]) is not None:
-            once[home] += parts.once
+    once, reductions = np.zeros(count), np.zeros(count)
+    parts, reduced = parts_by_decision(memory, choices, modes), reductions_by_decision(memory, choices)
+    for home, own, reducing in zip(homes, parts, reduced, strict=True):
+        if home is not None:
+            once[home] += max(own.once - reducing, 0.0)
+            reductions[home] += reducing
     seconds = _Seconds(memory, choices, homes, short)
     each = seconds.of(microbatch_tasks(memory, choices, modes))
     step = seconds.of(step_tasks(memory, choices, modes)) if is_whole else each
@@ -151,6 +155,7 @@ def block_use(
         forward=each.forward[at],
         backward=each.backward[at],
         once=once[at],
+        reductions=reductions[at],
         step=(step.forward + step.backward + step.optimizer)[at],
         rest=step.rest,
         **{name: array[at] for name, array in num_bytes.items()},

@@ -37,7 +37,7 @@ SIMULATED = 4
 """Schedules of a candidate, the best by the formula, that are simulated."""
 SIMPLER = 5e-3
 """Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
-TIMES = ("forward", "backward", "once")
+TIMES = ("forward", "backward", "once", "reductions")
 ROOM = 0.92
 """Of the limit, that stages are composed within: the search cuts between blocks, and others of a rank keep theirs."""
 
@@ -138,6 +138,7 @@ class Part:
     forward: Floats
     backward: Floats
     once: Floats
+    reductions: Floats
     sending: Floats
     """Of the message that comes from the stage before."""
     num_bytes: Floats
@@ -166,7 +167,7 @@ class Staged:
 
     def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, limited: bool = False) -> Part:
         """Return what a plan makes of the stages that begin with these blocks."""
-        times = (np.add.reduceat(each, starts) for each in (use.forward, use.backward, use.once))
+        times = (np.add.reduceat(each, starts) for each in (use.forward, use.backward, use.once, use.reductions))
         sizes = np.diff(starts, append=len(use.forward))
         num_bytes = self._rank_bytes(use, starts) if limited else np.zeros(len(self.ranks))
         return Part(*times, sending, num_bytes, sizes)
@@ -181,7 +182,7 @@ class Staged:
 
     def of_plans(self, parts: Sequence[Part], limit: float = math.inf) -> Composed | None:
         """Return the step of plans within a limit; None if a rank has no room for any."""
-        forward, backward, once = (np.array([getattr(each, name) for each in parts]) for name in TIMES)
+        forward, backward, *_ = times = [np.array([getattr(each, name) for each in parts]) for name in TIMES]
         by_rank = (forward + backward)[:, self.ranks].sum(axis=2)
         num_bytes = np.array([each.num_bytes for each in parts])
         sizes = parts[0].num_blocks[self.ranks].sum(axis=1)
@@ -190,15 +191,30 @@ class Staged:
             return None
         shares = np.empty((self.schedule.num_stages, len(parts)))
         shares[self.ranks] = weights[:, np.newaxis]
-        there, back, latest = (np.einsum("so,os->s", shares, array) for array in (forward, backward, once))
+        there, back, latest, reductions = (np.einsum("so,os->s", shares, array) for array in times)
         sending = parts[0].sending
-        total = _step(self.schedule, there + back, 2 * sending) + latest[self.ranks].sum(axis=1).max()
+        blocks = parts[0].num_blocks
+        behind = reductions - np.minimum(reductions, back * (1 - 1 / blocks))  # those of the block that ends last
+        ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
+        total = _step(self.schedule, there + back, 2 * sending) + ending.max()
         timed = tuple(
-            StageSeconds(*map(float, (f, b / 2, b / 2, sent, received, o)))
-            for f, b, sent, received, o in zip(there, back, [*sending[1:], 0.0], sending, latest, strict=True)
+            StageSeconds(
+                *map(float, (f, b / 2, b / 2, sent, received, o)), reducing=float(left), reductions=float(each)
+            )
+            for f, b, sent, received, o, left, each in zip(
+                *(there, back, [*sending[1:], 0.0], sending, latest, behind, reductions), strict=True
+            )
         )
         num_kept = float((weights * num_bytes.T).sum(axis=1).max())
         return Composed(float(total), num_kept, self.schedule, stages=timed)
+
+    def _reducing(self, reductions: Floats, behind: Floats, backward: Floats) -> Floats:
+        """Return the seconds for which the reductions of each rank run on behind its last backward.
+
+        That is that of its first stage; those of others are reduced beside the backwards of stages before them.
+        """
+        others = reductions[self.ranks].sum(axis=1) - backward[self.ranks[:, :-1]].sum(axis=1)
+        return np.maximum(behind[self.ranks[:, 0]], others) if self.ranks.shape[1] > 1 else behind[self.ranks[:, 0]]
 
 
 def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:

@@ -17,7 +17,7 @@ LIMITS = ((1.0, 1.05), (0.5, 0.85), (0.5, 1.2), (0.125, 0.75), (1.0, 1.25), (0.5
 """Of samples: with the micro-batches in flight of which stage, of all from the least to the most, and the limit, as a
 part of an equal share of a rank's memory."""
 OF_A_BLOCK = ((1.0, 1.05), (1.0, math.inf), (0.125, 0.4), (0.5, 0.85), (0.125, 0.6), (1.0, 1.6))
-"""The same for stages of one block: one has a plan that is not mixed of others, so that some have much, others little."""
+"""The same for stages of one block, whose plans are not mixed of others: some have much memory, others little."""
 SHARE_OF_TIME = 0.4
 """Of the time that is left, at most: further samples are left out."""
 NEAR, ROUGHLY = 0.05, 0.2

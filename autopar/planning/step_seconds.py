@@ -85,11 +85,17 @@ def parts_by_decision(
 
 def reduction_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
     """Return the seconds among those done once in which gradients are reduced that micro-batches have added up."""
-    space, more, total = memory.space, memory.accumulation, 0.0
+    return sum(reductions_by_decision(memory, choices))
+
+
+def reductions_by_decision(memory: MemoryModel, choices: Sequence[int]) -> list[float]:
+    """Return the same for every decision that takes weights."""
+    space, more = memory.space, memory.accumulation
+    found = [0.0] * len(space.decisions)
     for wire in space.wires:
         if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
             path = space.path(wire, choices)
             pairs = zip(path.transfers, path.messages, strict=True)
-            total += sum(transfer_seconds(t, space.mesh, space.hardware, message) for t, message in pairs if t.backward)
-            total -= more.reduction_seconds(wire, choices)
-    return total
+            every = sum(transfer_seconds(t, space.mesh, space.hardware, message) for t, message in pairs if t.backward)
+            found[wire.target] += every - more.reduction_seconds(wire, choices)
+    return found

@@ -5,16 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar.hardware.collectives import Transfer, collective_seconds, copy_seconds, levels_of, ports_used
+from autopar.hardware.collectives import Transfer, collective_seconds, copy_seconds, lateness, ports_used
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
 from autopar.timeline.values import COMPUTE, Task
-
-
-def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
-    """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
-    levels = levels_of(hardware.links, mesh, axis)
-    return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
 
 
 def checking(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> float:
@@ -51,7 +45,7 @@ class Tasks:
         row: str,
         stream: str = "",
         times: float = 1.0,
-        lateness: float = 0.0,
+        late: float = 0.0,
         weights: bool = False,
         begun: bool = False,
         launches: int = 1,
@@ -70,7 +64,7 @@ class Tasks:
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *((self.hardware.launch_s + lateness + check) * launches, tuple(sorted(after)), transfer.axis, links),
+                *((self.hardware.launch_s + late + check) * launches, tuple(sorted(after)), transfer.axis, links),
                 num_bytes=round(transfer.num_bytes * min(times, launches)),
                 row=row,
                 weights=weights,
@@ -112,7 +106,7 @@ class Tasks:
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed
             self._copy("pack", transfer.packed, row, times)
-            self.wait([self.issue(transfer, row, times=times, lateness=late, begun=exposed < 1, launches=launches)])
+            self.wait([self.issue(transfer, row, times=times, late=late, begun=exposed < 1, launches=launches)])
             self._copy("unpack", transfer.unpacked, row, times)
 
     def _copy(self, name: str, num_bytes: int, row: str, times: float) -> None:
