@@ -400,3 +400,37 @@ def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setattr(sys, "stdout", pipe)
         assert main(["plan", "tiny-mlp", "--mesh", "2"]) == 0
     assert not capsys.readouterr().err
+
+
+def test_devices_alone_are_the_whole_command_and_a_recipe_is_put_next_to_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, html = tmp_path / "plan.json", tmp_path / "plan.html"
+    recipe = "tp=4 --strategy megatron"
+    arguments = ["plan", "tiny-mlp", "--devices", "4", "--hardware", "a100-80gb", "--batch", "64", "--beside", recipe]
+    options = ["--beside", "dp=4 --schedule 1f1b", "--max-axes", "1", "--save", str(file), "--html", str(html)]
+    assert main([*arguments, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "plan for the mesh dp=4 (4 devices, hardware a100-80gb)" in printed and "→  dp=4" in printed
+    assert f"+  {recipe}" in printed and "dp=4: schedule is given" in printed
+    saved = Plan.load(file).comparison
+    assert saved is not None and [each.recipe for each in saved.planned] == ["dp=4", recipe]
+    assert saved.excluded[0].asked == "dp=4 --schedule 1f1b" and saved.excluded[0].is_beside
+    assert html.read_text().count("<title>tp=4 --strategy megatron: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ([], "neither --mesh nor --devices is given; give --devices 64"),
+        (["--devices", "4", "--beside", "dp=2"], "--beside 'dp=2' is of 2 devices; give 4."),
+        (["--devices", "4", "--beside", "dp=4 --steps 2"], "'--steps 2' of --beside 'dp=4 --steps 2' is no option"),
+        (["--devices", "4", "--beside", "dp=4 --chunks two"], "'--chunks two' of --beside"),
+        (["--mesh", "4", "--beside", "dp=4"], "--beside is compared with the best mesh of --devices"),
+    ],
+)
+def test_a_question_that_lacks_something_says_what(
+    capsys: pytest.CaptureFixture[str], options: list[str], needed: str
+) -> None:
+    assert main(["plan", "tiny-mlp", *options]) == 2
+    assert needed in capsys.readouterr().err

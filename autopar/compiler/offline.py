@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.arranging.compared import compared
 from autopar.arranging.estimates import Estimates, Subject
 from autopar.arranging.planned import Exact, Planned
 from autopar.compiler.arguments import (
@@ -90,7 +91,7 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_ax
                 searched = best_mesh(staged.candidate, longer, time_limit, staged.at_least, USUAL_PIPELINE)
             except (InfeasibleError, TimeLimitError) as other:
                 raise type(other)(f"{error}\nIn stages of a pipeline: {other}") from None
-    return replace(searched.best, notes=(*searched.best.notes, searched.note))
+    return replace(searched.best, comparison=compared(searched))
 
 
 def _estimated(
@@ -106,7 +107,7 @@ def _estimated(
     if searched is None:
         return None
     warn_of_best(searched)
-    return replace(searched.best, notes=(*searched.best.notes, planned.note(searched)))
+    return replace(searched.best, comparison=planned.comparison(searched))
 
 
 def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> tuple[Subject, Exact]:
