@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import PlanError
-from autopar.hardware.load import ALIASES, PROFILES, known_profiles, load, parse
+from autopar.hardware.load import ALIASES, PROFILES, is_profile_of, known_profiles, load, parse
 from autopar.hardware.profile import Efficiencies, Hardware, Link, Protocol
 from tests.support.mutations import mutated
 
