@@ -63,7 +63,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help='with --devices: plan this, too, and compare: "pp=4,dp=8,tp=8 --microbatches 16 --schedule 1f1b"',
     )
-    parser.set_defaults(command=f"{HERE}.planning:plan")
+    parser.add_argument("--tokens", help='with --days: the least devices that train on so many, such as "1T"')
+    parser.add_argument("--days", type=float, help="until --tokens have to be trained on")
+    parser.add_argument(
+        "--largest",
+        choices=("batch", "sequence"),
+        help="the largest batch in one piece, or sequence, that fits --devices within --memory",
+    )
+    parser.set_defaults(command=f"{HERE}.sizing:plan")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -36,11 +36,15 @@ def plan(options: argparse.Namespace) -> int:
         raise InputError("--within is when the first token of --decode has to come; give both, or leave it out.")
     recipes = recipes_of(options)
     plan = made(options)
-    plan = plan.beside(*recipes) if recipes else plan
+    show_plan(plan.beside(*recipes) if recipes else plan, options)
+    return 0
+
+
+def show_plan(plan: Plan | PipelinePlan, options: argparse.Namespace) -> None:
+    """Print a plan, and write it to the files that are asked for."""
     print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     _print_precision(options)
     write_files((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace))
-    return 0
 
 
 def recipes_of(options: argparse.Namespace) -> list[Contender]:

@@ -76,6 +76,16 @@ class Contender:
         return " ".join(words)
 
     @property
+    def name(self) -> str:
+        """The mesh, with what the user's recipe says besides how it runs."""
+        words = self.asked.split()[1:]
+        pairs = zip(words[::2], words[1::2], strict=True)
+        others = [
+            f"{flag} {value}" for flag, value in pairs if flag not in ("--microbatches", "--schedule", "--chunks")
+        ]
+        return " ".join((str(self.mesh), *others))
+
+    @property
     def runs(self) -> tuple[int, str, int]:
         """Micro-batches, schedule, and stages on each rank."""
         return self.microbatches, self.schedule, self.chunks

@@ -109,7 +109,7 @@ def _point(each: Contender, x: float, y: float, comparison: Comparison) -> str:
         shape = f'<rect x="{x - RADIUS:.1f}" y="{y - RADIUS:.1f}" width="{2 * RADIUS}" height="{2 * RADIUS}"/>'
     ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="{2 * RADIUS}"/>' if is_taken else ""
     anchor, offset = ("end", -14) if x > WIDTH / 2 else ("start", 14)
-    name = f'<text x="{x + offset:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{escape(str(each.mesh))}</text>'
+    name = f'<text x="{x + offset:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{escape(each.name)}</text>'
     label = name if is_taken or each.is_beside else ""
     return f'<g class="{kind}"><title>{escape(words)}</title>{ring}{shape}{label}</g>'
 
@@ -121,7 +121,7 @@ def _cells(each: Contender, comparison: Comparison) -> list[str]:
         by += ", beside" if each.is_beside else ", taken"
     more = (detail(each), first_line(each.reason) if each.reason else "")
     cells = [
-        each.asked or str(each.mesh),
+        each.name,
         "" if each.seconds is None else format_seconds(each.seconds),
         "" if apart is None else f"{apart:+.1%}",
         "" if each.num_bytes is None else format_bytes(each.num_bytes),

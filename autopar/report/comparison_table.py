@@ -19,10 +19,11 @@ MOST_CHARACTERS = 160
 ABOUT = "≈"
 HEADERS = ("", "mesh", "step", "by estimate", "tensors", "microbatches", "schedule")
 RIGHT = (2, 3, 4, 5)
-TAKEN, BESIDE = "→", "+"
+TAKEN, BESIDE, TIMES = "→", "+", "×"
 LEGEND = {
     TAKEN: f"{TAKEN} the plan that is taken",
     BESIDE: f"{BESIDE} put next to the candidates by the user",
+    TIMES: f"{TIMES} 2 behind a schedule: 2 stages on each rank",
     ABOUT: f"{ABOUT} estimated, not planned; for plans, how far the plan is from its estimate",
 }
 
@@ -33,6 +34,7 @@ def comparison_text(comparison: Comparison) -> list[str]:
     taken = taken_of(comparison)
     table = _table([_row(each, each is taken) for each in lines])
     legend = [LEGEND[TAKEN], *([LEGEND[BESIDE]] if any(each.is_beside for each in lines) else [])]
+    legend += [LEGEND[TIMES]] if any(each.chunks > 1 for each in lines) else []
     legend += [LEGEND[ABOUT]] if any(each.estimate is not None for each in lines) else []
     details = [f"{each.recipe}: {words}" for each in comparison.planned if (words := detail(each))]
     parts = [f"{wrapped(summary(comparison))}\n\n{table}", legend, details, reasons(comparison)]
@@ -94,7 +96,7 @@ def _row(each: Contender, is_taken: bool) -> list[str]:
     step = format_seconds(each.seconds)
     return [
         TAKEN if is_taken else BESIDE if each.is_beside else "",
-        each.asked or str(each.mesh),
+        each.name,
         step if each.is_planned else f"{ABOUT} {step}",
         "" if apart is None else f"{apart:+.1%}",
         format_bytes(each.num_bytes),
@@ -105,7 +107,7 @@ def _row(each: Contender, is_taken: bool) -> list[str]:
 
 def schedule_words(each: Contender) -> str:
     """Name the schedule, with the stages of a rank if there are several."""
-    return f"{each.schedule}, {each.chunks} stages a rank" if each.chunks > 1 else each.schedule
+    return f"{each.schedule} {TIMES} {each.chunks}" if each.chunks > 1 else each.schedule
 
 
 def detail(each: Contender) -> str:
