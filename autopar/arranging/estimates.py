@@ -21,10 +21,11 @@ from autopar.errors import AutoparError
 from autopar.pipeline.request import stage_mesh
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.request import PlanRequest
-from autopar.progress import progress
+from autopar.progress import counter
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import is_over
+from autopar.units import format_seconds
 
 EXPANDED = 6
 """Best candidates whose neighbours are all estimated."""
@@ -96,14 +97,14 @@ class Estimates:
         known = dict.fromkeys(self.subject.meshes)
         waiting = list(self._first(known))
         expanded = set[Candidate]()
-        steps = progress(itertools.count(), "estimates")
+        say = counter("estimates of candidates")
         while True:
             for each in waiting:
                 if each in self.found:
                     continue
                 if is_over(self.deadline) and any(self.found.values()):
                     return
-                next(steps)
+                say(self._progress(len(waiting)))
                 if self.subject.at_least(each.mesh) > self._best_seconds():
                     self.num_bounded += 1
                     self.found[each] = None
@@ -118,6 +119,13 @@ class Estimates:
                 return
             expanded.add(left[0])
             waiting = sorted(set(self._neighbours(left[0], known)), key=str)
+
+    def _progress(self, waiting: int) -> str:
+        """Return how far the search is, in words."""
+        done, best = len(self.found), self._best_seconds()
+        without = sum(each is None for each in self.found.values())
+        words = f"{done - without} done, {without} excluded, up to {waiting} left in this round"
+        return words if math.isinf(best) else f"{words}, best step ≈ {format_seconds(best)}"
 
     def best(self) -> list[Estimate]:
         """Return the best estimate of every mesh that has one, the fastest first."""

@@ -21,9 +21,10 @@ from autopar.arranging.estimates import Estimate, Estimates
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning.meshes.search import NOT_TRIED, Candidate, Searched, Tried, Turn, cutoff_of, merged, no_better
 from autopar.plans.comparison import Comparison, Contender
-from autopar.progress import progress
+from autopar.progress import counter
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import is_over, seconds_until, why_over
+from autopar.units import format_seconds
 
 LEAST_ERROR = 0.01
 """Relative to the step: what an estimate may be off by, where plans so far were closer."""
@@ -56,7 +57,7 @@ class Planned:
         """Plan the likeliest until no other can be better; None if no candidate has a plan."""
         queue, later = self.estimates.best(), Counter[Mesh]()
         last: Estimate | None = None
-        steps = progress(tuple(queue), "candidates, planned exactly")
+        say = counter("exact plans of candidates")
         while queue and not is_over(self.deadline):
             best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
             worth = best / (1 - max(self.error, LEAST_ERROR))
@@ -64,7 +65,7 @@ class Planned:
                 break
             chosen = self._next(queue, last, worth)
             queue.remove(chosen)
-            next(steps, None)
+            say(self._progress(sum(each.seconds < worth for each in queue), best))
             if (same := self._same_as(chosen)) is not None:
                 self.same[same].append(chosen)
                 continue
@@ -90,6 +91,12 @@ class Planned:
             return None
         without = [each for each in self.tried.values() if each.found is None]
         return Searched(lines[0][0].mesh.num_devices, lines, tuple(without))
+
+    def _progress(self, left: int, best: float) -> str:
+        """Return how far the search is, in words."""
+        without = len(self.failed) + sum(map(len, self.same.values()))
+        words = f"{len(self.answers)} done, {without} excluded, at most {left} left"
+        return words if math.isinf(best) else f"{words}, best step {format_seconds(best)}"
 
     def comparison(self, searched: Searched[Any]) -> Comparison:
         """Return all candidates: planned, estimated and excluded ones."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.arranging.compared import compared
+from autopar.arranging.compared import compared, of_estimate
 from autopar.arranging.estimates import Estimates, Subject
 from autopar.arranging.planned import Exact, Planned
 from autopar.compiler.arguments import (
@@ -29,7 +29,8 @@ from autopar.planning.meshes.search import best_mesh, warn_of_best
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import after, interruptible, seconds_until
+from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
+from autopar.units import format_seconds
 
 ESTIMATING = 0.4
 """Of the time limit, at most, in which candidates are estimated."""
@@ -105,6 +106,13 @@ def _estimated(
     planned = Planned(estimates, exact, deadline)
     searched = planned.best()
     if searched is None:
+        likeliest = estimates.best()
+        if likeliest and is_over(deadline):
+            first = of_estimate(likeliest[0])
+            raise TimeLimitError(
+                f"{why_over()} before a plan was found; by estimates the best candidate is {first.recipe}, with a step "
+                f"of about {format_seconds(likeliest[0].seconds)}. Give it longer, or plan that alone, on its mesh."
+            )
         return None
     warn_of_best(searched)
     return replace(searched.best, comparison=planned.comparison(searched))

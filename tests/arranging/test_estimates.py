@@ -14,7 +14,7 @@ from autopar.arranging.planned import Exact
 from autopar.compiler.offline import subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TimeLimitError
 from autopar.models.catalogue import built_in
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.meshes.search import Turn
@@ -88,6 +88,21 @@ def test_the_same_question_has_the_same_answer_and_a_count_of_what_was_estimated
     )
     assert (first.mesh, first.seconds, first.comparison) == (second.mesh, second.seconds, second.comparison)
     assert first.comparison is not None and first.comparison.estimated and first.comparison.planned[0].apart is not None
+
+
+def test_without_a_plan_in_time_the_best_estimate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+
+    def late(*arguments: object) -> None:
+        monkeypatch.setattr("autopar.arranging.planned.is_over", lambda deadline: True)
+        monkeypatch.setattr("autopar.compiler.offline.is_over", lambda deadline: True)
+        raise TimeLimitError("too late")
+
+    monkeypatch.setattr(OfflinePlanner, "exact", late)
+    with pytest.raises(
+        TimeLimitError, match=r"by estimates the best candidate is \w+=\d.*, with a step of about .*longer"
+    ):
+        autopar.plan(model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT)
 
 
 @pytest.mark.slow
