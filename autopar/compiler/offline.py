@@ -30,7 +30,7 @@ from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
-from autopar.units import format_seconds
+from autopar.units import format_bytes, format_seconds
 
 ESTIMATING = 0.4
 """Of the time limit, at most, in which candidates are estimated."""
@@ -100,6 +100,7 @@ def _estimated(
 ) -> Plan | PipelinePlan | None:
     """The best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
     subject, exact = subject_of(planner, mesh, devices, max_axes)
+    _check_room(planner, subject.meshes[0])
     deadline = after(planner.request.settings.time_limit)
     estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
     estimates.search()
@@ -116,6 +117,21 @@ def _estimated(
         return None
     warn_of_best(searched)
     return replace(searched.best, comparison=planned.comparison(searched))
+
+
+def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
+    """Raise InfeasibleError where all devices together have less memory than what is stored at least."""
+    limit, stored = planner.limit(mesh), planner.stored
+    each = math.ceil(stored / mesh.num_devices)
+    if limit is None or each <= limit:
+        return
+    few = f"use at least {math.ceil(stored / limit)} devices, or " if limit > 0 else ""
+    raise InfeasibleError(
+        f"parameters and the optimizer's state are at least {format_bytes(stored)}, {format_bytes(each)} on each of "
+        f"{mesh.num_devices} devices, and the memory limit leaves {format_bytes(max(limit, 0))} for tensors; {few}raise "
+        "it.",
+        each,
+    )
 
 
 def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> tuple[Subject, Exact]:
