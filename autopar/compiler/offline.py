@@ -128,8 +128,8 @@ def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
     few = f"use at least {math.ceil(stored / limit)} devices, or " if limit > 0 else ""
     raise InfeasibleError(
         f"parameters and the optimizer's state are at least {format_bytes(stored)}, {format_bytes(each)} on each of "
-        f"{mesh.num_devices} devices, and the memory limit leaves {format_bytes(max(limit, 0))} for tensors; {few}raise "
-        "it.",
+        f"{mesh.num_devices} devices, and the memory limit leaves {format_bytes(max(limit, 0))} for tensors; "
+        f"{few}raise it.",
         each,
     )
 

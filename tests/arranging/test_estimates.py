@@ -91,6 +91,7 @@ def test_the_same_question_has_the_same_answer_and_a_count_of_what_was_estimated
     assert first.comparison is not None and first.comparison.estimated and first.comparison.planned[0].apart is not None
 
 
+@pytest.mark.slow
 def test_without_a_plan_in_time_the_best_estimate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
 
