@@ -66,7 +66,7 @@ ORDER = (
     ("inference",),
     ("option_types",),
     ("api",),
-    ("loading",),
+    ("loading", "sizing"),
     ("benchmarking", "demo", "integrations"),
     ("",),
     ("cli",),

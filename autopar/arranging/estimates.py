@@ -21,10 +21,11 @@ from autopar.errors import AutoparError
 from autopar.pipeline.request import stage_mesh
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.planning.request import PlanRequest
-from autopar.progress import progress
+from autopar.progress import counter
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import is_over
+from autopar.units import format_seconds
 
 EXPANDED = 6
 """Best candidates whose neighbours are all estimated."""
@@ -88,8 +89,8 @@ class Estimates:
     subject: Subject
     deadline: float
     found: dict[Candidate, Estimate | None] = field(default_factory=dict)
-    num_bounded: int = 0
-    """Candidates that were left out by a bound."""
+    slower: dict[Candidate, float] = field(default_factory=dict)
+    """Candidates that are not estimated within their limit, and seconds of their steps without one."""
     _inner: dict[tuple[tuple[tuple[str, int], ...], int], list[Inner]] = field(default_factory=dict)
 
     def search(self) -> None:
@@ -99,12 +100,12 @@ class Estimates:
         """
         known = dict.fromkeys(self.subject.meshes)
         waiting = list(self._first(known))
-        steps = progress(itertools.count(), "estimates")
+        say = counter("estimates of candidates")
         while waiting:
             for each in waiting:
                 if is_over(self.deadline) and any(self.found.values()):
                     return
-                next(steps)
+                say(self._progress(len(waiting)))
                 self._try(each)
             waiting, later = [], list[Candidate]()
             for each in self._leading():
@@ -124,11 +125,15 @@ class Estimates:
         if candidate in self.found:
             return
         least = self._best_seconds()
-        if self.subject.at_least(candidate.mesh) > least:
-            self.num_bounded += 1
-            self.found[candidate] = None
-        else:
-            self.found[candidate] = self.estimate(candidate, NEAR * least)
+        is_out = self.subject.at_least(candidate.mesh) > least
+        self.found[candidate] = None if is_out else self.estimate(candidate, NEAR * least)
+
+    def _progress(self, waiting: int) -> str:
+        """Return how far the search is, in words."""
+        done, best = len(self.found), self._best_seconds()
+        without = sum(each is None for each in self.found.values())
+        words = f"{done - without} done, {without} excluded, up to {waiting} left in this round"
+        return words if math.isinf(best) else f"{words}, best step ≈ {format_seconds(best)}"
 
     def best(self) -> list[Estimate]:
         """Return the best estimate of every mesh that has one, the fastest first."""
@@ -218,6 +223,8 @@ class Estimates:
             pass
         best = fastest.best
         if best is None or best.seconds >= below:
+            if below <= fastest.alone < math.inf:
+                self.slower[candidate] = fastest.alone
             return None
         return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
 

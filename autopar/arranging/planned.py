@@ -8,41 +8,29 @@ time     a candidate has a half of what is left; a mesh whose candidate does not
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.arranging.compared import are_same, compared, distinct, of_estimate
 from autopar.arranging.estimates import Estimate, Estimates
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
-from autopar.planning.meshes.search import (
-    EQUAL_BYTES,
-    NOT_TRIED,
-    Candidate,
-    Searched,
-    Tried,
-    Turn,
-    cutoff_of,
-    merged,
-    mesh_table,
-    no_better,
-)
-from autopar.progress import progress
+from autopar.planning.meshes.search import NOT_TRIED, Candidate, Searched, Tried, Turn, cutoff_of, merged, no_better
+from autopar.plans.comparison import Comparison, Contender
+from autopar.progress import counter
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import is_over, seconds_until, why_over
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.units import format_seconds
 
 LEAST_ERROR = 0.01
 """Relative to the step: what an estimate may be off by, where plans so far were closer."""
 ABOUT_AS_GOOD = 1.1
-SAME_SECONDS = 2e-3
-"""Relative: estimates of plans that split the same tensors over other axes differ by less."""
 SHARE = 0.5
 """Of the time that is left, for each candidate."""
-SHOWN = 20
-"""Candidates that were not planned and are lines of the table."""
 Exact = Callable[[Estimate, Turn], Candidate[Any]]
 
 
@@ -56,17 +44,20 @@ class Planned:
     tried: dict[Mesh, Tried[Any]] = field(default_factory=dict)
     error: float = 0.0
     """The most that a plan was apart from its estimate, relative to that."""
-    num_planned: int = 0
     num_left: int = 0
     """Candidates that may be better and were not planned, as time was over."""
     answers: list[Estimate] = field(default_factory=list)
     """Estimates of candidates that have a plan."""
+    same: defaultdict[Mesh, list[Estimate]] = field(default_factory=lambda: defaultdict(list))
+    """Mesh with a plan → estimates that are of the same plan."""
+    failed: dict[tuple[Mesh, int], Contender] = field(default_factory=dict)
+    """Mesh and micro-batches → the candidate that has no plan, with the reason."""
 
     def best(self) -> Searched[Any] | None:
         """Plan the likeliest until no other can be better; None if no candidate has a plan."""
         queue, later = self.estimates.best(), Counter[Mesh]()
         last: Estimate | None = None
-        steps = progress(tuple(queue), "candidates, planned exactly")
+        say = counter("exact plans of candidates")
         while queue and not is_over(self.deadline):
             best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
             worth = best / (1 - max(self.error, LEAST_ERROR))
@@ -74,9 +65,9 @@ class Planned:
                 break
             chosen = self._next(queue, last, worth)
             queue.remove(chosen)
-            next(steps, None)
+            say(self._progress(sum(each.seconds < worth for each in queue), best))
             if (same := self._same_as(chosen)) is not None:
-                self.tried[chosen.mesh] = Tried(chosen.mesh, None, f"the same as on {same}; {described(chosen)}")
+                self.same[same].append(chosen)
                 continue
             tried = self._try(chosen)
             if tried.found is None and not tried.reason.startswith(NOT_TRIED) and chosen.mesh not in self.tried:
@@ -89,6 +80,8 @@ class Planned:
                 self.tried[chosen.mesh] = tried
             if tried.found is not None:
                 self.answers.append(chosen)
+            else:
+                self.failed[chosen.mesh, chosen.microbatches] = of_estimate(chosen, tried.excluded, tried.reason)
             last = chosen
         best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
         worth = best / (1 - max(self.error, LEAST_ERROR))
@@ -97,22 +90,42 @@ class Planned:
         if not lines:
             return None
         without = [each for each in self.tried.values() if each.found is None]
-        left = [each for each in self.estimates.best() if each.mesh not in self.tried]
-        without += [Tried(each.mesh, None, described(each)) for each in left[:SHOWN]]
         return Searched(lines[0][0].mesh.num_devices, lines, tuple(without))
 
-    def note(self, searched: Searched[Any]) -> str:
-        """Return the table for the notes of the best plan, behind a count of what was estimated and planned."""
+    def _progress(self, left: int, best: float) -> str:
+        """Return how far the search is, in words."""
+        without = len(self.failed) + sum(map(len, self.same.values()))
+        words = f"{len(self.answers)} done, {without} excluded, at most {left} left"
+        return words if math.isinf(best) else f"{words}, best step {format_seconds(best)}"
+
+    def comparison(self, searched: Searched[Any]) -> Comparison:
+        """Return all candidates: planned, estimated and excluded ones."""
+        answered = {each.mesh: each.seconds for each in self.answers}
+        planned = [
+            replace(each, same_on=(*each.same_on, *self._joined((each.mesh, *each.same_on))))
+            for each in compared(searched, answered).planned
+        ]
+        done = {(each.mesh, each.microbatches) for each in (*self.answers, *itertools.chain(*self.same.values()))}
+        done |= set(self.failed)
         found = self.estimates.found
-        estimated = sum(each is not None for each in found.values())
-        late = f"; {why_over()} before {self.num_left} more that may be better" if self.num_left else ""
-        return (
-            f"the best of {len(self.estimates.subject.meshes)} meshes of {searched.devices} devices: {len(found)} "
-            f"candidates (a mesh and its micro-batches) were looked at, of which {self.estimates.num_bounded} are no "
-            f"better by a bound, and {len(found) - estimated - self.estimates.num_bounded} have no room; "
-            f"{estimated} were estimated and {self.num_planned} planned exactly, at most {format_share(self.error)} "
-            f"apart{late}:\n{mesh_table(searched)}"
-        )
+        left = [each for each in found.values() if each and (each.mesh, each.microbatches) not in done]
+        without = [self._excluded(*each) for each, estimate in found.items() if estimate is None]
+        return Comparison((*planned,), self.num_left).with_contenders(*distinct(left), *self.failed.values(), *without)
+
+    def _joined(self, meshes: Iterable[Mesh]) -> Iterator[Mesh]:
+        """Yield meshes whose plans were not made, as they are those of these meshes."""
+        return (each.mesh for mesh in meshes for each in self.same.get(mesh, ()))
+
+    def _excluded(self, mesh: Mesh, microbatches: int) -> Contender:
+        """Return a candidate that has no estimate, with the reason."""
+        subject, best = self.estimates.subject, min(each.seconds for each in self.answers)
+        if (least := subject.at_least(mesh)) > best:
+            return Contender(mesh, microbatches, excluded="bound", reason=no_better(least))
+        if (slower := self.estimates.slower.get((mesh, microbatches))) is not None:
+            return Contender(mesh, microbatches, excluded="estimate", reason=no_better(slower))
+        if math.isfinite(subject.limit(mesh)):
+            return Contender(mesh, microbatches, excluded="room", reason="not known to fit within the memory limit")
+        return Contender(mesh, microbatches, excluded="error", reason="no schedule or strategy fits it")
 
     def _next(self, queue: list[Estimate], last: Estimate | None, worth: float) -> Estimate:
         """Return the first of the queue, or the first of the other kind than the last, if that is about as good."""
@@ -125,13 +138,10 @@ class Planned:
 
     def _same_as(self, estimate: Estimate) -> Mesh | None:
         """Return the mesh of no more axes whose plan has the same estimate: the same plan, with axes joined."""
-        for each in self.answers:
-            equal = math.isclose(each.seconds, estimate.seconds, rel_tol=SAME_SECONDS)
-            equal = equal and math.isclose(each.num_bytes, estimate.num_bytes, rel_tol=EQUAL_BYTES)
-            runs = (each.microbatches, each.schedule) == (estimate.microbatches, estimate.schedule)
-            if equal and runs and each.mesh.ndim <= estimate.mesh.ndim:
-                return each.mesh
-        return None
+        known = (
+            each.mesh for each in self.answers if are_same(each, estimate) and each.mesh.ndim <= estimate.mesh.ndim
+        )
+        return next(known, None)
 
     def _try(self, estimate: Estimate) -> Tried[Any]:
         mesh = estimate.mesh
@@ -142,27 +152,12 @@ class Planned:
                 warnings.simplefilter("always")
                 found = self.exact(estimate, turn)
         except CutOffError as error:
-            self.num_planned += 1
-            return Tried(mesh, None, no_better(error.seconds))
+            return Tried(mesh, None, no_better(error.seconds), "bound")
         except TimeLimitError:
-            return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found; {described(estimate)}")
+            return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found", "time")
         except InfeasibleError as error:
-            self.num_planned += 1
-            return Tried(mesh, None, str(error), error.least_bytes)
+            return Tried(mesh, None, str(error), "room", error.least_bytes)
         except (AnnotationError, PipelineError) as error:
-            return Tried(mesh, None, str(error))
-        self.num_planned += 1
+            return Tried(mesh, None, str(error), "error")
         self.error = max(self.error, abs(found.seconds / estimate.seconds - 1))
         return replace(Tried(mesh, found), said=tuple(said))
-
-
-def described(estimate: Estimate) -> str:
-    """Return an estimate in words, marked as one.
-
-    Example: "estimated: 6.9 s, 70.1 GB, interleaved_1f1b, 8 stages a rank, 16 micro-batches"
-    """
-    schedule = estimate.schedule
-    runs = [] if schedule is None else [schedule.name]
-    runs += [f"{schedule.chunks} stages a rank"] if schedule is not None and schedule.chunks > 1 else []
-    runs += [f"{estimate.microbatches} micro-batches"] if estimate.microbatches > 1 else []
-    return ", ".join([f"estimated: {format_seconds(estimate.seconds)}", format_bytes(round(estimate.num_bytes)), *runs])

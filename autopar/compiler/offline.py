@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.arranging.compared import compared, of_estimate
 from autopar.arranging.estimates import Estimates, Subject
 from autopar.arranging.planned import Exact, Planned
 from autopar.compiler.arguments import (
@@ -28,7 +29,8 @@ from autopar.planning.meshes.search import best_mesh, warn_of_best
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import after, interruptible, seconds_until
+from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
+from autopar.units import format_bytes, format_seconds
 
 ESTIMATING = 0.4
 """Of the time limit, at most, in which candidates are estimated."""
@@ -90,7 +92,7 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_ax
                 searched = best_mesh(staged.candidate, longer, time_limit, staged.at_least, USUAL_PIPELINE)
             except (InfeasibleError, TimeLimitError) as other:
                 raise type(other)(f"{error}\nIn stages of a pipeline: {other}") from None
-    return replace(searched.best, notes=(*searched.best.notes, searched.note))
+    return replace(searched.best, comparison=compared(searched))
 
 
 def _estimated(
@@ -98,15 +100,38 @@ def _estimated(
 ) -> Plan | PipelinePlan | None:
     """The best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
     subject, exact = subject_of(planner, mesh, devices, max_axes)
+    _check_room(planner, subject.meshes[0])
     deadline = after(planner.request.settings.time_limit)
     estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
     estimates.search()
     planned = Planned(estimates, exact, deadline)
     searched = planned.best()
     if searched is None:
+        likeliest = estimates.best()
+        if likeliest and is_over(deadline):
+            first = of_estimate(likeliest[0])
+            raise TimeLimitError(
+                f"{why_over()} before a plan was found; by estimates the best candidate is {first.recipe}, with a step "
+                f"of about {format_seconds(likeliest[0].seconds)}. Give it longer, or plan that alone, on its mesh."
+            )
         return None
     warn_of_best(searched)
-    return replace(searched.best, notes=(*searched.best.notes, planned.note(searched)))
+    return replace(searched.best, comparison=planned.comparison(searched))
+
+
+def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
+    """Raise InfeasibleError where all devices together have less memory than what is stored at least."""
+    limit, stored = planner.limit(mesh), planner.stored
+    each = math.ceil(stored / mesh.num_devices)
+    if limit is None or each <= limit:
+        return
+    few = f"use at least {math.ceil(stored / limit)} devices, or " if limit > 0 else ""
+    raise InfeasibleError(
+        f"parameters and the optimizer's state are at least {format_bytes(stored)}, {format_bytes(each)} on each of "
+        f"{mesh.num_devices} devices, and the memory limit leaves {format_bytes(max(limit, 0))} for tensors; "
+        f"{few}raise it.",
+        each,
+    )
 
 
 def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> tuple[Subject, Exact]:

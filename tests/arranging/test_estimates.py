@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ from autopar.arranging.planned import Exact
 from autopar.compiler.offline import subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasibleError, TimeLimitError
 from autopar.models.catalogue import built_in
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.meshes.search import Turn
@@ -86,8 +87,36 @@ def test_the_same_question_has_the_same_answer_and_a_count_of_what_was_estimated
     first, second = (
         autopar.plan(model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT) for _ in range(2)
     )
-    assert (first.mesh, first.seconds, first.notes[-1]) == (second.mesh, second.seconds, second.notes[-1])
-    assert "were estimated and" in first.notes[-1] and "planned exactly, at most" in first.notes[-1]
+    assert (first.mesh, first.seconds, first.comparison) == (second.mesh, second.seconds, second.comparison)
+    assert first.comparison is not None and first.comparison.estimated and first.comparison.planned[0].apart is not None
+
+
+@pytest.mark.slow
+def test_without_a_plan_in_time_the_best_estimate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+
+    def late(*arguments: object) -> None:
+        monkeypatch.setattr("autopar.arranging.planned.is_over", lambda deadline: True)
+        monkeypatch.setattr("autopar.compiler.offline.is_over", lambda deadline: True)
+        raise TimeLimitError("too late")
+
+    monkeypatch.setattr(OfflinePlanner, "exact", late)
+    monkeypatch.setattr("autopar.arranging.estimates.EXPANDED", 0)
+    with pytest.raises(
+        TimeLimitError, match=r"by estimates the best candidate is \w+=\d.*, with a step of about .*longer"
+    ):
+        autopar.plan(model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT)
+
+
+def test_a_limit_below_what_is_stored_names_the_devices_that_would_do() -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+    with pytest.raises(
+        InfeasibleError, match=r"on each of 2 devices, and the memory limit leaves .* for tensors"
+    ) as raised:
+        autopar.plan(model, "auto", inputs, devices=2, hardware=SLOW_DEVICES, memory="1MB")
+    found = re.search(r"use at least (\d+) devices", str(raised.value))
+    stored = 16 * sum(each.numel() for each in model.parameters())
+    assert found is not None and 0.5 * stored / 1e6 < int(found[1]) < 1.5 * stored / 1e6
 
 
 @pytest.mark.slow

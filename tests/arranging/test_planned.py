@@ -7,21 +7,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from autopar.arranging.estimates import Estimate
-from autopar.arranging.planned import Planned, described
+from autopar.arranging.planned import Planned
 from autopar.errors import InfeasibleError
-from autopar.pipeline.schedules.schedule import Schedule
 from autopar.planning.meshes.search import Candidate, Turn
 from autopar.sharding.mesh import Mesh
 from tests.support.meshes import candidate, plans_of
 
+BOUNDED, LARGE = Mesh({"dp": 64}), Mesh({"dp": 128})
 
-def search(*pairs: tuple[float, float | None], num_bytes: int = 100) -> tuple[Planned, list[str]]:
+
+def search(*pairs: tuple[float, float | None], num_bytes: int = 100, apart: float = 50.0) -> tuple[Planned, list[str]]:
     """Estimates and exact seconds of some meshes, None for one that does not fit; and the meshes that were planned."""
     plans = plans_of(*((exact or estimate, num_bytes) for estimate, exact in pairs))
     meshes, made = list(plans), []
     exact = dict(zip(meshes, (seconds for _, seconds in pairs), strict=True))
     every = [
-        Estimate(mesh, 1, estimate, 50.0 * number, None)
+        Estimate(mesh, 1, estimate, 100 + apart * number, None)
         for number, (mesh, (estimate, _)) in enumerate(zip(meshes, pairs, strict=True))
     ]
 
@@ -34,9 +35,10 @@ def search(*pairs: tuple[float, float | None], num_bytes: int = 100) -> tuple[Pl
     estimates: Any = SimpleNamespace(
         best=lambda: sorted(every, key=lambda each: each.seconds),
         of=lambda mesh: [each for each in every if each.mesh == mesh],
-        subject=SimpleNamespace(axis="pp", meshes=meshes),
-        found=dict(enumerate(every)),
-        num_bounded=0,
+        subject=SimpleNamespace(
+            axis="pp", meshes=meshes, at_least=lambda mesh: 9.0 if mesh == BOUNDED else 0.0, limit=lambda mesh: 1e9
+        ),
+        found={(each.mesh, 1): each for each in every} | {(BOUNDED, 1): None, (LARGE, 2): None},
     )
     return Planned(estimates, make, math.inf), made
 
@@ -60,15 +62,26 @@ def test_the_next_candidate_follows_one_without_room() -> None:
     planned, made = search((1.0, None), (1.5, 1.5), (1.6, 1.6))
     found = planned.best()
     assert found is not None and len(made) == 2
-    assert "no room" in planned.note(found) and "estimated: 1.60 s" in planned.note(found)
-    assert "3 were estimated and 2 planned exactly" in planned.note(found)
+    compared = planned.comparison(found)
+    assert [(each.seconds, each.estimate, each.is_planned) for each in compared.contenders[:2]] == [
+        (1.5, 1.5, True),
+        (1.6, 1.6, False),
+    ]
+    assert [(each.excluded, each.estimate) for each in compared.excluded] == [
+        ("room", 1.0),
+        ("bound", None),
+        ("room", None),
+    ]
+    assert compared.excluded[0].reason == "no room" and compared.excluded[2].microbatches == 2
+
+
+def test_estimates_of_the_same_plan_are_one_candidate() -> None:
+    planned, _ = search((1.0, 1.0), (2.0, 2.0), (2.001, 2.0), apart=0.0)
+    found = planned.best()
+    assert found is not None
+    compared = planned.comparison(found)
+    assert [(each.seconds, len(each.same_on)) for each in compared.contenders[:2]] == [(1.0, 0), (2.0, 1)]
 
 
 def test_where_nothing_has_room_there_is_no_answer() -> None:
     assert search((1.0, None), (1.5, None))[0].best() is None
-
-
-def test_an_estimate_says_that_it_is_one_and_how_its_schedule_runs() -> None:
-    schedule = Schedule("interleaved_1f1b", 2, 4, 3)
-    found = described(Estimate(Mesh({"pp": 2}), 4, 6.9, 7e10, schedule))
-    assert found == "estimated: 6.90 s, 70.00 GB, interleaved_1f1b, 3 stages a rank, 4 micro-batches"

@@ -37,7 +37,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.units import format_seconds
 from tests.support.families import FAMILIES
-from tests.support.meshes import candidate, maker, plans_of
+from tests.support.meshes import candidate, compared_text, maker, plans_of, table
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import SLOW_LINKS, X_BD, TwoLinears
 
@@ -71,8 +71,8 @@ def test_a_family_is_planned_on_every_mesh_of_eight_devices() -> None:
 
     found = search(make, meshes_of("auto", 8, "h100", 3))
     assert found.best.mesh.hardware == "h100"
-    assert found.note.startswith("the best of 4 meshes of 8 devices:\n")
-    assert all(text in found.note for text in ("dp=8", "dp=2 × tp=4", "dp=4 × tp=2", "dp=2 × tp=2 × sp=2"))
+    assert table(found).startswith("compared: 4 candidates")
+    assert all(text in table(found) for text in ("dp=8", "dp=2 × tp=4", "dp=4 × tp=2", "dp=2 × tp=2 × sp=2"))
 
 
 def test_equal_plans_are_one_line_under_the_simplest_mesh_also_where_another_is_faster_by_a_latency() -> None:
@@ -83,7 +83,7 @@ def test_equal_plans_are_one_line_under_the_simplest_mesh_also_where_another_is_
         ["dp=2 × tp=4"],
     ]
     assert found.best is plans[found.lines[0][0].mesh]
-    assert "dp=4 × tp=2, dp=2 × tp=2 × sp=2" in found.note
+    assert "dp=4 × tp=2, dp=2 × tp=2 × sp=2" in table(found)
 
 
 @pytest.mark.parametrize("other", [(1.002, 100), (1.0, 103)])
@@ -98,7 +98,7 @@ def test_meshes_are_compared_by_a_step_of_all_micro_batches() -> None:
     plans = plans_of((1.0, 100), (2.0, 100))
     steps = dict(zip(plans, (8.0, 2.0), strict=True))
     found = best_mesh(lambda mesh, _: candidate(plans[mesh], steps[mesh]), tuple(plans))
-    assert found.best.seconds == 2.0 and "8.00 s" in found.note
+    assert found.best.seconds == 2.0 and "8.00 s" in table(found)
 
 
 def test_a_search_that_ends_beforeany_plan_is_found_is_no_proof_that_there_is_none() -> None:
@@ -137,8 +137,8 @@ def test_meshes_come_with_few_axes_first_and_both_orders() -> None:
 def test_a_mesh_without_a_plan_is_listed_with_the_reason() -> None:
     found = search(maker(annotated=True), meshes_of("auto", 4, SLOW_DEVICES, 2))
     assert str(found.best.mesh) == "dp=2 × tp=2"
-    line = next(line for line in found.note.splitlines() if line.startswith("dp=4"))
-    assert 'the mesh has no axis "tp"' in line
+    line = next(line for line in table(found).splitlines() if line.startswith("dp=4:"))
+    assert 'the mesh has no axis "tp"' in line and "1 not possible" in table(found)
 
 
 def test_a_search_withoutany_plan_says_why_for_each_mesh() -> None:
@@ -181,11 +181,13 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("autopar.compiler.offline_planner.trace", counting)
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", max_axes=2)
-    assert len(captured) == 1 and "the best of 2 meshes of 4 devices" in found.notes[-1]
+    assert len(captured) == 1 and "compared: 2 candidates" in compared_text(found)
     assert isinstance(found, Plan)
     each = [autopar.plan(TwoLinears(), mesh, (X_BD,)) for mesh in meshes_of("auto", 4, "a100", 2)]
     assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS) and found.verify().ok
-    assert replace(found, notes=()) == replace(next(plan for plan in each if plan.mesh == found.mesh), notes=())
+    assert replace(found, notes=(), comparison=None) == replace(
+        next(plan for plan in each if plan.mesh == found.mesh), notes=()
+    )
 
 
 class Layers(nn.Module):
@@ -210,7 +212,7 @@ def test_with_a_pipeline_every_length_of_it_is_compared_and_the_best_is_found_ag
     for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2, "pp"):
         plan = autopar.plan(Layers(), mesh, (X_64_16,), hardware=SLOW_DEVICES)
         steps[mesh] = plan.seconds
-        assert str(mesh) in found.notes[-1]
+        assert str(mesh) in compared_text(found)
     assert found.seconds <= min(steps.values()) * (1 + EQUAL_SECONDS)
     assert found.seconds == steps[found.mesh]
 
@@ -218,12 +220,11 @@ def test_with_a_pipeline_every_length_of_it_is_compared_and_the_best_is_found_ag
 def test_a_pipeline_that_is_asked_for_by_its_schedule_is_found_and_planned_again() -> None:
     asked = {"hardware": SLOW_DEVICES, "pipeline": "pp", "schedule": "1f1b", "microbatches": 4}
     found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **asked)
-    assert (
-        isinstance(found, PipelinePlan) and found.schedule.name == "1f1b" and "1f1b, 4 micro-batches" in found.notes[-1]
-    )
-    assert "schedule is given (1f1b), but no axis of the mesh dp=4 is a pipeline" in found.notes[-1]
+    assert isinstance(found, PipelinePlan) and found.schedule.name == "1f1b"
+    assert f"{found.mesh}".replace(" × ", ",") + " --microbatches 4 --schedule 1f1b" in compared_text(found)
+    assert "schedule is given (1f1b), but no axis of the mesh dp=4" in compared_text(found)
     again = autopar.plan(Layers(), found.mesh, (X_64_16,), **asked)
-    assert replace(found, notes=()) == replace(again, notes=())
+    assert replace(found, notes=(), comparison=None) == replace(again, notes=())
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_its_micro_batches_do() -> None:
@@ -235,12 +236,12 @@ def test_a_batch_that_does_not_fit_is_halved_until_its_micro_batches_do() -> Non
     with pytest.raises(InfeasibleError):
         autopar.plan(Layers(), Mesh({"dp": 2}), (example,), memory=memory, **asked)
     found = autopar.plan(Layers(), "auto", (example,), devices=2, memory=memory, **asked)
-    assert "2 micro-batches" in found.notes[-1] and "give microbatches=2" in found.notes[-2]
+    assert "dp=2 --microbatches 2" in compared_text(found) and "give microbatches=2" in found.notes[-1]
     again = autopar.plan(Layers(), found.mesh, (example,), memory=memory, microbatches=2, **asked)
-    assert replace(found, notes=()) == replace(again, notes=()) and found.peak_bytes <= memory
+    assert replace(found, notes=(), comparison=None) == replace(again, notes=()) and found.peak_bytes <= memory
     assert isinstance(found, Plan)
     parts = step_parts(found)
-    assert format_seconds(2 * (parts.forward + parts.backward) + parts.once) in found.notes[-1]
+    assert format_seconds(2 * (parts.forward + parts.backward) + parts.once) in compared_text(found)
 
 
 def test_what_fits_in_no_micro_batches_says_so_for_each_mesh() -> None:
@@ -270,7 +271,7 @@ def test_a_mesh_that_cannot_be_better_is_not_planned_and_says_so() -> None:
     # By their bounds; the last, whose bound is as long as the best plan, may be the same plan on another mesh.
     gained = 1.0 - EQUAL_SECONDS
     assert made == [("dp=4 × tp=2", math.inf), ("dp=8", 1.0), ("dp=2 × tp=2 × sp=2", gained)]
-    assert found.best.seconds == 1.0 and "no better: a step takes at least 2.50 s" in found.note
+    assert found.best.seconds == 1.0 and "no better: a step takes at least 2.50 s" in table(found)
 
 
 @given(
@@ -346,7 +347,7 @@ def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypat
     monkeypatch.setattr("autopar.compiler.offline_planner.trace", counting)
     memory = (few.peak_bytes + many.peak_bytes) // 2
     found = autopar.plan(Layers(), "auto", (example,), devices=2, memory=memory, **asked)
-    assert "give microbatches=32" in found.notes[-2] and found.peak_bytes <= memory
+    assert "give microbatches=32" in found.notes[-1] and found.peak_bytes <= memory
     assert captured[0] == 4096 and captured[-1] == 128 and 2048 not in captured
 
 
@@ -356,7 +357,7 @@ def test_as_many_pipelines_are_planned_as_are_worth_their_time() -> None:
     found = best_mesh(lambda mesh, _: candidate(replace(made, mesh=mesh)), meshes, pipeline="pp")
     planned = [each.mesh for line in found.lines for each in line]
     assert sum("pp" in mesh.axes for mesh in planned) == MOST_PIPELINES < sum("pp" in mesh.axes for mesh in meshes)
-    assert f"left out: {MOST_PIPELINES} pipelines that may be faster were planned" in found.note
+    assert f"left out: {MOST_PIPELINES} pipelines that may be faster were planned" in table(found)
 
 
 def test_where_nothing_fits_the_nearest_is_said_with_the_limit_that_would_do() -> None:
@@ -385,9 +386,9 @@ def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.Mo
 
 def test_the_table_says_what_each_axis_splits() -> None:
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware=SLOW_DEVICES)
-    assert isinstance(found, Plan) and "axes split" in found.notes[-1]
+    assert isinstance(found, Plan)
     roles = {row.roles[0] for row in found.rows if row.kind == "call"} - {"replicated", "partial"}
-    assert any(role in found.notes[-1].partition("dp: ")[2] for role in roles)
+    assert any(role in compared_text(found).partition("dp: ")[2] for role in roles)
 
 
 def test_experts_and_few_samples_are_worth_a_third_axis() -> None:

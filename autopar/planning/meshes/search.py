@@ -29,16 +29,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from tabulate import tabulate
-
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
+from autopar.plans.comparison import Excluded
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import NEVER, after, is_over, seconds_until, why_over
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.units import format_bytes, format_seconds
 from autopar.warned import warn_user
 
-SHOWN_REASON = 100  # characters
 EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
 NOT_TRIED = "not tried: "
@@ -73,14 +71,21 @@ class Candidate(Generic[P]):
     """Of a step of all its micro-batches."""
     gap: float | None
     """How far its step may be from the best on its mesh, as a share; None: nothing is proven, as for pipelines."""
-    runs: str
-    """Schedule and micro-batches, in words."""
-    stored_bytes: int
+    microbatches: int = 1
+    schedule: str = ""
+    """Name of the pipeline's schedule; "" without a pipeline."""
+    chunks: int = 1
+    """Stages on each rank of the pipeline."""
+    stored_bytes: int = 0
     """Of parameters, on the device that has the most."""
-    again: str
+    again: str = ""
     """What is computed again, in words."""
     axes: str = ""
     """What each axis splits, in words."""
+
+    @property
+    def runs(self) -> tuple[int, str, int]:
+        return self.microbatches, self.schedule, self.chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class Tried(Generic[P]):
     mesh: Mesh
     found: Candidate[P] | None
     reason: str = ""
+    excluded: Excluded = ""
+    """The kind of reason."""
     least_bytes: int | None = None
     """Where no plan is within the memory limit: the least that one was found to take."""
     is_cut_short: bool = False
@@ -122,12 +129,6 @@ class Searched(Generic[P]):
     def best(self) -> P:
         """The plan that is taken."""
         return _candidate(self.lines[0][0]).plan
-
-    @property
-    def note(self) -> str:
-        """The table of all that was tried, for the notes of the best plan."""
-        count = sum(map(len, self.lines)) + len(self.without)
-        return f"the best of {count} meshes of {self.devices} devices:\n{mesh_table(self)}"
 
 
 def best_mesh(
@@ -195,17 +196,18 @@ def try_meshes(
         """What comes of a mesh in a share of the time that is left; `late` has the turns that were too short."""
         if found and is_over(until):
             late[mesh] = 0.0
-            return Tried(mesh, None, NOT_TRIED + why_over())
+            return Tried(mesh, None, NOT_TRIED + why_over(), "time")
         known = [each for other, each in found.items() if other != mesh]
         if bounds[mesh] > min(map(_seconds, known), default=math.inf):
-            return Tried(mesh, None, no_better(bounds[mesh]))
+            return Tried(mesh, None, no_better(bounds[mesh]), "bound")
         if pipeline in mesh.axes and _pipelines(found, pipeline) >= MOST_PIPELINES:
-            return Tried(mesh, None, f"left out: {MOST_PIPELINES} pipelines that may be faster were planned")
+            left_out = f"left out: {MOST_PIPELINES} pipelines that may be faster were planned"
+            return Tried(mesh, None, left_out, "bound")
         turn = Turn(share * seconds_until(until), cutoff_of(mesh, known))
         short = (late[each] for each in late if each.ndim == mesh.ndim and not found[each].found)
         if turn.time_limit < MUCH_SHORTER * max(short, default=0.0):
             late[mesh] = late.get(mesh, 0.0)
-            return Tried(mesh, None, f"{NOT_TRIED}what was left of the time was too little")
+            return Tried(mesh, None, f"{NOT_TRIED}what was left of the time was too little", "time")
         end = after(turn.time_limit)
         tried = _try(make, mesh, turn)
         if seconds_until(end) < turn.time_limit / 2 and _is_open(tried):
@@ -277,13 +279,13 @@ def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
             found = make(mesh, turn)
         return Tried(mesh, found, said=tuple(said))
     except CutOffError as error:
-        return Tried(mesh, None, no_better(error.seconds))
+        return Tried(mesh, None, no_better(error.seconds), "bound")
     except TimeLimitError:
-        return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found")
+        return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found", "time")
     except InfeasibleError as error:
-        return Tried(mesh, None, str(error), error.least_bytes)
+        return Tried(mesh, None, str(error), "room", error.least_bytes)
     except (AnnotationError, PipelineError) as error:
-        return Tried(mesh, None, str(error))
+        return Tried(mesh, None, str(error), "error")
 
 
 def no_better(seconds: float) -> str:
@@ -313,50 +315,6 @@ def _are_equal(one: Tried[Any], other: Tried[Any]) -> bool:
         and math.isclose(first.seconds, second.seconds, rel_tol=EQUAL_SECONDS)
         and math.isclose(first.plan.peak_bytes, second.plan.peak_bytes, rel_tol=EQUAL_BYTES)
     )
-
-
-def mesh_table(searched: Searched[Any]) -> str:
-    """What was tried, best first with the meshes that come to the same, those without a plan last."""
-    table = []
-    for line in searched.lines:
-        first = _candidate(line[0])
-        table.append(
-            [
-                str(line[0].mesh),
-                format_seconds(first.seconds),
-                format_bytes(first.plan.peak_bytes),
-                first.runs,
-                format_bytes(first.stored_bytes),
-                first.again,
-                _proven(line[0]),
-                first.axes,
-                ", ".join(str(each.mesh) for each in line[1:]),
-            ]
-        )
-    for each in searched.without:
-        reason = each.reason.splitlines()[0]
-        short = reason if len(reason) <= SHOWN_REASON else f"{reason[: SHOWN_REASON - 1]}…"
-        table.append([str(each.mesh), *["-"] * 5, short, "", ""])
-    headers = [
-        "mesh",
-        "step",
-        "memory",
-        "runs",
-        "parameters",
-        "computed again",
-        "gap, or why not",
-        "axes split",
-        "the same on",
-    ]
-    return tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * (len(headers) - 2) + [48, 48])
-
-
-def _proven(tried: Tried[Any]) -> str:
-    """Return how far the plan of a mesh may be from the best there, and whether its turn was too short to know."""
-    gap = _candidate(tried).gap
-    if gap is None:
-        return "-"
-    return f"{format_share(gap)}, cut short" if tried.is_cut_short else format_share(gap)
 
 
 def _candidate(tried: Tried[P]) -> Candidate[P]:
