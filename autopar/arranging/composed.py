@@ -91,11 +91,10 @@ class InStages:
     Args:
         schedules: Those that are compared.
         mesh, axis, hardware: What messages between stages cross.
-        limited: True if steps within a limit will be asked for.
     """
 
-    def __init__(self, schedules: Iterable[Schedule], mesh: Mesh, axis: str, hardware: Hardware, limited: bool) -> None:
-        self.mesh, self.axis, self.hardware, self.limited = mesh, axis, hardware, limited
+    def __init__(self, schedules: Iterable[Schedule], mesh: Mesh, axis: str, hardware: Hardware) -> None:
+        self.mesh, self.axis, self.hardware = mesh, axis, hardware
         self.schedules = [Staged.of(each) for each in schedules]
         self.uses: list[BlockUse] = []
         self._cuts: dict[int, NDArray[np.intp]] = {}
@@ -103,14 +102,14 @@ class InStages:
 
     def alone(self, use: BlockUse) -> float:
         """Return the seconds of the fastest schedule by one plan, as formulas have it."""
-        every = (each.of_plans([each.part(use, *self._cut(each, use))]) for each in self.schedules)
+        every = (each.of_plans([each.part(use, *self._cut(each, use), counted=False)]) for each in self.schedules)
         return min((each.seconds for each in every if each is not None), default=math.inf)
 
     def add(self, use: BlockUse) -> None:
         """Take a further plan into account."""
         self.uses.append(use)
         for each in self.schedules:
-            each.parts.append(each.part(use, *self._cut(each, use), self.limited))
+            each.parts.append(each.part(use, *self._cut(each, use)))
 
     def best(self, limit: float) -> Composed | None:
         """Return the simplest of the fastest steps within a limit; None if no schedule has room on every rank."""
@@ -165,11 +164,11 @@ class Staged:
             flying[stages] = in_flight(schedule, rank)
         return cls(schedule, ranks, flying, [])
 
-    def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, limited: bool = False) -> Part:
-        """Return what a plan makes of the stages that begin with these blocks."""
+    def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, counted: bool = True) -> Part:
+        """Return what a plan makes of the stages that begin with these blocks; no bytes unless they are `counted`."""
         times = (np.add.reduceat(each, starts) for each in (use.forward, use.backward, use.once, use.reductions))
         sizes = np.diff(starts, append=len(use.forward))
-        num_bytes = self._rank_bytes(use, starts) if limited else np.zeros(len(self.ranks))
+        num_bytes = self._rank_bytes(use, starts) if counted else np.zeros(len(self.ranks))
         return Part(*times, sending, num_bytes, sizes)
 
     def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:

@@ -235,10 +235,10 @@ class Estimates:
         """
         limited = math.isfinite(limit)
         programs = self._programs(candidate, limited)
-        steps, prices = self._steps(candidate, limited), next(programs).levels(limit)
+        steps, prices = self._steps(candidate), next(programs).levels(limit)
         yield steps, next(prices)
         if (other := next(programs, None)) is not None:
-            steps, prices = self._steps(candidate, limited), other.levels(limit)
+            steps, prices = self._steps(candidate), other.levels(limit)
         for levels in prices:
             yield steps, levels
 
@@ -253,7 +253,7 @@ class Estimates:
                 known.append(Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline))
             yield known[number]
 
-    def _steps(self, candidate: Candidate, limited: bool) -> InOnePiece | InStages:
+    def _steps(self, candidate: Candidate) -> InOnePiece | InStages:
         """Return what composes steps of a candidate."""
         mesh, count = candidate
         if not self._is_pipeline(mesh):
@@ -261,7 +261,7 @@ class Estimates:
         request, axis = self.subject.request, str(self.subject.axis)
         names, num_blocks = self.subject.schedules, self.subject.num_blocks
         schedules = schedules_of(names, mesh.size(axis), count, num_blocks, request.chunks)
-        return InStages(schedules, mesh, axis, request.hardware_of(mesh), limited)
+        return InStages(schedules, mesh, axis, request.hardware_of(mesh))
 
 
 @dataclass(slots=True)
