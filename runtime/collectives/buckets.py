@@ -25,8 +25,8 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
-from autopar.runtime.collectives.functions import padded
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
+from autopar.runtime.collectives.messages import joined, packed
 from autopar.runtime.collectives.regather import Regather
 from autopar.space.buckets import MOST_RUNNING
 
@@ -173,7 +173,7 @@ class _ReduceGradients(torch.autograd.Function):
             return None, None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
-            own = _flat(list(group.values()), ctx.reduce or dtype)
+            own = joined(list(group.values()), ctx.reduce or dtype)
             # What is cast once it has arrived is waited for first.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split([grad.numel() for grad in group.values()])
@@ -190,18 +190,6 @@ def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
     result = _c10d.all_reduce_(own, "sum", axis.group)
     pending.results.append(result)
     return result
-
-
-def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All elements one behind the other, in a dtype."""
-    pieces = [each.reshape(-1) for each in tensors]
-    if pieces[0].dtype == dtype:
-        return torch.cat(pieces)
-    # Cast on their way there, not in copies of them.
-    flat = pieces[0].new_empty(sum(each.numel() for each in pieces), dtype=dtype)
-    for place, piece in zip(flat.split([each.numel() for each in pieces]), pieces, strict=True):
-        place.copy_(piece)
-    return flat
 
 
 def _started(result: Tensor, pending: _Pending | None) -> Tensor:
@@ -291,7 +279,7 @@ class _GatherParameters(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
-        ctx.dtypes, ctx.exact = [shard.dtype for shard in shards], {}
+        ctx.shapes, ctx.dtypes, ctx.exact = [x.shape for x in shards], [x.dtype for x in shards], {}
         whole = (in_flight or issued(recipe, shards)).arrived()
         ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
@@ -316,7 +304,7 @@ class _UseGathered(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
         shards, wholes = shards_and_wholes[: len(recipe.dims)], shards_and_wholes[len(recipe.dims) :]
-        ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.shapes, ctx.dtypes = [shard.shape for shard in shards], [shard.dtype for shard in shards]
         used = tuple(whole.view_as(whole) for whole in wholes)
         ctx.mark_non_differentiable(*(x for i, x in enumerate(used) if i not in learning))
         return used
@@ -332,20 +320,16 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():
-        wholes = [padded(grad, ctx.dims[i], size) for i, grad in group.items()]
-        parts = [each.chunk(size, ctx.dims[i]) for i, each in zip(group, wholes, strict=True)]
-        to = ctx.reduce or dtype
-        if to == dtype and len(group) == 1 and ctx.dims[next(iter(group))] == 0:
-            flat = wholes[0].reshape(-1)  # its parts lie as they are sent
-        else:
-            flat = _flat([part[rank] for rank in range(size) for part in parts], to)
-        count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
+        dims = [ctx.dims[i] for i in group]
+        shapes = [ctx.shapes[i] for i in group]
+        message = packed(list(group.values()), shapes, dims, size, ctx.reduce or dtype)
+        count("reduce_scatter", ctx.axis, message.numel() * message.itemsize)
         # What is cast once it has arrived is waited for first.
-        later = all(ctx.dtypes[i] == flat.dtype for i in group)
-        mine = _c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group)
+        later = all(ctx.dtypes[i] == message.dtype for i in group)
+        mine = _c10d.reduce_scatter_tensor(message, "sum", size, ctx.axis.group)
         mine = _started(mine, ctx.pending if later else None)
-        for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
-            scattered[i] = piece.view(part[0].shape).to(ctx.dtypes[i])
+        for i, shape, piece in zip(group, shapes, mine.split([shape.numel() for shape in shapes]), strict=True):
+            scattered[i] = piece.view(shape).to(ctx.dtypes[i])
     return scattered
 
 
