@@ -94,24 +94,42 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
     pending = _Pending()
     entered = _Wait.apply(pending, *parameters)
     # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
-    leaves = list(map(_leaf_of, parameters))
     node: Any = entered[0].grad_fn
-    if any(leaf is not None and is_taken(leaf) for leaf in leaves):
+    taken, stays = False, True
+    for leaf in _leaves_of(parameters):
+        taken = taken or (leaf is not None and is_taken(leaf))
+        stays = stays and leaf is not None
+    if taken:
         run_at_once(node)
-    elif all(leaf is not None for leaf in leaves):
+    elif stays:
         node._set_sequence_nr(LAST)
     return pending, entered
 
 
-def _leaf_of(parameter: Tensor) -> Tensor | None:
+def _leaves_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """For each parameter what `_leaf_of` says; many come from one node, which is asked once."""
+    found: dict[Any, Tensor | None] = {}
+    leaves: list[Tensor | None] = []
+    for parameter in parameters:
+        node = parameter.grad_fn
+        if node is None:
+            leaves.append(parameter)
+            continue
+        if node not in found:
+            found[node] = _leaf_of(node)
+        leaves.append(found[node])
+    return leaves
+
+
+def _leaf_of(node: Any) -> Tensor | None:
     """What keeps a gradient that goes there without another collective, or one of those that get theirs together."""
-    node: Any = parameter.grad_fn
-    if node is None:
-        return parameter
     while node.name().rpartition("::")[2] in QUIET:
         if not node.next_functions:
             return node.variable
-        node = next(before for before, _ in node.next_functions if before is not None)
+        for before, _ in node.next_functions:
+            if before is not None:
+                node = before
+                break
     return None
 
 
@@ -134,8 +152,10 @@ def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tens
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, with new ones at some positions."""
-    found = dict(zip(positions, new, strict=True))
-    return tuple(found.get(i, x) for i, x in enumerate(tensors))
+    found = list(tensors)
+    for position, each in zip(positions, new, strict=True):
+        found[position] = each
+    return tuple(found)
 
 
 class _Wait(torch.autograd.Function):
