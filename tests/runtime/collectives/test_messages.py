@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autopar
+from autopar.hardware.load import load
+from autopar.hardware.profile import Link, Protocol
 from autopar.runtime.collectives.messages import joined, packed, unpacked
+from tests.support.simulation.fake_mesh import fake_mesh
 
+MACHINE = replace(load("h100"), links=(Link("network", None, 0.0, 450e9, (Protocol("messages", "ring", 20e-6),)),))
+"""A network whose latency is the same for any number of ranks, so that the collectives of a plan are, too."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -111,3 +118,25 @@ def test_as_many_operations_run_for_any_number_of_ranks(dims: list[int], size: i
         counts.append(operations.names)
     assert counts[0] == counts[1]
     assert ("aten::_chunk_cat.out" in counts[0]) == (not any(dims))
+
+
+def _kernels_of_a_backward(num_ranks: int, strategy: Any, precision: Any) -> Counter[str]:
+    """What the backward of a second step runs on one of so many ranks, whose collectives move nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
+    x = torch.randn(num_ranks, 64)
+    axes = {"dp": num_ranks} if strategy != "hsdp" else {"dp": 2, "fsdp": num_ranks // 2}
+    with fake_mesh(axes) as mesh:
+        compiled = autopar.compile(model, mesh, (x,), strategy=strategy, precision=precision, hardware=MACHINE)
+        compiled(x).square().mean().backward()
+        loss = compiled(x).square().mean()
+        with _Operations() as operations:
+            loss.backward()
+    return operations.names
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "hsdp"])
+def test_a_backward_runs_as_many_operations_on_64_ranks_as_on_8(strategy: str, precision: str | None) -> None:
+    few, many = (_kernels_of_a_backward(num_ranks, strategy, precision) for num_ranks in (8, 64))
+    assert few == many and few["_c10d_functional::reduce_scatter_tensor"]
