@@ -267,7 +267,8 @@ def zero2_by_fsdp2(setting: Setting, mesh: DeviceMesh) -> Contestant:
 def _sharded(model: Transformer, mesh: DeviceMesh, setting: Setting, **options: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=setting.policy, **options)
-    return fully_shard(model, mesh=mesh, mp_policy=setting.policy, **options)
+    fully_shard(model, mesh=mesh, mp_policy=setting.policy, **options)
+    return model
 
 
 def dtensor(sequence: bool) -> Build:

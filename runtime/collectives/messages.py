@@ -29,7 +29,7 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.cat(flat)
     sizes = [each.numel() for each in flat]
     message = flat[0].new_empty(sum(sizes), dtype=dtype)
-    torch._foreach_copy_(message.split(sizes), flat)
+    torch._foreach_copy_(message.split(sizes), flat)  # pyright: ignore[reportPrivateImportUsage]
     return message
 
 
@@ -49,7 +49,7 @@ def packed(
         return rows.view(-1)
     sources = [by_rank(padded(x, dim, num_ranks), dim, num_ranks) for x, dim in zip(wholes, dims, strict=True)]
     targets = [row.view(x.shape) for row, x in zip(rows.split(sizes, 1), sources, strict=True)]
-    torch._foreach_copy_(targets, sources)
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
     return rows.view(-1)
 
 
@@ -71,7 +71,7 @@ def unpacked(
     else:
         targets = [by_rank(each, dim, num_ranks) for each, dim in zip(wholes, dims, strict=True)]
         sources = [row.view(x.shape) for row, x in zip(rows.split(numbers, 1), targets, strict=True)]
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
     return [
         each if each.shape[dim] == size else each.narrow(dim, 0, size).contiguous()
         for each, dim, size in zip(wholes, dims, sizes, strict=True)
