@@ -1,7 +1,7 @@
 """mesh="auto" beside the recipes of experts (`benchmarks.recipes`): the same model, devices, batch and memory.
 
 The recipe is planned as its source has it, and "auto" is told the number of devices alone. Printed are the simulated
-seconds of a step of both, their ratio, gigabytes of a device, the answer, and the seconds on the clock that "auto" took.
+seconds of a step of both, their ratio, gigabytes of a device, the answer, and what "auto" took on the clock.
 
     python -m benchmarks.auto                                  all, each in a process of its own
     python -m benchmarks.auto --only llama-8b-fsdp8 gpt-175b-full
