@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autopar.arranging.shortened import Shortened, shortened
+from autopar.arranging.shortened import Shortened, is_alike, shortened
 from autopar.capture.export import capture, skeleton
+from autopar.compiler.offline_planner import OfflinePlanner
+from autopar.compiler.plan_cache import PlanCache
+from autopar.compiler.tiles import tiles_asked
 from autopar.models.catalogue import built_in
 from autopar.pipeline.stages.blocks import blocks_of
+from autopar.planning.request import PlanRequest
 from autopar.program.program import Program
 
 X_BD = torch.zeros(4, 8)
@@ -82,3 +86,42 @@ def test_a_layer_of_which_something_else_is_said_stays() -> None:
 
 def test_layers_whose_states_are_returned_stay() -> None:
     assert of_stack(4, 4, 4, 4, 4, 4, returns_states=True).origin == tuple(range(8))
+
+
+class Numbered(Stack):
+    """Takes its layers by their number."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        x_BD = self.stem(x_BD)
+        for number in range(len(self.layers)):
+            x_BD = self.layers[number](x_BD)
+        return self.head(x_BD).sum()
+
+
+def planner_of(model: nn.Module, *inputs: Tensor) -> OfflinePlanner:
+    return OfflinePlanner(model, inputs, PlanRequest(), PlanCache())
+
+
+def test_micro_batches_are_captured_of_a_model_with_fewer_layers() -> None:
+    model, inputs = built_in("tiny-llama", 4, 32, 7)
+    planner = planner_of(model, *inputs)
+    assert planner.is_estimated
+    found = planner.shortened(2, 1, tiles_asked(planner.request))
+    assert (2, 1) not in planner.traces, "the whole model was captured"
+    program = planner.captured(2, 1, tiles_asked(planner.request))
+    whole = shortened(program, blocks_of(program), {})
+    assert found.origin == whole.origin
+    assert is_alike(whole, found.program, found.blocks, same_sizes=True)
+    assert found.names(blocks_of(program)).keys() == whole.names(blocks_of(program)).keys()
+
+
+def test_a_model_that_does_not_run_with_fewer_layers_is_captured_whole() -> None:
+    planner = planner_of(Numbered((4,) * 9), X_BD)
+    found = planner.shortened(2, 1, tiles_asked(planner.request))
+    assert (2, 1) in planner.traces
+    assert found.origin == (0, 1, 2, *[2] * 6, 3, 4)
+
+
+def test_blocks_of_other_sizes_are_no_shorter_form() -> None:
+    short, program = of_stack(*(4,) * 6), capture(skeleton(Stack((4, 6, 4))), (X_BD,), {}, training=True)
+    assert not is_alike(short, program, blocks_of(program), same_sizes=True)
