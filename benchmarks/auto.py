@@ -17,16 +17,14 @@ import argparse
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 
-import autopar
 from autopar.errors import AutoparError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
+from autopar.report.comparison_table import comparison_text
 from autopar.units import format_bytes, format_seconds, parse_bytes
-from benchmarks.frameworks import hardware_of
-from benchmarks.recipes import UNEXPRESSED, Recipe, model_of, planned, recipes, step_seconds
+from benchmarks.recipes import UNEXPRESSED, Recipe, planned, planned_on, recipes, step_seconds
 
 SECONDS = ((64, 60.0), (1024, 120.0), (sys.maxsize, 300.0))
 """Devices, at most, and the seconds in which "auto" is to answer."""
@@ -48,25 +46,19 @@ def of_recipe(recipe: Recipe) -> tuple[str, float | None]:
 
 def of_auto(recipe: Recipe, seconds: float) -> tuple[Plan | PipelinePlan | AutoparError, float]:
     """Return what "auto" answers, and the seconds that it took on the clock."""
-    model, inputs = model_of(recipe)
-    options = {key: each for key, each in recipe.options.items() if key == "precision"}
     start = time.monotonic()
     found: Plan | PipelinePlan | AutoparError
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = autopar.plan(
-                model,
-                "auto",
-                inputs,
-                devices=recipe.gpus,
-                hardware=hardware_of(recipe.device, recipe.source),
-                memory=parse_bytes(recipe.memory),
-                time_limit=seconds,
-                **options,
-            )
-        except AutoparError as error:
-            found = error
+    try:
+        found = planned_on(
+            recipe,
+            "auto",
+            devices=recipe.gpus,
+            memory=parse_bytes(recipe.memory),
+            time_limit=seconds,
+            precision=recipe.precision,
+        )
+    except AutoparError as error:
+        found = error
     return found, time.monotonic() - start
 
 
@@ -81,7 +73,11 @@ def compared(recipe: Recipe, seconds: float, with_table: bool) -> str:
     ratio = "" if expected is None else f" ({step / expected:.3f} of the recipe)"
     schedule = f", {found.schedule}" if isinstance(found, PipelinePlan) else ""
     words = f"{head}; recipe {text}; auto {format_seconds(step)}{ratio}, {format_bytes(found.peak_bytes)}, "
-    return words + f"{found.mesh}{schedule}" + (f"\n{found.notes[-1]}" if with_table else "")
+    return (
+        words
+        + f"{found.mesh}{schedule}"
+        + ("\n".join(["", *comparison_text(found.comparison)]) if with_table and found.comparison else "")
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

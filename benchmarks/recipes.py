@@ -282,15 +282,18 @@ def step_seconds(plan: Plan | PipelinePlan) -> float:
 
 def planned(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
     """Return the plan of a recipe, as its source has it, within so many bytes of a device."""
+    mesh = autopar.Mesh(recipe.axes, hardware=recipe.device)
+    return planned_on(recipe, mesh, memory=memory, time_limit=time_limit, **recipe.options)
+
+
+def planned_on(recipe: Recipe, mesh: autopar.Mesh | str, **options: Any) -> Plan | PipelinePlan:
+    """Return the plan of a recipe's model and batch, with the kernels and links of its source, on a mesh or "auto"."""
     model, inputs = model_of(recipe)
-    mesh, hardware = autopar.Mesh(recipe.axes, hardware=recipe.device), hardware_of(recipe.device, recipe.source)
     fused = rotary_in_one_call(model.decoder) if isinstance(model, LanguageModel) else contextlib.nullcontext()
     exchange = rows_once_per_device() if recipe.dispatcher == PER_DEVICE else contextlib.nullcontext()
     with warnings.catch_warnings(), fused, exchange:
         warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
-        return autopar.plan(
-            model, mesh, inputs, hardware=hardware, memory=memory, time_limit=time_limit, **recipe.options
-        )
+        return autopar.plan(model, mesh, inputs, hardware=hardware_of(recipe.device, recipe.source), **options)
 
 
 def apart(recipe: Recipe, time_limit: float, patience: int) -> Found:
