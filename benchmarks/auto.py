@@ -72,6 +72,7 @@ def compared(recipe: Recipe, seconds: float, with_table: bool) -> str:
     step = step_seconds(found)
     ratio = "" if expected is None else f" ({step / expected:.3f} of the recipe)"
     schedule = f", {found.schedule}" if isinstance(found, PipelinePlan) else ""
+    table = comparison_text(found.comparison) if with_table and found.comparison else []
     words = f"{head}; recipe {text}; auto {format_seconds(step)}{ratio}, {format_bytes(found.peak_bytes)}, "
     return (
         words
