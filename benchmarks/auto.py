@@ -74,11 +74,7 @@ def compared(recipe: Recipe, seconds: float, with_table: bool) -> str:
     schedule = f", {found.schedule}" if isinstance(found, PipelinePlan) else ""
     table = comparison_text(found.comparison) if with_table and found.comparison else []
     words = f"{head}; recipe {text}; auto {format_seconds(step)}{ratio}, {format_bytes(found.peak_bytes)}, "
-    return (
-        words
-        + f"{found.mesh}{schedule}"
-        + ("\n".join(["", *comparison_text(found.comparison)]) if with_table and found.comparison else "")
-    )
+    return "\n".join([f"{words}{found.mesh}{schedule}", *table])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
