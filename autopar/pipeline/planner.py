@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -35,7 +36,7 @@ from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
 from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.refinement import is_allowed, refined
-from autopar.pipeline.stages.rooms import rooms_of_least, thought_in_rooms
+from autopar.pipeline.stages.rooms import Sample, fits_together, rooms_of_least, shared_rooms, thought_in_rooms
 from autopar.planning.offload import Plans, plan_as_offload_asks
 from autopar.planning.record import choices_of, marked
 from autopar.planning.replicated_work import warn_of_replicated_work
@@ -152,11 +153,29 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
         return _within(problem, search, deadline, thought)
     except PipelineError:
         for starts in _cuts_to_try(problem):
-            rooms = rooms_of_least(schedule, memory, starts, len(planned.blocks), search.least)
-            if rooms is not None:
+            for rooms in _rooms_of_cut(search, starts, memory):
                 search.rooms = rooms
-                return _within(problem, search, deadline)
+                with suppress(PipelineError):
+                    return _within(problem, search, deadline)
         raise
+
+
+def _rooms_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[Room, ...]]:
+    """Yield rooms in which the stages of a cut are known to fit: by the fastest of their plans, and by their least."""
+    schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
+    search.rooms = (Room(memory, memory),) * schedule.num_stages
+    found: list[Sample] = []
+    for stage, (first, end) in enumerate(pairwise((*starts, num_blocks))):
+        known = search.best_known(first, end, stage) or search.ask(first, end, stage, search.roughly)
+        if known.made is None:
+            break
+        found.append(Sample.of(known.seconds, search.holding(known, search.runs[stage])))
+    else:
+        if fits_together(schedule, memory, found):
+            yield shared_rooms(schedule, memory, lambda stage: [found[stage]])
+    least = rooms_of_least(schedule, memory, starts, num_blocks, search.least)
+    if least is not None:
+        yield least
 
 
 def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:

@@ -98,6 +98,12 @@ def shared_rooms(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[R
     return tuple(found)
 
 
+def fits_together(schedule: Schedule, memory: int, held: Sequence[Sample]) -> bool:
+    """Return whether the stages of every rank, each with one sample, fit into its memory."""
+    ranks = ((schedule.stages_of(rank), schedule.in_flight_at_once(rank)) for rank in range(schedule.num_ranks))
+    return all(fastest([[held[stage]] for stage in stages], memory, at_once) is not None for stages, at_once in ranks)
+
+
 def rooms_of_least(
     schedule: Schedule, memory: int, starts: Sequence[int], num_blocks: int, least_of: LeastOf
 ) -> tuple[Room, ...] | None:
