@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,21 @@ from typing import Any
 
 from autopar.arranging.compared import are_same, compared, distinct, of_estimate
 from autopar.arranging.estimates import Estimate, Estimates
-from autopar.errors import AnnotationError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
-from autopar.planning.meshes.search import NOT_TRIED, Candidate, Searched, Tried, Turn, cutoff_of, merged, no_better
+from autopar.planning.meshes.search import (
+    NOT_TRIED,
+    Candidate,
+    Searched,
+    Tried,
+    Turn,
+    cutoff_of,
+    merged,
+    no_better,
+    tried_on,
+)
 from autopar.plans.comparison import Comparison, Contender
 from autopar.progress import counter
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import is_over, seconds_until, why_over
+from autopar.solver.deadline import is_over, seconds_until
 from autopar.units import format_seconds
 
 LEAST_ERROR = 0.01
@@ -147,17 +155,7 @@ class Planned:
         mesh = estimate.mesh
         known = [each for each in self.tried.values() if each.mesh != mesh]
         turn = Turn(SHARE * seconds_until(self.deadline), cutoff_of(mesh, known))
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                found = self.exact(estimate, turn)
-        except CutOffError as error:
-            return Tried(mesh, None, no_better(error.seconds), "bound")
-        except TimeLimitError:
-            return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found", "time")
-        except InfeasibleError as error:
-            return Tried(mesh, None, str(error), "room", error.least_bytes)
-        except (AnnotationError, PipelineError) as error:
-            return Tried(mesh, None, str(error), "error")
-        self.error = max(self.error, abs(found.seconds / estimate.seconds - 1))
-        return replace(Tried(mesh, found), said=tuple(said))
+        tried = tried_on(lambda _, own: self.exact(estimate, own), mesh, turn)
+        if tried.found is not None:
+            self.error = max(self.error, abs(tried.found.seconds / estimate.seconds - 1))
+        return tried

@@ -209,7 +209,7 @@ def try_meshes(
             late[mesh] = late.get(mesh, 0.0)
             return Tried(mesh, None, f"{NOT_TRIED}what was left of the time was too little", "time")
         end = after(turn.time_limit)
-        tried = _try(make, mesh, turn)
+        tried = tried_on(make, mesh, turn)
         if seconds_until(end) < turn.time_limit / 2 and _is_open(tried):
             late[mesh] = turn.time_limit
             return replace(tried, is_cut_short=tried.found is not None)
@@ -272,7 +272,8 @@ def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
     return sum(pipeline in mesh.axes and each.found is not None for mesh, each in found.items())
 
 
-def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
+def tried_on(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
+    """Return the plan of a mesh with what was warned of, or the reason why it has none."""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
