@@ -293,7 +293,8 @@ def planned_on(recipe: Recipe, mesh: autopar.Mesh | str, **options: Any) -> Plan
     exchange = rows_once_per_device() if recipe.dispatcher == PER_DEVICE else contextlib.nullcontext()
     with warnings.catch_warnings(), fused, exchange:
         warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
-        return autopar.plan(model, mesh, inputs, hardware=hardware_of(recipe.device, recipe.source), **options)
+        plan: Any = autopar.plan  # whose overloads know a mesh or "auto", not either
+        return plan(model, mesh, inputs, hardware=hardware_of(recipe.device, recipe.source), **options)
 
 
 def apart(recipe: Recipe, time_limit: float, patience: int) -> Found:

@@ -82,7 +82,10 @@ class InOnePiece:
         """Return the fastest step within a limit; None if there is none."""
         points = np.array(self.points)
         weights = mixed(points[:, :1], points[:, 1:], limit, [self.num_blocks])
-        return None if weights is None else Composed(*map(float, weights[0] @ points))
+        if weights is None:
+            return None
+        seconds, num_bytes = map(float, weights[0] @ points)
+        return Composed(seconds, num_bytes)
 
 
 class InStages:
@@ -166,10 +169,11 @@ class Staged:
 
     def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, counted: bool = True) -> Part:
         """Return what a plan makes of the stages that begin with these blocks; no bytes unless they are `counted`."""
-        times = (np.add.reduceat(each, starts) for each in (use.forward, use.backward, use.once, use.reductions))
+        every = (use.forward, use.backward, use.once, use.reductions)
+        forward, backward, once, reductions = (np.add.reduceat(each, starts) for each in every)
         sizes = np.diff(starts, append=len(use.forward))
         num_bytes = self._rank_bytes(use, starts) if counted else np.zeros(len(self.ranks))
-        return Part(*times, sending, num_bytes, sizes)
+        return Part(forward, backward, once, reductions, sending, num_bytes, sizes)
 
     def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:
         """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""

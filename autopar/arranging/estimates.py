@@ -135,6 +135,10 @@ class Estimates:
         words = f"{done - without} done, {without} excluded, up to {waiting} left in this round"
         return words if math.isinf(best) else f"{words}, best step ≈ {format_seconds(best)}"
 
+    def slower_at(self, mesh: Mesh, microbatches: int) -> float | None:
+        """Return the seconds without a limit of a candidate that is left out for them; None of others."""
+        return self.slower.get(Candidate(mesh, microbatches))
+
     def best(self) -> list[Estimate]:
         """Return the best estimate of every mesh that has one, the fastest first."""
         of_mesh: dict[Mesh, Estimate] = {}

@@ -129,7 +129,7 @@ class Planned:
         subject, best = self.estimates.subject, min(each.seconds for each in self.answers)
         if (least := subject.at_least(mesh)) > best:
             return Contender(mesh, microbatches, excluded="bound", reason=no_better(least))
-        if (slower := self.estimates.slower.get((mesh, microbatches))) is not None:
+        if (slower := self.estimates.slower_at(mesh, microbatches)) is not None:
             return Contender(mesh, microbatches, excluded="estimate", reason=no_better(slower))
         if math.isfinite(subject.limit(mesh)):
             return Contender(mesh, microbatches, excluded="room", reason="not known to fit within the memory limit")
