@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from autopar.program.operators.capacity import record_dropped_rows
     from autopar.program.precision import Precision
     from autopar.sharding.mesh import Mesh
+    from autopar.sizing import largest_batch, largest_sequence, least_devices
     from autopar.strategies.register import register_rule
     from autopar.validation.check_rule import check_rule
 
@@ -59,6 +60,7 @@ _NAMES_BY_MODULE = {
     "autopar.program.operators.capacity": ("record_dropped_rows",),
     "autopar.program.precision": ("Precision",),
     "autopar.sharding.mesh": ("Mesh",),
+    "autopar.sizing": ("largest_batch", "largest_sequence", "least_devices"),
     "autopar.strategies.register": ("register_rule",),
     "autopar.validation.check_rule": ("check_rule",),
 }
@@ -96,6 +98,9 @@ __all__ = [
     "check_rule",
     "compile",
     "constrain",
+    "largest_batch",
+    "largest_sequence",
+    "least_devices",
     "load",
     "plan",
     "plan_generation",

@@ -24,6 +24,21 @@ def progress(items: Iterable[Item], description: str) -> Iterator[Item]:
     yield from tqdm(items, **_options(description))
 
 
+def counter(description: str) -> Callable[[str], None]:
+    """Return a function that shows what it is called with, for work of which nobody knows how much there is.
+
+    >>> say = counter("estimates")
+    >>> say("12 looked at, best 6.93 s")
+    """
+    bar = tqdm(bar_format="{desc}{postfix} [{elapsed}]", **_options(description))
+
+    def say(text: str) -> None:
+        bar.set_postfix_str(text, refresh=False)
+        bar.update()
+
+    return say
+
+
 @contextmanager
 def stages(description: str, num_stages: int) -> Iterator[Callable[[str], None]]:
     """Progress of a few named steps of work: call what this yields with the name of each step as it begins.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -9,6 +10,9 @@ from autopar.errors import InputError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+_COUNT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?(?:e[0-9]{1,2})?)\s*([kKmMbBtT]?)\s*")
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]+)\s*")
 
 
@@ -24,6 +28,20 @@ def parse_bytes(size: str | int) -> int:
     if not match or match.group(2).upper() not in UNITS:
         raise InputError(f'{size!r} is no size; write a number and a unit, such as "8GB" or "512MiB".')
     return round(Fraction(match.group(1)) * UNITS[match.group(2).upper()])
+
+
+def parse_count(count: str | float) -> float:
+    """A number of things from a number or a text with a unit.
+
+    >>> parse_count("1T"), parse_count("300B"), parse_count(2e9)
+    (1000000000000.0, 300000000000.0, 2000000000.0)
+    """
+    if isinstance(count, int | float) and not isinstance(count, bool) and 0 < count < math.inf:
+        return float(count)
+    match = _COUNT.fullmatch(count) if isinstance(count, str) else None
+    if not match or float(match.group(1)) == 0:
+        raise InputError(f'{count!r} is no number of tokens; write a number above 0, such as 3e11, "300B" or "1T".')
+    return float(match.group(1)) * COUNTS[match.group(2).upper()]
 
 
 def format_bytes(count: float) -> str:

@@ -2,14 +2,17 @@
 
 RMSNorm, rotary embedding   one call each (`publications.kernels`), as Megatron-LM, TransformerEngine and
                             compiled layers of torchtitan run them
-experts                     gate and up as two matrices; transformers pack them into one, whose halves tensor
-                            parallelism would exchange
+experts                     gate and up as two matrices, and their SwiGLU in one call; transformers pack them into one,
+                            whose halves tensor parallelism would exchange
+DeepEP, HybridEP            a token travels once to each device that has any of its experts, not once to each expert;
+                            priced alone, and never run: autopar's runtime sends rows
 NVIDIA's clusters           the network of the datasheet and punctual hosts; what a shipped profile's network
                             reaches, and how late its hosts come, is fitted to the cloud that nanotron ran on
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +26,10 @@ from torch.nn import functional as F
 
 from autopar.hardware.load import load
 from autopar.hardware.profile import Efficiencies, Hardware
-from benchmarks.publications.kernels import rms_norm, rotary
+from autopar.program.program import TensorInfo
+from autopar.sharding.operation import Call, Collective, LocalSizes
+from autopar.strategies.rules import experts
+from benchmarks.publications.kernels import rms_norm, rotary, swiglu
 
 OF_NVIDIA = ("NVIDIA-NeMo", "MoE Parallel Folding")
 """Beginnings of sources that ran on NVIDIA's own clusters."""
@@ -67,7 +73,7 @@ class Experts(nn.Module):
         rows_RD = x_TD[tokens_R]
         gate_RF = F.grouped_mm(rows_RD, self.gate_proj, offs=ends_E)
         up_RF = F.grouped_mm(rows_RD, self.up_proj, offs=ends_E)
-        rows_RD = F.grouped_mm(F.silu(gate_RF) * up_RF, self.down_proj, offs=ends_E)
+        rows_RD = F.grouped_mm(swiglu(gate_RF, up_RF), self.down_proj, offs=ends_E)
         return torch.zeros_like(x_TD).index_add(0, tokens_R, rows_RD * weights_TK.flatten()[order_R].unsqueeze(-1))
 
 
@@ -106,4 +112,30 @@ def rotary_in_one_call(model: nn.Module) -> Iterator[None]:
         return rotary(q_BHSD, cos_SD, sin_SD), rotary(k_BHSD, cos_SD, sin_SD)
 
     with mock.patch.object(library, "apply_rotary_pos_emb", turned):
+        yield
+
+
+def devices_of_token(top_k: int, num_experts: int, num_devices: int) -> float:
+    """Return the expected number of devices that have any of a token's experts, if routing is balanced.
+
+    >>> devices_of_token(8, 128, 8) / 8  # the share of rows that travel
+    0.667...
+    """
+    elsewhere = math.comb(num_experts - num_experts // num_devices, top_k) / math.comb(num_experts, top_k)
+    return num_devices * (1 - elsewhere)
+
+
+@contextmanager
+def rows_once_per_device() -> Iterator[None]:
+    """Within this, exchanges of experts are priced as if a token's rows for experts of one device travelled as one."""
+    exchanged = experts._exchanged
+
+    def fewer(call: Call, sizes: LocalSizes, rows: TensorInfo) -> tuple[Collective, ...]:
+        top_k = call["index" if call.target is experts.DISPATCH else "route"].shape[-1]
+        total = experts._num_experts(call)
+        devices = sizes.get(experts.TOGETHER + experts.EXPERTS, 1)
+        share = devices_of_token(top_k, total, devices) / top_k
+        return tuple(replace(each, num_bytes=int(each.num_bytes * share)) for each in exchanged(call, sizes, rows))
+
+    with mock.patch.object(experts, "_exchanged", fewer):
         yield

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import offline
+from autopar.compiler import offline_planner
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import built_in
 from autopar.planning import request
@@ -31,7 +31,7 @@ AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
 IN_STAGES = ("pp", "dp", "tp")
 """Those of a pipeline."""
-CAPTURE = {"trace": offline}
+CAPTURE = {"trace": offline_planner}
 STAGES = {**CAPTURE, "build_space": request, "best_plan_of": request}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 

@@ -48,7 +48,8 @@ from autopar.planning.simulated import simulated_seconds
 from autopar.plans.plan import Plan
 from autopar.units import parse_bytes
 from benchmarks.folding import MODELS as MAPPED
-from benchmarks.frameworks import hardware_of, rotary_in_one_call, with_kernels
+from benchmarks.frameworks import hardware_of, rotary_in_one_call, rows_once_per_device, with_kernels
+from benchmarks.publications.strategies import PRECISIONS
 
 TABLE = Path(__file__).with_name("recipes.csv")
 UNEXPRESSED = {
@@ -57,6 +58,7 @@ UNEXPRESSED = {
 }
 """Precision → why autopar cannot be asked for it."""
 PEAK_FLOPS_PER_S = {"h100": 989.5e12, "a100": 312e12}  # bf16 and fp16 of datasheets, the denominator of sources' MFU
+PER_DEVICE = "once per device"
 ACCEPTED, REFUSED, NOT_EXPRESSED, NO_ANSWER = "accepted", "refused", "not expressed", "no answer"
 INTEGERS = ("gpus", "sequence", "batch", "microbatches", "dp", "ep", "cp", "tp", "pp", "chunks")
 FLOATS = ("seconds", "mfu", "gib")
@@ -99,6 +101,8 @@ class Recipe:
     source: str
     assumed: str
     """What the source leaves open, or autopar has otherwise."""
+    dispatcher: str = ""
+    """`PER_DEVICE`, or "" for rows that travel once per expert."""
 
     def __post_init__(self) -> None:
         if self.dp * self.cp * self.tp * self.pp != self.gpus or self.dp % self.ep:
@@ -119,7 +123,7 @@ class Recipe:
         asked: dict[str, Any] = {
             "strategy": self.strategy,
             "recompute": self.recompute,
-            "precision": self.precision,
+            "precision": PRECISIONS.get(self.precision, self.precision),
             "microbatches": self.microbatches,
         }
         return asked | ({"schedule": self.schedule, "chunks": self.chunks} if self.pp > 1 else {})
@@ -253,11 +257,11 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     start, verdict, reason = time.process_time(), ACCEPTED, ""
     plan: Plan | PipelinePlan | None = None
     try:
-        plan = _plan(recipe, parse_bytes(recipe.memory), time_limit)
+        plan = planned(recipe, parse_bytes(recipe.memory), time_limit)
     except AutoparError as error:
         verdict, reason = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
         try:
-            plan = _plan(recipe, None, time_limit)
+            plan = planned(recipe, None, time_limit)
         except AutoparError as further:
             if str(further) != str(error):
                 reason += f" Without a limit: {' '.join(str(further).split())}"
@@ -267,16 +271,8 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
     seconds = recipe.seconds
     if seconds is None and recipe.mfu is not None and plan.workload is not None:
         seconds = plan.workload.flops / (recipe.mfu * PEAK_FLOPS_PER_S[recipe.device.partition(":")[0]] * recipe.gpus)
-    return Found(
-        recipe.name,
-        verdict,
-        reason,
-        step_seconds(plan),
-        plan.reserved_bytes,
-        seconds,
-        measured,
-        spent,
-    )
+    found = step_seconds(plan), plan.reserved_bytes
+    return Found(recipe.name, verdict, reason, *found, seconds, measured, spent)
 
 
 def step_seconds(plan: Plan | PipelinePlan) -> float:
@@ -284,15 +280,21 @@ def step_seconds(plan: Plan | PipelinePlan) -> float:
     return plan.seconds if isinstance(plan, PipelinePlan) else simulated_seconds(plan)
 
 
-def _plan(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
+def planned(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
+    """Return the plan of a recipe, as its source has it, within so many bytes of a device."""
+    mesh = autopar.Mesh(recipe.axes, hardware=recipe.device)
+    return planned_on(recipe, mesh, memory=memory, time_limit=time_limit, **recipe.options)
+
+
+def planned_on(recipe: Recipe, mesh: autopar.Mesh | str, **options: Any) -> Plan | PipelinePlan:
+    """Return the plan of a recipe's model and batch, with the kernels and links of its source, on a mesh or "auto"."""
     model, inputs = model_of(recipe)
-    mesh, hardware = autopar.Mesh(recipe.axes, hardware=recipe.device), hardware_of(recipe.device, recipe.source)
     fused = rotary_in_one_call(model.decoder) if isinstance(model, LanguageModel) else contextlib.nullcontext()
-    with warnings.catch_warnings(), fused:
+    exchange = rows_once_per_device() if recipe.dispatcher == PER_DEVICE else contextlib.nullcontext()
+    with warnings.catch_warnings(), fused, exchange:
         warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
-        return autopar.plan(
-            model, mesh, inputs, hardware=hardware, memory=memory, time_limit=time_limit, **recipe.options
-        )
+        plan: Any = autopar.plan  # whose overloads know a mesh or "auto", not either
+        return plan(model, mesh, inputs, hardware=hardware_of(recipe.device, recipe.source), **options)
 
 
 def apart(recipe: Recipe, time_limit: float, patience: int) -> Found:

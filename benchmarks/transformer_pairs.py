@@ -85,8 +85,8 @@ def _split_block(sequence: bool) -> Mapping[str, ParallelStyle]:
     return styles
 
 
-def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Baseline:
-    model = transformer(size)
+def styles_of(sequence: bool) -> dict[str, ParallelStyle]:
+    """Return the styles of the whole decoder, with or without sequence parallelism."""
     between = Shard(1) if sequence else Replicate()
     around: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -94,8 +94,12 @@ def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Ba
     }
     if sequence:
         around["norm"] = SequenceParallel()
-    blocks = {f"blocks.*.{name}": style for name, style in _split_block(sequence).items()}
-    parallelize_module(model, mesh, {**around, **blocks})
+    return {**around, **{f"blocks.*.{name}": style for name, style in _split_block(sequence).items()}}
+
+
+def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Baseline:
+    model = transformer(size)
+    parallelize_module(model, mesh, styles_of(sequence))
     if compiled:
         model.compile()
     return Baseline(model, batch(size), loss_parallel)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from autopar import progress as shown
-from autopar.progress import progress, stages
+from autopar.progress import counter, progress, stages
 
 
 class Terminal(io.StringIO):
@@ -70,3 +70,13 @@ def test_an_error_in_a_stage_comes_through(monkeypatch: pytest.MonkeyPatch) -> N
     _terminal(monkeypatch)
     with pytest.raises(ValueError, match="inside"), stages("planning", 1):
         raise ValueError("inside")
+
+
+def test_work_without_an_end_shows_what_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
+    monkeypatch.setattr(shown, "DELAY_SECONDS", 1e-9)
+    monkeypatch.setattr(shown, "MIN_INTERVAL_SECONDS", 0.0)
+    say = counter("candidates")
+    for number in range(3):
+        say(f"{number} done, best step 2.00 s")
+    assert "candidates, 2 done, best step 2.00 s [00:00]" in terminal.getvalue()

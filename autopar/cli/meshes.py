@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from autopar.sharding.mesh import Mesh
 
 DEFAULT_AXES = ("dp", "tp")
+RECIPE = {"--microbatches": int, "--schedule": str, "--chunks": int, "--strategy": str, "--recompute": str}
+"""Options that a recipe may have behind its mesh, by their kind."""
 
 
 def parse_mesh(text: str, hardware: str = "cpu") -> Mesh:
@@ -32,3 +35,25 @@ def parse_mesh(text: str, hardware: str = "cpu") -> Mesh:
             f'{text!r} is no mesh; write axes with sizes, "dp=2,tp=4", or one or two sizes, "2x4", for dp and tp.'
         )
     return Mesh({name: int(size) for name, (_, size) in zip(names, pairs, strict=True)}, hardware)
+
+
+def parse_recipe(text: str, hardware: str = "cpu") -> tuple[Mesh, dict[str, Any]]:
+    """Return the mesh and the options of `plan` that a recipe means.
+
+    >>> mesh, options = parse_recipe("pp=2,dp=4 --microbatches 8 --schedule 1f1b")
+    >>> print(mesh, options)
+    pp=2 × dp=4 {'microbatches': 8, 'schedule': '1f1b'}
+
+    Raises InputError for text that is no recipe.
+    """
+    mesh, *words = text.split() or [""]
+    options: dict[str, Any] = {}
+    for flag, value in itertools.zip_longest(words[::2], words[1::2], fillvalue=""):
+        kind = RECIPE.get(flag)
+        if kind is None or not value or (kind is int and (not value.isdecimal() or int(value) < 1)):
+            raise InputError(
+                f"'{flag} {value}' of --beside '{text}' is no option there; give a mesh and any of "
+                f"{', '.join(RECIPE)}, as in 'pp=4,dp=8,tp=8 --microbatches 16 --schedule 1f1b'."
+            )
+        options[flag.removeprefix("--")] = kind(value)
+    return parse_mesh(mesh, hardware), options

@@ -55,10 +55,22 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="plan generation: --batch prompts of --sequence tokens, so many new ones each",
     )
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="with --decode and --devices: the first token")
     parser.add_argument(
-        "--within", type=float, metavar="SECONDS", help="with --decode and --mesh auto: the first token"
+        "--beside",
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help='with --devices: plan this, too, and compare: "pp=4,dp=8,tp=8 --microbatches 16 --schedule 1f1b"',
     )
-    parser.set_defaults(command=f"{HERE}.planning:plan")
+    parser.add_argument("--tokens", help='with --days: the least devices that train on so many, such as "1T"')
+    parser.add_argument("--days", type=float, help="until --tokens have to be trained on")
+    parser.add_argument(
+        "--largest",
+        choices=("batch", "sequence"),
+        help="the largest batch in one piece, or sequence, that fits --devices within --memory",
+    )
+    parser.set_defaults(command=f"{HERE}.sizing:plan")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -81,9 +93,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "model",
         help=f"one of {', '.join(names.MODELS)}, or MODULE:FUNCTION that returns a model, or (model, example inputs)",
     )
-    parser.add_argument("--mesh", required=True, help='axes and sizes, "dp=2,tp=2" or "2x2", or "auto" with --devices')
-    parser.add_argument("--devices", type=_positive, help="with --mesh auto: how many devices to arrange")
-    parser.add_argument("--max-axes", type=_positive, help="with --mesh auto: at most so many axes (2, or 3)")
+    parser.add_argument("--mesh", help='axes and sizes, "dp=2,tp=2" or "2x2"; without it --devices are arranged')
+    parser.add_argument("--devices", type=_positive, help="how many devices to arrange in the best mesh")
+    parser.add_argument("--max-axes", type=_positive, help="with --devices: at most so many axes (2, or 3)")
     parser.add_argument("--hardware", default="cpu", help="name or path of a hardware profile (cpu)")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences or images of the global batch (8)")
     parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")

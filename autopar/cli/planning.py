@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from autopar import api
+from autopar.arranging.compared import contender_of
 from autopar.cli.files import write_files
-from autopar.cli.meshes import DEFAULT_AXES, parse_mesh
-from autopar.errors import InputError
+from autopar.cli.meshes import DEFAULT_AXES, parse_mesh, parse_recipe
+from autopar.errors import AnnotationError, InfeasibleError, InputError, PipelineError, TimeLimitError
 from autopar.hardware.load import load
 from autopar.inference.offline import plan_generation
 from autopar.models.catalogue import LanguageModel
 from autopar.models.named import named
 from autopar.names import AUTO, MODELS
 from autopar.pipeline.plan import PipelinePlan
+from autopar.plans.comparison import Contender
 from autopar.plans.plan import Plan
 from autopar.report.table import plan_table
+from autopar.sharding.mesh import Mesh
 
 OF_ONE_PLAN = ("save", "html", "trace", "plan_cache")
 
@@ -30,11 +34,37 @@ def plan(options: argparse.Namespace) -> int:
         return 0
     if options.within is not None:
         raise InputError("--within is when the first token of --decode has to come; give both, or leave it out.")
+    recipes = recipes_of(options)
     plan = made(options)
+    show_plan(plan.beside(*recipes) if recipes else plan, options)
+    return 0
+
+
+def show_plan(plan: Plan | PipelinePlan, options: argparse.Namespace) -> None:
+    """Print a plan, and write it to the files that are asked for."""
     print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     _print_precision(options)
     write_files((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace))
-    return 0
+
+
+def recipes_of(options: argparse.Namespace) -> list[Contender]:
+    """Return the recipes of --beside as they are planned, or why they have no plan."""
+    found = [(text, *parse_recipe(text, options.hardware)) for text in options.beside]
+    if found and (options.devices is None or options.mesh not in (None, AUTO)):
+        raise InputError("--beside is compared with the best mesh of --devices; give these, and leave --mesh out.")
+    for text, mesh, _ in found:
+        if mesh.num_devices != options.devices:
+            raise InputError(f"--beside '{text}' is of {mesh.num_devices} devices; give {options.devices}.")
+    return [_planned_recipe(options, *each) for each in found]
+
+
+def _planned_recipe(options: argparse.Namespace, text: str, mesh: Mesh, own: dict[str, Any]) -> Contender:
+    try:
+        return replace(contender_of(planned(options, mesh, **own)), asked=text)
+    except (InfeasibleError, TimeLimitError, AnnotationError, PipelineError) as error:
+        runs = {name: own[name] for name in ("microbatches", "schedule", "chunks") if name in own}
+        kind = "room" if isinstance(error, InfeasibleError) else "error"
+        return Contender(mesh, **runs, asked=text, excluded=kind, reason=str(error))
 
 
 def _print_precision(options: argparse.Namespace) -> None:
@@ -58,7 +88,7 @@ def precision_for(options: argparse.Namespace) -> str | None:
     return "bf16" if is_forward else "bf16-mixed"
 
 
-def _asked(options: argparse.Namespace) -> dict[str, Any]:
+def asked(options: argparse.Namespace) -> dict[str, Any]:
     """Options of any plan, training or not."""
     return {
         "hardware": options.hardware,
@@ -95,18 +125,17 @@ def _generation(options: argparse.Namespace) -> object:
                 f"--{name} beside --decode, which makes two plans; save what autopar.plan_generation returns."
             )
     model, _ = named(options.model, options.batch, options.sequence, options.layers)
-    auto = options.mesh == AUTO
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
         return plan_generation(
             model.decoder if isinstance(model, LanguageModel) else model,
-            AUTO if auto else parse_mesh(options.mesh, options.hardware),
+            mesh_of(options),
             batch=options.batch,
             prompt=options.sequence,
             tokens=options.decode,
             devices=options.devices,
             max_axes=options.max_axes or len(DEFAULT_AXES),
             within=options.within,
-            **_asked(options),
+            **asked(options),
         )
 
 
@@ -123,17 +152,23 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def made(options: argparse.Namespace) -> Plan | PipelinePlan:
-    """The plan that the options ask for."""
-    model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
-    auto = options.mesh == AUTO
-    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
-        return api.plan(
-            model,
-            AUTO if auto else parse_mesh(options.mesh, options.hardware),
-            example_inputs,
-            devices=options.devices,
-            max_axes=options.max_axes,
-            **_asked(options),
-            plan_cache=options.plan_cache,
-            training=not options.inference,
+    """Return the plan that the options ask for."""
+    return planned(options, mesh_of(options), devices=options.devices, max_axes=options.max_axes)
+
+
+def mesh_of(options: argparse.Namespace) -> Mesh | Literal["auto"]:
+    """Return the mesh that is given, or "auto" for a number of devices."""
+    if options.mesh is None and options.devices is None:
+        raise InputError(
+            "neither --mesh nor --devices is given; give --devices 64 to find the best mesh of so many, or a mesh, "
+            "as --mesh dp=8,tp=8."
         )
+    return AUTO if options.mesh in (None, AUTO) else parse_mesh(options.mesh, options.hardware)
+
+
+def planned(options: argparse.Namespace, mesh: Mesh | Literal["auto"], **others: Any) -> Plan | PipelinePlan:
+    """Return the plan of the named model on a mesh, with some other options than those of the command line."""
+    model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
+    wanted = {**asked(options), "plan_cache": options.plan_cache, "training": not options.inference, **others}
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+        return api.plan(model, mesh, example_inputs, **wanted)

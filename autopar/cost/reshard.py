@@ -77,6 +77,7 @@ class ReshardTable:
         together: _Ways | None,
         tensor: MovedTensor,
         mesh: Mesh,
+        hardware: Hardware,
         forward: np.ndarray,
         gathers: np.ndarray,
     ):
@@ -89,7 +90,7 @@ class ReshardTable:
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
         self._alone, self._together = alone, together
         self._tensor = tensor
-        self._mesh = mesh
+        self._mesh, self._hardware = mesh, hardware
         self._forward, self._gathers = forward, gathers
 
     @functools.cached_property
@@ -101,6 +102,47 @@ class ReshardTable:
     def last_gather_seconds(self) -> np.ndarray:
         """Seconds of the last move of each of these paths if it is a gather; else 0."""
         return _along(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
+
+    @functools.cached_property
+    def reduction_seconds(self) -> np.ndarray:
+        """Seconds in which gradients are reduced behind the one gather of each path in buckets.
+
+        0 where a path does not run in buckets, or has another number of gathers. What is summed before it is gathered
+        is left out: it is summed once, as it is stored.
+        """
+        found = np.zeros(self.seconds.shape)
+        if self._together is None:
+            return found
+        there = np.broadcast_to(np.arange(len(found)), found.shape)
+        here, gathers, ways = there.T, np.zeros(found.shape, dtype=int), self._together.following
+        together = np.isfinite(self._together.seconds) & (self._together.seconds <= self._alone.seconds)
+        own, behind, each = self._reductions
+        while (on_way := together & (here != there)).any():
+            following = np.where(on_way, ways[here, there], here)
+            leads = int(ways is not self._together.following)
+            reduced = np.where(gathers > 0, each[leads][here, following], behind[leads][here, following])
+            found += np.where(on_way, reduced, 0.0)
+            gathers += np.where(on_way, own[here, following], 0)
+            here, ways = following, self._together.later
+        return np.where(gathers == 1, found, 0.0)
+
+    @functools.cached_property
+    def _reductions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Gathers of single moves; seconds of reductions behind one, and of all, of moves that lead and of others."""
+        gathers = np.zeros(self.seconds.shape, dtype=int)
+        behind, every = np.zeros((2, *gathers.shape)), np.zeros((2, *gathers.shape))
+        for i, j, _, move in _moves_among(self.layouts, tuple(self._mesh.joined.values())):
+            messages = [in_bucket(move, self._tensor, leads) for leads in (True, False)]
+            if None in messages or not self._tensor.can_move(move.source, move.target):
+                continue
+            found = transfers(move, self._tensor, self._mesh, regather=False)
+            names = [each.collective for each in found]
+            gathers[i, j] = names.count("all_gather")
+            first = names.index("all_gather") if gathers[i, j] else len(found)
+            for number, message in enumerate(messages):
+                seconds = [transfer_seconds(t, self._mesh, self._hardware, message) * t.backward for t in found]
+                behind[number, i, j], every[number, i, j] = sum(seconds[first:]), sum(seconds)
+        return gathers, behind, every
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """The cheapest path; the layouts must be connected."""
@@ -165,11 +207,11 @@ def reshard_table(
     if copies.any():
         ways = _Ways(ways.seconds + (1 - COPY_TIE) * _along(ways, copies), ways.following, ways.later)
     if not tensor.bucketed:
-        return ReshardTable(layouts, ways, None, tensor, mesh, forward, gathers)
+        return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
     in_buckets = _led_by(leading, _all_pairs(following))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
-    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, forward, gathers)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
 
 
 def _leading_ones(shape: Sequence[int]) -> int:

@@ -45,7 +45,7 @@ from autopar.hardware.beside import GATHERING, Message, kind_of
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
-from autopar.plans.formula_names import BESIDE, COLLECTIVES, FIXED, WHOLE, rate_name
+from autopar.plans.formula_names import BESIDE, COLLECTIVES, FIXED, LAST_HOST, WHOLE, rate_name
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_view
@@ -352,15 +352,22 @@ class _Ledger:
         hardware = self.space.hardware
         return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
 
+    def _rate(self, collective: str, axis: str) -> str:
+        """The name of a rate, which is kept."""
+        name = rate_name(collective, axis)
+        if name not in self.rates:
+            self.rates[name] = rate(collective, axis, self.space.mesh, self.space.hardware)
+        return name
+
     def _seconds_of(self, transfer: Transfer, message: Message | None = None) -> str:
         collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)
         mesh, hardware = self.space.mesh, self.space.hardware
-        name = rate_name(collective, axis)
-        if name not in self.rates:
-            self.rates[name] = rate(collective, axis, mesh, hardware)
+        name = self._rate(collective, axis)
         if message is None:
-            copies = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
-            return f"({' + '.join((f'{name}({num_bytes})', *copies))})" if copies else f"{name}({num_bytes})"
+            beside = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
+            if any(link.straggling_s for link in hardware.links):
+                beside.append(f"{self._rate(LAST_HOST, axis)}(1)")
+            return f"({' + '.join((f'{name}({num_bytes})', *beside))})" if beside else f"{name}({num_bytes})"
         together, passes = message.num_parameters, message.passes
         seconds = f"{name}({num_bytes * together})/{together}"
         if hardware.communication_share == 1 or not message.beside.num_weights:

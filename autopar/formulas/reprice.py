@@ -13,13 +13,24 @@ from autopar.errors import PlanError
 from autopar.files.schema import MAX_WHOLE
 from autopar.formulas.symbols import axis_symbols
 from autopar.hardware.beside import GATHERING
-from autopar.hardware.collectives import pieces
+from autopar.hardware.collectives import lateness, pieces
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.planning.settings import context_of
 from autopar.plans.answers import Repriced
 from autopar.plans.expressions import EXACT, Numbers, evaluate
-from autopar.plans.formula_names import COLLECTIVES, FIXED, MEMORY, SIDES, is_rate, parts_of, public, rate_of, rates
+from autopar.plans.formula_names import (
+    COLLECTIVES,
+    FIXED,
+    LAST_HOST,
+    MEMORY,
+    SIDES,
+    is_rate,
+    parts_of,
+    public,
+    rate_of,
+    rates,
+)
 from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -27,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def rate(collective: str, axis: str, mesh: Mesh, hardware: Hardware) -> str:
-    """The seconds of a collective in `bytes`: the least of its pieces."""
+    """The seconds of a collective in `bytes`: the least of its pieces; of LAST_HOST those for which ranks wait."""
+    if collective == LAST_HOST:
+        return repr(lateness(mesh, axis, hardware))
     return _least_of(pieces(collective, mesh, axis, hardware), "bytes")
 
 

@@ -86,12 +86,13 @@ class Level:
 def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message: Message | None = None) -> float:
     """Seconds of one transfer, and of one in a message those of its part in it that no computation hides.
 
-    With one that runs alone goes what the device rearranges; in messages a layer's weights are packed together.
+    With one that runs alone goes what the device rearranges, and the wait for the last host; in messages a layer's
+    weights are packed together.
     """
     collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.num_bytes
     if message is None:
         alone = float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
-        return alone + rearranging_seconds(transfer, hardware)
+        return alone + rearranging_seconds(transfer, hardware) + lateness(mesh, axis, hardware)
     together = message.num_parameters
 
     def seconds(num_bytes: float) -> float:
@@ -102,6 +103,12 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
         return share * seconds(num_bytes)
     average = seconds(message.average(collective, num_bytes))
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
+
+
+def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
+    """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
+    levels = levels_of(hardware.links, mesh, axis)
+    return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
 
 
 def rearranging_seconds(transfer: Transfer, hardware: Hardware) -> float:

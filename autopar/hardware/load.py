@@ -16,6 +16,8 @@ from autopar.hardware.network import Network
 from autopar.hardware.profile import HOST, RESERVED, Efficiencies, Hardware, Latencies, Link, Protocol
 
 PROFILES = Path(__file__).parent / "profiles"
+ALIASES: Mapping[str, str] = {"a100-80gb": "a100", "h100-80gb": "h100"}
+"""Other names of profiles."""
 _WORDS = {"name": Text(), "algorithm": Text()}
 
 
@@ -123,8 +125,8 @@ def _split(name_or_path: str | Path) -> tuple[str | Path, tuple[str, ...]]:
     parts = str(name_or_path).split(":")
     for count in range(len(parts), 0, -1):
         name = ":".join(parts[:count])
-        if name in known_profiles() or name.endswith(".json"):
-            return name, tuple(parts[count:])
+        if name in known_profiles() or name in ALIASES or name.endswith(".json"):
+            return ALIASES.get(name, name), tuple(parts[count:])
     return name_or_path, ()
 
 

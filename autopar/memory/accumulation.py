@@ -20,18 +20,14 @@ in the backward move for each micro-batch, and are priced once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from autopar.cost.reshard import ReshardTable
-from autopar.hardware.collectives import transfer_seconds
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
-from autopar.sharding.layout import Layout
 from autopar.space.space import Wire
 
 RECEIVED, RETURNED = "received", "returned"
@@ -97,24 +93,9 @@ class Accumulation:
 
     def _reductions(self, wire: Wire) -> np.ndarray:
         table = self.space.table(wire, kept=True)
-        sources, targets = self.space.source_layouts(wire), self.space.target_layouts(wire)
-        found = {pair: self._reduction(table, *pair) for pair in set(itertools.product(sources, targets))}
-        seconds = np.array([[found[source, target] for target in targets] for source in sources])
-        return np.where(self.each_time(wire), 0.0, seconds)
-
-    def _reduction(self, table: ReshardTable, source: Layout, target: Layout) -> float:
-        """Seconds of the reductions of a path that one message of a bucket gathers; 0 where it does not."""
-        if not np.isfinite(table.seconds[table.index[source], table.index[target]]):
-            return 0.0
-        path = table.path(source, target)
-        collectives = [transfer.collective for transfer in path.transfers]
-        if not path.together or collectives.count("all_gather") != 1:
-            return 0.0
-        # What is summed before it is gathered is summed once, as it is stored.
-        behind = slice(collectives.index("all_gather"), None)
-        pairs = zip(path.transfers[behind], path.messages[behind], strict=True)
-        mesh, hardware = self.space.mesh, self.space.hardware
-        return sum(transfer_seconds(t, mesh, hardware, message) for t, message in pairs if t.backward)
+        sources = [table.index[each] for each in self.space.source_layouts(wire)]
+        targets = [table.index[each] for each in self.space.target_layouts(wire)]
+        return np.where(self.each_time(wire), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
 
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds of a wire for one micro-batch, its share of what is done once a step."""

@@ -53,7 +53,7 @@ class PlannedWhole:
 def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost, ...]:
     """The cost of every block. Calls that stages share are left out."""
     space = whole.space
-    home = _blocks_of_decisions(space, blocks)
+    home = block_of_decisions(space, blocks)
     sums = [StepSeconds(0.0, 0.0, 0.0)] * len(blocks)
     for number, parts in enumerate(parts_by_decision(whole.memory, whole.choices, whole.modes)):
         place = home[number]
@@ -70,7 +70,7 @@ def cut_seconds(
 ) -> tuple[float, ...]:
     """Seconds to send, there and back, what crosses the start of each block over `axis` of `mesh`."""
     there, back = [0] * len(blocks), [0] * len(blocks)
-    for node, (made, last) in _crossings(whole.space, blocks).items():
+    for node, (made, last) in crossings(whole.space, blocks).items():
         num_bytes = boundary_bytes(whole, node)
         for place in range(made + 1, last + 1):
             there[place] += num_bytes
@@ -107,7 +107,7 @@ def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
     return whole_axes if whole_axes.divides(info.shape, space.mesh.sizes) else replicated(space.mesh.ndim)
 
 
-def _crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int, int]]:
+def crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int, int]]:
     """Every value that goes from one block to later ones: the block that makes it, and the last that takes it."""
     place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     end = len(blocks) - 1
@@ -121,7 +121,7 @@ def _crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int
     return found
 
 
-def _blocks_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
+def block_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
     """Return the block of every decision: of its call, of the call before a hub, or of the first use.
 
     A value is sent in the layout of its hub: the stage that makes it has moved it there.

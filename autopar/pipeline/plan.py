@@ -22,6 +22,7 @@ from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
 from autopar.pipeline.stages.held import TRANSIENT
+from autopar.plans.comparison import COMPARISON, Comparison, comparison_of
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.rows import SAVED
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, RESERVED, SECONDS, TEXT, refusing
@@ -33,6 +34,8 @@ from autopar.units import format_bytes, format_seconds
 FORMAT = 1
 MAX_ACTIONS = 10**6
 """Micro-batches of all stages, in a plan that is read: its timeline is simulated."""
+REDUCING = ("last_backward", "last_send", "reducing", "reductions")
+"""Seconds of a stage that older plans count among those of `once`."""
 PIPELINE_PLAN = Record(
     {
         PIPELINE_FORMAT: Whole(FORMAT, FORMAT),
@@ -50,12 +53,15 @@ PIPELINE_PLAN = Record(
                     "number": Whole(),
                     "blocks": ListOf(TEXT, least=1),
                     "plan": PLAN,
-                    "seconds": Record({each.name: SECONDS for each in fields(StageSeconds)}),
+                    "seconds": Record(
+                        {each.name: SECONDS for each in fields(StageSeconds) if each.name not in REDUCING},
+                        optional=dict.fromkeys(REDUCING, SECONDS),
+                    ),
                 }
             )
         ),
     },
-    optional={"bound": SECONDS, "workload": Maybe(WORKLOAD), "reserved": RESERVED},
+    optional={"bound": SECONDS, "workload": Maybe(WORKLOAD), "reserved": RESERVED, "comparison": Maybe(COMPARISON)},
 )
 
 
@@ -104,6 +110,8 @@ class PipelinePlan:
     notes: tuple[str, ...] = ()
     workload: Workload | None = field(default=None, compare=False)
     """The model, its inputs, and the computation of one step."""
+    comparison: Comparison | None = field(default=None, compare=False)
+    """The candidates of `mesh="auto"`; None of a plan on a mesh that was given."""
 
     def __post_init__(self) -> None:
         assert self.mesh.size(self.axis) == self.schedule.num_ranks, f"{self.mesh} for {self.schedule}"
@@ -220,6 +228,10 @@ class PipelinePlan:
         busy = sum(each.end - each.start for each in self.timeline.slices if each.rank == rank)
         return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 
+    def beside(self, *others: Any) -> PipelinePlan:
+        """The plan with other plans next to its candidates; see `Plan.beside`."""
+        return view("PipelinePlan.beside")(self, others)
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         stages = [
@@ -242,6 +254,7 @@ class PipelinePlan:
             "notes": self.notes,
             "starts": self.starts,
             "workload": None if self.workload is None else asdict(self.workload),
+            "comparison": None if self.comparison is None else self.comparison.to_json(),
             "stages": stages,
         }
         return json.dumps(values, indent=1)
@@ -275,6 +288,7 @@ class PipelinePlan:
                 reserved=Reserved.of_json(values.get("reserved")),
                 notes=tuple(values["notes"]),
                 workload=workload_of(values.get("workload")),
+                comparison=comparison_of(values.get("comparison"), mesh.hardware),
             )
 
     def save(self, path: str | Path) -> None:

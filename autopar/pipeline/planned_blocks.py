@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import fx
 
 from autopar.annotations.pins import pins_of
@@ -88,13 +89,26 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)
 
 
+def _among(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
+    """Return the pins that leave the strategies that are looked at, where these are offered and pins allow them."""
+    found = dict(pins)
+    for number, decision in enumerate(space.decisions):
+        names = request.strategies.get(decision.name)
+        if names is None:
+            continue
+        mask = np.array([str(each) in names for each in decision.menu.strategies]) & pins.get(number, True)
+        if mask.any():
+            found[number] = mask
+    return found
+
+
 def _pinned(request: PipelineRequest, dealing: Collection[str] = ()) -> tuple[Space, Pins]:
     """The whole model's space in which these axes deal positions, and its pins; what there is to say is said once."""
     space = replace(request, dealing=tuple(dealing)).space(request.program, {})
     with warnings.catch_warnings():
         if dealing:
             warnings.simplefilter("ignore")
-        return space, pins_of(request.annotations, space, request.wanted.mode, request.storage)
+        return space, _among(request, space, pins_of(request.annotations, space, request.wanted.mode, request.storage))
 
 
 def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -29,13 +30,13 @@ from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.simulation import simulate
 from autopar.pipeline.stage_samples import sampled
 from autopar.pipeline.stage_search import TOLERANCE, StageSearch
-from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
 from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.refinement import is_allowed, refined
-from autopar.pipeline.stages.rooms import rooms_of_least, thought_in_rooms
+from autopar.pipeline.stages.rooms import Sample, fits_together, rooms_of_least, shared_rooms, thought_in_rooms
 from autopar.planning.offload import Plans, plan_as_offload_asks
 from autopar.planning.record import choices_of, marked
 from autopar.planning.replicated_work import warn_of_replicated_work
@@ -106,13 +107,15 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         for name, layout in stored_layouts(program, plan).items():
             storage.setdefault(name, layout)
         names = tuple(block.name for block in blocks[first:end])
-        stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *messages(planned, program))))
+        seconds = stage_seconds(plan, *messages(planned, program), request.schedule.halves_backwards)
+        stages.append(StagePlan(len(stages), names, plan, seconds))
     contexts = [context_of(stage.plan) for stage in stages]
     planned_stages = [(each.space, each.choices) for each in contexts]
     warn_of_replicated_work(request.wanted.strategy, planned_stages, stored=bool(request.storage))
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     timeline = simulate(request.schedule, [stage.seconds for stage in stages])
-    least = bound / step_seconds(_cut_problem(planned), starts, [stage.seconds for stage in stages])
+    formula = [replace(stage.seconds, once=step_parts(stage.plan).once) for stage in stages]
+    least = bound / step_seconds(_cut_problem(planned), starts, formula)
     return PipelinePlan(
         mesh=request.mesh,
         axis=request.axis,
@@ -145,17 +148,34 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
         return refined(problem, best.starts, deadline=deadline), search, best.seconds
     if schedule.chunks == 1:
         return _within(problem, search, deadline)
-    samples, seconds = sampled(search, best_cuts(problem).starts, memory)
-    thought, search.rooms = thought_in_rooms(problem, memory, samples, seconds)
+    thought, search.rooms = thought_in_rooms(problem, memory, *sampled(search, best_cuts(problem).starts, memory))
     try:
         return _within(problem, search, deadline, thought)
     except PipelineError:
         for starts in _cuts_to_try(problem):
-            rooms = rooms_of_least(schedule, memory, starts, len(planned.blocks), search.least)
-            if rooms is not None:
+            for rooms in _rooms_of_cut(search, starts, memory):
                 search.rooms = rooms
-                return _within(problem, search, deadline)
+                with suppress(PipelineError):
+                    return _within(problem, search, deadline)
         raise
+
+
+def _rooms_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[Room, ...]]:
+    """Yield rooms in which the stages of a cut are known to fit: by the fastest of their plans, and by their least."""
+    schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
+    search.rooms = (Room(memory, memory),) * schedule.num_stages
+    found: list[Sample] = []
+    for stage, (first, end) in enumerate(pairwise((*starts, num_blocks))):
+        known = search.best_known(first, end, stage) or search.ask(first, end, stage, search.roughly)
+        if known.made is None:
+            break
+        found.append(Sample.of(known.seconds, search.holding(known, search.runs[stage])))
+    else:
+        if fits_together(schedule, memory, found):
+            yield shared_rooms(schedule, memory, lambda stage: [found[stage]])
+    least = rooms_of_least(schedule, memory, starts, num_blocks, search.least)
+    if least is not None:
+        yield least
 
 
 def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:

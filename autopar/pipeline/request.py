@@ -55,6 +55,8 @@ class PipelineRequest:
     """Parameter → the layout in which it is stored already."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter or buffer → the stages that hold it already."""
+    strategies: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Decision → the strategies, by name, that are looked at; of others all are."""
     dealing: tuple[str, ...] = ()
     """Axes that deal positions by zigzag in every stage."""
 

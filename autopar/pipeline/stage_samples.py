@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -15,6 +16,8 @@ from autopar.solver.deadline import is_over, seconds_until
 LIMITS = ((1.0, 1.05), (0.5, 0.85), (0.5, 1.2), (0.125, 0.75), (1.0, 1.25), (0.5, 1.55), (0.125, 1.0), (1.0, 1.6))
 """Of samples: with the micro-batches in flight of which stage, of all from the least to the most, and the limit, as a
 part of an equal share of a rank's memory."""
+OF_A_BLOCK = ((1.0, 1.05), (1.0, math.inf), (0.125, 0.4), (0.5, 0.85), (0.125, 0.6), (1.0, 1.6))
+"""The same for stages of one block, whose plans are not mixed of others: some have much memory, others little."""
 SHARE_OF_TIME = 0.4
 """Of the time that is left, at most: further samples are left out."""
 NEAR, ROUGHLY = 0.05, 0.2
@@ -25,10 +28,11 @@ ASKED = 8
 """Large stages that are planned, those of the cut that samples lead to among them, before the best cut is taken."""
 
 
-def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[SamplesOf, float]:
+def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[SamplesOf, float, int]:
     """The samples of each stage: choices of a stage of middling length of a cut, with what they hold there.
 
-    The seconds are those of its blocks, by the plan of the whole. Samples serve the search for stages, too.
+    The seconds are those of its blocks, by the plan of the whole, and the number is that of its blocks. Samples serve
+    the search for stages, too.
     """
     spans = sorted(pairwise((*starts, len(search.planned.blocks))), key=lambda span: search.own_seconds(*span))
     first, end = spans[len(spans) // 2]
@@ -37,8 +41,8 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
     by_flight = sorted(range(count), key=in_flight.__getitem__)
     found: list[Known] = []
     until = search.deadline - (1 - SHARE_OF_TIME) * seconds_until(search.deadline)
-    for place, share in LIMITS:
-        limit = min(int(share * memory / chunks), memory)
+    for place, share in LIMITS if end - first > 1 else OF_A_BLOCK:
+        limit = int(min(share * memory / chunks, memory))
         search.rooms = (Room(limit, limit),) * count
         with suppress(TimeLimitError):
             found.append(search.ask(first, end, by_flight[int(place * (count - 1))], NEAR))
@@ -59,4 +63,4 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
         share = (in_flight[stage] - least) / max(most - least, 1)  # bytes grow with the micro-batches in flight
         return [one.towards(other, share) for one, other in made]
 
-    return samples, search.own_seconds(first, end)
+    return samples, search.own_seconds(first, end), end - first

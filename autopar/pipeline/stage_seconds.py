@@ -8,10 +8,11 @@ from autopar.errors import PlanError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
-from autopar.planning.step_seconds import StepSeconds, parts_of
+from autopar.planning.step_seconds import StepSeconds, parts_of, reduction_seconds
 from autopar.plans.plan import Plan
-from autopar.steps.sends import Send, beside_sends
-from autopar.steps.step import microbatch_tasks
+from autopar.steps.sends import Send, beside_sends, reduced_beside
+from autopar.steps.step import last_microbatch_tasks, microbatch_tasks
+from autopar.timeline.values import Task
 
 NOTHING = Send()
 
@@ -39,19 +40,56 @@ def step_parts(plan: Plan) -> StepSeconds:
     return parts_of(context.memory_model, context.choices, plan.recompute)
 
 
-def stage_seconds(plan: Plan, send_forward: Send = NOTHING, send_backward: Send = NOTHING) -> StageSeconds:
+def stage_seconds(
+    plan: Plan, send_forward: Send = NOTHING, send_backward: Send = NOTHING, halves: bool = False
+) -> StageSeconds:
     """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
 
-    Forward and backward are those of a micro-batch as a timeline, beside what is sent; what is done once is a sum.
-    The part of the backward that makes gradients of weights is that of the calls that have a weight; all else,
-    recomputation and collectives too, counts for the gradients of inputs, which others wait for.
+    Forward and backward are those of a micro-batch as a timeline, beside what is sent, and so are the reductions of
+    gradients beside the last of them; what else is done once is a sum. The part of the backward that makes gradients of
+    weights is that of the calls that have a weight; all else, recomputation and collectives too, counts for the
+    gradients of inputs, which others wait for. `halves`: the schedule makes the two apart. PipeDream, whose
+    micro-batches each update the weights, reduces behind the backward.
     """
     context = _context(plan)
-    tasks = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
-    each = beside_sends(tasks, context.space.hardware.communication_share, send_forward, send_backward)
-    weight = min(weight_seconds(context.memory_model, context.choices), each.backward)
-    once = step_parts(plan).once
-    return StageSeconds(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once)
+    memory, choices, share = context.memory_model, context.choices, context.space.hardware.communication_share
+    each, last, once = microbatch_tasks(memory, choices, plan.recompute), (), step_parts(plan).once
+    if not memory.microbatches.stashes:
+        last = last_microbatch_tasks(memory, choices, plan.recompute)
+        once = max(0.0, once - reduction_seconds(memory, choices))
+    return timed(each, last, share, (send_forward, send_backward), weight_seconds(memory, choices), once, halves)
+
+
+def timed(
+    tasks: Sequence[Task],
+    last: Sequence[Task],
+    share: float,
+    sends: tuple[Send, Send],
+    of_weights: float,
+    once: float,
+    halves: bool,
+) -> StageSeconds:
+    """Return the seconds of a stage.
+
+    Args:
+        tasks: The tasks of a micro-batch.
+        last: Those of the step's last one, with the reductions beside its backward.
+        share: The share of the device that a running collective takes.
+        sends: What the stage sends on, and back.
+        of_weights: Seconds of a backward in which calls compute the gradients of weights.
+        once: Seconds of what a step does once besides.
+        halves: Whether the schedule makes the gradients of weights apart.
+    """
+    each = beside_sends(tasks, share, *sends)
+    weight = min(of_weights, each.backward)
+    reduced = reduced_beside(last, share, *sends, weight / each.backward if halves and each.backward else None)
+    return StageSeconds(
+        *(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once),
+        last_backward=reduced.slowing,
+        last_send=reduced.slowing_send,
+        reducing=reduced.behind,
+        reductions=reduced.alone,
+    )
 
 
 def _context(plan: Plan) -> PlanContext:

@@ -81,3 +81,21 @@ def parts_by_decision(
         backward = parts.backward + back * share + memory.second_forward.at_wire(wire, choices, modes)
         found[wire.target] = parts._replace(forward=forward, backward=backward)
     return found
+
+
+def reduction_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
+    """Return the seconds among those done once in which gradients are reduced that micro-batches have added up."""
+    return sum(reductions_by_decision(memory, choices))
+
+
+def reductions_by_decision(memory: MemoryModel, choices: Sequence[int]) -> list[float]:
+    """Return the same for every decision that takes weights."""
+    space, more = memory.space, memory.accumulation
+    found = [0.0] * len(space.decisions)
+    for wire in space.wires:
+        if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
+            path = space.path(wire, choices)
+            pairs = zip(path.transfers, path.messages, strict=True)
+            every = sum(transfer_seconds(t, space.mesh, space.hardware, message) for t, message in pairs if t.backward)
+            found[wire.target] += every - more.reduction_seconds(wire, choices)
+    return found

@@ -2,6 +2,7 @@
 
 "seconds", "flops", "parameter_bytes", "memory"  what is formulated; "memory/activations", "all_reduce/dp": a part of it
 "all_reduce_over_dp"                             the seconds of a collective by its `bytes`, which others call
+"last_host_over_dp"                              the seconds for which its ranks wait for the last host
 "exposed3x1_all_reduce_over_dp"                  the share of them that computing does not hide, of messages of three
                                                  parameters, moved once, by the `part` of each that moves
 "forward_computing", … (`BESIDE`)                what computes and moves beside one another, which such shares name
@@ -24,6 +25,7 @@ WHOLE, FIXED = "whole", "fixed: "
 """The formula of what must be whole; before a symbol, the reason why it cannot vary."""
 MEMORY = "memory"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+LAST_HOST = "last_host"
 SIDES = (
     ("backward_computing", "backward_latency", "gradient_size"),
     ("forward_computing", "forward_latency", "weight_size"),
@@ -32,7 +34,7 @@ SIDES = (
 BESIDE = (*SIDES[0], *SIDES[1], "num_weights")
 MAX_RATE, MAX_TOGETHER = 1000, 2**19
 """Characters of the formula of a collective's seconds, which is computed for each call of it, and of all formulas."""
-_RATE = re.compile(rf"(?:exposed([0-9]{{1,6}})x([12])_)?({'|'.join(COLLECTIVES)})_over_(\w+)")
+_RATE = re.compile(rf"(?:exposed([0-9]{{1,6}})x([12])_)?({'|'.join((*COLLECTIVES, LAST_HOST))})_over_(\w+)")
 _NEEDED = ("seconds", "flops", WHOLE, "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 

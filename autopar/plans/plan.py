@@ -16,6 +16,7 @@ from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
 from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.plans.answers import Repriced
+from autopar.plans.comparison import Comparison, comparison_of
 from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.plans.strategy_names import implementations_of, is_kept, layout_named
@@ -28,10 +29,9 @@ from autopar.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from torch import nn
 
-    from autopar.plans.answers import Verification
+    from autopar.plans.answers import ParallelizePlan, TensorParallelPlan, TorchtitanArguments, Verification
     from autopar.plans.difference import Difference
     from autopar.plans.explanation import Explanation
-    from autopar.plans.translated import ParallelizePlan, TensorParallelPlan, TorchtitanArguments
     from autopar.sharding.annotation import Annotation
     from autopar.timeline.values import Timeline
 
@@ -112,6 +112,8 @@ class Plan:
 
     Both follow from the choices; they are made when they are asked for, and when the plan is saved.
     """
+    comparison: Comparison | None = field(default=None, compare=False, repr=False)
+    """The candidates of `mesh="auto"`; None of a plan on a mesh that was given."""
     context: Context | None = field(default=None, compare=False, repr=False)
     """What the plan was made from, as long as it lives in the process that made it; not saved."""
 
@@ -191,6 +193,7 @@ class Plan:
         values["memory"] = None if self.memory is None else asdict(self.memory)
         values["reserved"] = self.reserved.to_json(self.peak_bytes)
         values["workload"] = None if self.workload is None else asdict(self.workload)
+        values["comparison"] = None if self.comparison is None else self.comparison.to_json()
         values["mesh"] = {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware}
         values["traffic"] = [[collective, axis, count] for (collective, axis), count in sorted(self.traffic.items())]
         return json.dumps({"format": FORMAT, **values}, indent=1)
@@ -221,6 +224,7 @@ class Plan:
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
         values["reserved"] = Reserved.of_json(values.get("reserved"))
         values["workload"] = workload_of(values.get("workload"))
+        values["comparison"] = comparison_of(values.get("comparison"), values["mesh"].hardware)
         values["notes"], values["dealing"] = tuple(values["notes"]), tuple(values.get("dealing", ()))
         return cls(**values)
 
@@ -273,6 +277,13 @@ class Plan:
     def verify(self) -> Verification:
         """Check all that the plan claims, without solving; PlanError where a claim does not hold."""
         return view("Plan.verify")(self)
+
+    def beside(self, *others: Any) -> Plan:
+        """The plan with other plans next to its candidates, in its table and on its page.
+
+        `others` are plans of the same model and batch, each a `Plan`, a `PipelinePlan`, or a `Contender`.
+        """
+        return view("Plan.beside")(self, others)
 
     def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
         """A loaded plan with its model, so that it can be asked; options as `autopar.plan` had them (see `attach`)."""

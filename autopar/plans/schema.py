@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanError
 from autopar.files.schema import Flag, ListOf, Malformed, Maybe, OneOf, Real, Record, Row, Table, Text, Whole
+from autopar.plans.comparison import COMPARISON
 from autopar.plans.expressions import MAX_CHARACTERS
 from autopar.plans.formula_names import check_formulas
 from autopar.plans.workload import WORKLOAD
@@ -66,6 +67,7 @@ PLAN = Record(
         "simulated": SECONDS,
         "multiplier": SECONDS,
         "workload": Maybe(WORKLOAD),
+        "comparison": Maybe(COMPARISON),
         "symbols": Table(Whole(1), most=1000),
         "formulas": Table(Text(MAX_CHARACTERS), most=1000),
     },

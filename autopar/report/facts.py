@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from autopar.hardware.load import is_profile_of
 from autopar.hardware.reserved import Reserved
+from autopar.inspection.timeline import beside_the_sum
 from autopar.plans.plan import Plan
 from autopar.plans.workload import FLOP_CONVENTION, Workload
 from autopar.program.folding import ranges
 from autopar.program.paths import is_number
 from autopar.program.recompute_segments import OFFLOAD
-from autopar.report.timeline_words import timeline_words
 from autopar.sharding.mesh import Mesh
 from autopar.tables import Fact
 from autopar.units import format_bytes, format_count, format_seconds, format_share
@@ -32,6 +32,9 @@ SOLVERS = {
 """Words for the parts of `Plan.solver`."""
 
 
+SMALL = 0.005  # of a step: what is less is not told
+MOST = 4
+"""Differences that are told."""
 OF_SECONDS = ("speed", "one device")
 """Facts that the step's seconds are needed for."""
 
@@ -162,3 +165,16 @@ def solver_words(solver: str) -> str:
     """
     parts = solver.replace(" + ", ", ").split(", ")
     return ", ".join(dict.fromkeys(SOLVERS.get(part, part) for part in parts))
+
+
+def timeline_words(plan: Plan) -> tuple[str, str]:
+    """The step, and its largest differences from the sum, "" where they are small; PlanError for a loaded plan."""
+    found = plan.timeline()
+    hidden = f"; {format_seconds(found.hidden)} of collectives hidden" if found.hidden > SMALL * found.seconds else ""
+    apart = [
+        f"{name} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+        for name, seconds in beside_the_sum(plan, found).items()
+        if abs(seconds) > SMALL * found.seconds
+    ]
+    parts = f"computing {format_seconds(found.computing)}, waiting {format_seconds(found.waiting)}"
+    return f"{format_seconds(found.seconds)} simulated: {parts}{hidden}", ", ".join(apart[:MOST])

@@ -17,7 +17,9 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import ROLES, Instant, PlanRow, is_main
+from autopar.report.comparison_chart import comparison_section
 from autopar.report.facts import plan_facts
+from autopar.report.html_parts import html_table
 from autopar.report.table import kind_words
 from autopar.tables import Fact
 from autopar.units import format_bytes, format_seconds
@@ -37,6 +39,7 @@ def page(plan: Plan) -> str:
         "legend": _legend(plan),
         "memory": memory_section(plan),
         "time": time_section(plan),
+        "comparison": comparison_section(plan.comparison),
         "notes": _notes(plan),
         "data": _embedded(_data(plan)),
     }
@@ -182,15 +185,6 @@ def _drawing(shapes: str, height: int, words: str) -> str:
 def _key(number: int) -> str:
     shape = f'<rect class="part{number % NUM_COLOURS}" width="10" height="10"/>'
     return f'<svg class="key" viewBox="0 0 10 10" aria-hidden="true">{shape}</svg>'
-
-
-def html_table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
-    """A table of cells that are HTML already; the columns of `numbers` (all but the first) are aligned right."""
-    right = set(range(1, len(names)) if numbers is None else numbers)
-    kind = ['class="number"' if column in right else "" for column in range(len(names))]
-    head = "".join(f"<th {kind[i]}>{name}</th>" for i, name in enumerate(names))
-    lines = ("<tr>" + "".join(f"<td {kind[i]}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 class _Texts:

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.simulation import Slice
+from autopar.report.comparison_chart import comparison_section
 from autopar.report.html import TEMPLATE as PLAN_TEMPLATE
-from autopar.report.html import fact_items, html_table, memory_section, time_section
+from autopar.report.html import fact_items, memory_section, time_section
+from autopar.report.html_parts import html_table
 from autopar.report.pipeline_table import HEADERS, facts, stage_rows
 from autopar.report.pipeline_trace import KINDS, slice_label
 from autopar.units import format_bytes, format_seconds
@@ -44,6 +46,7 @@ def page(plan: PipelinePlan) -> str:
         "legend": _legend(plan),
         "gantt": gantt(plan),
         "stages": html_table(HEADERS, _stage_cells(plan), numbers=_numbers()),
+        "comparison": comparison_section(plan.comparison),
         "details": "".join(map(_details, plan.stages)),
         "notes": f'<section id="notes"><h2>Notes</h2><ul>{notes}</ul></section>' if notes else "",
     }

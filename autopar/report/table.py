@@ -15,6 +15,7 @@ from typing import Any
 from autopar.plans.plan import Plan
 from autopar.plans.rows import ROLES, PlanRow, is_main
 from autopar.program.folding import folded
+from autopar.report.comparison_table import comparison_text
 from autopar.report.facts import plan_facts
 from autopar.tables import fact_lines, fitted_table, wrapped
 from autopar.units import format_bytes, format_seconds
@@ -61,6 +62,7 @@ def plan_table(plan: Plan, verbose: bool = False) -> str:
         _traffic(plan),
         _unruled(plan),
         "\n".join(wrapped(f"note: {note}") for note in plan.notes),
+        *(comparison_text(plan.comparison) if plan.comparison else ()),
     ]
     return "\n\n".join(section for section in sections if section)
 

@@ -18,14 +18,16 @@ takes at least where the device launches its calls itself. It is the step of one
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from autopar.cost.operations import backward_launches, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.sharding.operation import is_view
-from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
+from autopar.space.buckets import Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
 from autopar.space.space import stores_dtensors, without_gradient
 from autopar.steps.host_copies import HostCopies
@@ -33,9 +35,13 @@ from autopar.steps.host_steps import HostSteps
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
 from autopar.steps.uses import Uses
-from autopar.steps.weights import Backward, Messages, Regathered
+from autopar.steps.weights import Backward, Messages, Reductions, Regathered, of_sums
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
+
+MOST_APART = 64
+"""Collectives of a call that are tasks of their own: as each is another event, a ring of thousands takes minutes."""
+END = -1
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
@@ -60,7 +66,12 @@ def forward_and_backward(tasks: Sequence[Task], share: float) -> tuple[float, fl
 
 def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
     """The tasks of one of several micro-batches, without what a step does once."""
-    return _Step(memory, choices, modes, once=False).run()
+    return _Step(memory, choices, modes, "microbatch").run()
+
+
+def last_microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
+    """The same of the last micro-batch, and the reductions of gradients `of_sums` that run beside its backward."""
+    return _Step(memory, choices, modes, "last").run()
 
 
 def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
@@ -69,37 +80,53 @@ def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, 
 
 
 class _Step:
-    """One walk through the order, forward and back; without what is done `once`, where that is left out."""
+    """One walk through the order, forward and back.
+
+    It is a step of one micro-batch, or one of several micro-batches, without what their step does once, or the last of
+    these, which reduces gradients that were added up.
+    """
 
     def __init__(
-        self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], once: bool = True
+        self,
+        memory: MemoryModel,
+        choices: Sequence[int],
+        modes: Mapping[str, str],
+        part: Literal["step", "microbatch", "last"] = "step",
     ) -> None:
-        self.memory, self.space, self.choices, self.once = memory, memory.space, choices, once
-        self.modes = modes
+        self.memory, self.space, self.choices = memory, memory.space, choices
+        self.modes, self.part, self.once = modes, part, part == "step"
         order = order_of(self.space, choices)
-        self.entries = [each for each in order.entries if once or self._is_each_time(each)]
-        self.reduced = order.reduced if once else ()
+        self.entries = [each for each in order.entries if self.once or self._is_each_time(each)]
+        self.reduced = () if part == "microbatch" else order.reduced
         self.places = {each.number: n for n, each in enumerate(self.entries) if isinstance(each, Call)}
         self.uses = Uses(memory, self.places)
         self.unused = without_gradient(self.space)
         self.tasks = Tasks(self.space.mesh, self.space.hardware)
-        buckets = (*(each.bucket for each in self.entries if isinstance(each, Gathered)), *self.reduced)
-        late = late_casts(self.space, buckets)
+        gathered = [each.bucket for each in order.entries if isinstance(each, Gathered)]
+        casts = late_casts(self.space, (*gathered, *order.reduced))
+        every = {id(bucket): range(len(bucket.ends)) for bucket in (*gathered, *self.reduced)}
         self.messages = {
-            id(bucket): Messages(
-                self.space,
-                bucket,
-                range(len(bucket.ends)) if once else bucket.regathered,
-                any(source in late for source in bucket.sources),
-            )
-            for bucket in buckets
+            id(bucket): Messages(self.space, bucket, every[id(bucket)], casts)
+            if self.once
+            else Messages(self.space, bucket, bucket.regathered, casts, before=())
+            for bucket in gathered
         }
+        for bucket in self.reduced:
+            sums = (not self.once, False)
+            self.messages[id(bucket)] = Messages(self.space, bucket, every[id(bucket)], casts, sums=sums)
+        self.held: dict[int, list[Messages]] = defaultdict(list)
+        """Place in the order → messages of the last backward besides those of entries; END: behind it."""
+        for place, bucket in () if self.once else self._followed(order.entries):
+            for messages, at_end in of_sums(self.space, bucket, casts, memory.microbatches.reduce_each):
+                self.held[END if at_end else place].append(messages)
         self.copies = HostCopies(memory, choices, modes, self.tasks)
         axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
         self.streams = {axis: f"{axis}, weights" for axis in axes}
         self.on_host = HostSteps(memory, choices, self.tasks)
         self.travelling: dict[int, list[int]] = defaultdict(list)
         """Call → gathers of the second forward that bring what it takes."""
+        frees = self.once and memory.frees_gradients
+        self.reductions = Reductions(self.tasks, frees, with_sums=part == "last")
 
     def run(self) -> tuple[Task, ...]:
         self._forward()
@@ -133,6 +160,14 @@ class _Step:
         wire = entry.wire
         ends = self.choices[wire.source], self.choices[wire.target]
         return not more.is_weight(wire) or bool(more.each_time(wire)[ends])
+
+    def _followed(self, entries: Iterable[Entry]) -> Iterator[tuple[int, Bucket]]:
+        """Every bucket of gathered weights, at the place of what follows it in each micro-batch."""
+        place = 0
+        for entry in entries:
+            place += self._is_each_time(entry)
+            if isinstance(entry, Gathered):
+                yield place, entry.bucket
 
     # Forward.
 
@@ -196,8 +231,6 @@ class _Step:
             if not isinstance(entry, Gathered):
                 number = entry.number if isinstance(entry, Call) else entry.wire.target
                 again[self.memory.lifetimes.segment[number]].append(entry)
-        left_running: list[int] = []
-        scattered: list[int] = []
         for place, entry in reversed(list(enumerate(self.entries))):
             if isinstance(entry, Moved):
                 backward = [each for each in reversed(entry.path.transfers) if each.backward]
@@ -205,7 +238,7 @@ class _Step:
                     row = self.space.decisions[entry.wire.target].name
                     self.tasks.move(backward, row, self._share(entry))
             elif isinstance(entry, Gathered):
-                self._reduce(entry.bucket, left_running, scattered)
+                self._reduce(self.messages[id(entry.bucket)])
             else:
                 self.copies.enter_backward(entry.number)
                 for bucket in kept_by.get(entry.number, ()):
@@ -215,11 +248,15 @@ class _Step:
                         self._run_again(each, weights, kept_by)
                 self.tasks.wait(self.travelling.pop(entry.number, ()))
                 self._call(entry.number, backward=True)
+            for messages in self.held.get(place, ()):
+                self._reduce(messages)
             for bucket in last_gradient.get(place, ()):
-                self._reduce(bucket, left_running, scattered)
+                self._reduce(self.messages[id(bucket)])
             for number in made.get(place, ()):
                 self.on_host.take(number)
-        self.tasks.wait(left_running)
+        self.tasks.wait(self.reductions.left_running)
+        for messages in reversed(self.held.get(END, [])):
+            self._reduce(messages)
 
     def _run_again(self, entry: Call | Moved, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
         """Run what the mode of its segment says of an entry again."""
@@ -245,21 +282,9 @@ class _Step:
             self._call(entry.number, backward=False)
         self.tasks.phase = "backward"
 
-    def _reduce(self, bucket: Bucket, left_running: list[int], scattered: list[int]) -> None:
-        """Reduce the gradients of a bucket."""
-        if all(end in self.unused for end, _ in bucket.ends):
-            return
-        for message in self.messages[id(bucket)].reductions:
-            issued = self.tasks.issue(message.transfer, bucket.layer or "gradients", weights=True)
-            if message.transfer.collective == "reduce_scatter":
-                scattered.append(issued)
-                self.tasks.wait(scattered[:-MOST_RUNNING])
-                del scattered[:-MOST_RUNNING]
-            if message.waited_for or self.memory.frees_gradients:
-                self.tasks.wait([issued])
-                scattered[:] = [each for each in scattered if each != issued]
-            else:
-                left_running.append(issued)
+    def _reduce(self, messages: Messages) -> None:
+        if any(end not in self.unused for end, _ in messages.bucket.ends):
+            self.reductions.issue(messages)
 
     def _gradients_made(self) -> dict[int, list[int]]:
         """Place in the order → the parameters whose gradients are there, and reduced, when the backward has run it."""
@@ -317,7 +342,7 @@ class _Step:
                 yield from (each for each in own.transfers if each.backward)
                 again = self.memory.second_forward.collectives_of(entry.number, self.choices, self.modes)
                 yield from (each for each, _ in again)
-        for messages in self.messages.values():
+        for messages in (*self.messages.values(), *(each for held in self.held.values() for each in held)):
             yield from (each.transfer for each in messages.reductions)
 
     # Calls.
@@ -339,20 +364,32 @@ class _Step:
             return
         if call is not None and is_view(call) and not self.space.hardware.launch_s:
             seconds += self.space.hardware.op_latency_s
-        own = [each for each in strategy.transfers if each.backward == backward]
+        own = _together([each for each in strategy.transfers if each.backward == backward])
         beside = 0.0
         if strategy.implementation is not None and call is not None and bound is not None:
             launches *= num_launches(strategy, call, bound.sizes, self.space.mesh)
             local = strategy.local_sizes(bound.sizes, self.space.mesh)
             beside = share_beside(strategy.implementation, call, local) if own else 0.0
-        running = [self.tasks.issue(each, decision.name, times=share * beside) for each in own if beside]
+        running = [
+            self.tasks.issue(each, decision.name, times=share * beside * count, launches=count)
+            for each, count in own
+            if beside
+        ]
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
         if beside < 1 and not (backward and number in self.unused):
-            self.tasks.move(own, decision.name, share * (1 - beside), 1 - beside)
+            for each, count in own:
+                self.tasks.move([each], decision.name, share * (1 - beside) * count, 1 - beside, count)
 
     def _share(self, entry: Moved) -> float:
         return self.space.share(self.space.rows_on(entry.wire), self.choices)
+
+
+def _together(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
+    """Return the transfers of a call with a count: of many, as of a long ring, equal ones in a row are one task."""
+    if len(transfers) <= MOST_APART:
+        return [(each, 1) for each in transfers]
+    return [(each, len(list(equal))) for each, equal in itertools.groupby(transfers)]
 
 
 def _name(call: object) -> str:

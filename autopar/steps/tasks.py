@@ -5,16 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar.hardware.collectives import Transfer, collective_seconds, copy_seconds, levels_of, ports_used
+from autopar.hardware.collectives import Transfer, collective_seconds, copy_seconds, lateness, ports_used
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
 from autopar.timeline.values import COMPUTE, Task
-
-
-def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
-    """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
-    levels = levels_of(hardware.links, mesh, axis)
-    return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
 
 
 def checking(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> float:
@@ -51,13 +45,16 @@ class Tasks:
         row: str,
         stream: str = "",
         times: float = 1.0,
-        lateness: float = 0.0,
+        late: float = 0.0,
         weights: bool = False,
         begun: bool = False,
+        launches: int = 1,
+        of_sums: bool = False,
     ) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
 
         What the device rearranges for it is left out. What is left of one that has `begun` is not checked again.
+        Several that follow one another are one task of so many `launches`.
         """
         alone = collective_seconds(transfer.collective, transfer.num_bytes, self.mesh, transfer.axis, self.hardware)
         seconds = float(alone) * times
@@ -67,10 +64,11 @@ class Tasks:
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *(self.hardware.launch_s + lateness + check, tuple(sorted(after)), transfer.axis, links),
-                num_bytes=round(transfer.num_bytes * min(times, 1.0)),
+                *((self.hardware.launch_s + late + check) * launches, tuple(sorted(after)), transfer.axis, links),
+                num_bytes=round(transfer.num_bytes * min(times, launches)),
                 row=row,
                 weights=weights,
+                of_sums=of_sums,
             )
         )
         return len(self.found) - 1
@@ -97,7 +95,9 @@ class Tasks:
         """Compute nothing further before these have ended."""
         self._awaited.update(numbers)
 
-    def move(self, transfers: Sequence[Transfer], row: str, times: float = 1.0, exposed: float = 1.0) -> None:
+    def move(
+        self, transfers: Sequence[Transfer], row: str, times: float = 1.0, exposed: float = 1.0, launches: int = 1
+    ) -> None:
         """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
 
         What the device rearranges for them is computed before and behind each.
@@ -106,7 +106,7 @@ class Tasks:
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed
             self._copy("pack", transfer.packed, row, times)
-            self.wait([self.issue(transfer, row, times=times, lateness=late, begun=exposed < 1)])
+            self.wait([self.issue(transfer, row, times=times, late=late, begun=exposed < 1, launches=launches)])
             self._copy("unpack", transfer.unpacked, row, times)
 
     def _copy(self, name: str, num_bytes: int, row: str, times: float) -> None:

@@ -7,14 +7,14 @@ What is issued ahead, and what is left running, is as `runtime.rewrite.prefetch`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.moves import transfers
 from autopar.hardware.collectives import Transfer
 from autopar.program.program import info_of
-from autopar.space.buckets import Bucket
+from autopar.space.buckets import MOST_RUNNING, Bucket
 from autopar.space.space import Space
 from autopar.steps.tasks import Tasks
 
@@ -26,15 +26,36 @@ class Message:
     transfer: Transfer
     waited_for: bool
     """Whether it is waited for at once; else at the end of the backward."""
+    of_sum: bool
+    """True if it reduces gradients that several micro-batches have added up."""
 
 
 class Messages:
     """What a bucket sends of its weights at some positions."""
 
-    def __init__(self, space: Space, bucket: Bucket, positions: Sequence[int], casts_late: bool) -> None:
+    def __init__(
+        self,
+        space: Space,
+        bucket: Bucket,
+        positions: Sequence[int],
+        casts: Container[int] = (),
+        before: Sequence[int] | None = None,
+        sums: tuple[bool, bool] = (False, False),
+    ) -> None:
+        """Describe the messages of a bucket.
+
+        Args:
+            space: The space of plans.
+            bucket: The bucket.
+            positions: Those of weights that are gathered, and whose gradients are reduced on the way back.
+            casts: Sources whose casts wait for the first gather.
+            before: Those of weights whose gradients are reduced by the steps before the first gather; None: the same.
+            sums: Whether micro-batches have added up what the steps before the first gather reduce, and the others.
+        """
         self.space, self.bucket, self.positions = space, bucket, positions
+        self.before, self.sums = positions if before is None else before, sums
         self.wires = [space.inbound[end] for end in bucket.ends]
-        self.casts_late = casts_late
+        self.casts_late = any(source in casts for source in bucket.sources)
 
     def gathers(self, positions: Sequence[int] | None = None) -> list[Transfer]:
         """What gathers its weights, or those at other positions, one step after the other."""
@@ -45,11 +66,13 @@ class Messages:
     @cached_property
     def reductions(self) -> tuple[Message, ...]:
         """What reduces their gradients, in the order of the backward."""
-        found = []
+        found, first = [], first_gather(self.bucket)
+        end = 0 if self.before else first
         for number in reversed(range(len(self.bucket.steps))):
-            total = self._step(number, True, self.positions)
+            total = self._step(number, True, self.positions if number >= first else self.before)
             if total is not None:
-                found.append(Message(total, not (number == 0 and self._is_left_running(number))))
+                left_running = number == end and self._is_left_running(number)
+                found.append(Message(total, not left_running, self.sums[number >= first]))
         return tuple(found)
 
     def _step(self, number: int, backward: bool, positions: Sequence[int]) -> Transfer | None:
@@ -78,6 +101,57 @@ class Messages:
             return self.space.program.reduced is None
         summed = self.bucket.reduced or tensor.dtype
         return stored == {summed} if self.bucket.steps[number].gathers else summed == tensor.dtype
+
+
+def first_gather(bucket: Bucket) -> int:
+    """Return the number of the first step that gathers; that of all steps if none does."""
+    return next((number for number, step in enumerate(bucket.steps) if step.gathers), len(bucket.steps))
+
+
+def of_sums(space: Space, bucket: Bucket, casts: Container[int], reduce_each: bool) -> Iterator[tuple[Messages, bool]]:
+    """The messages of a bucket of which a step of several micro-batches gathers some weights once, or sums gradients.
+
+    True if they are issued when the last backward is over: they are those of gradients that each backward reduces
+    before. With `reduce_each` that are all that one message gathers.
+    """
+    every, first = range(len(bucket.ends)), first_gather(bucket)
+    held = [position for position in every if position not in bucket.regathered]
+    each = reduce_each and sum(step.gathers for step in bucket.steps) == 1
+    if first and each and held:
+        yield Messages(space, bucket, held, casts, before=()), False
+    if first and (each or bucket.regathered):
+        yield Messages(space, bucket, () if each else held, casts, every, (True, True)), True
+    elif held:
+        yield Messages(space, bucket, held, casts, every, (True, not each)), False
+
+
+class Reductions:
+    """Reductions of gradients that a backward issues, and what it waits for of them."""
+
+    def __init__(self, tasks: Tasks, frees: bool, with_sums: bool) -> None:
+        """With `frees` all are waited for at once; those of sums are issued only `with_sums`, and left to the step."""
+        self.tasks, self.frees, self.with_sums = tasks, frees, with_sums
+        self.left_running: list[int] = []
+        """What the backward waits for at its end."""
+        self._scattered: list[int] = []
+        """Reduce-scatters that may be running: each holds what it sends."""
+
+    def issue(self, messages: Messages) -> None:
+        """Reduce the gradients of a bucket."""
+        for message in messages.reductions:
+            if message.of_sum and not self.with_sums:
+                continue
+            row = messages.bucket.layer or "gradients"
+            issued = self.tasks.issue(message.transfer, row, weights=True, of_sums=message.of_sum)
+            if message.transfer.collective == "reduce_scatter":
+                self._scattered.append(issued)
+                self.tasks.wait(self._scattered[:-MOST_RUNNING])
+                del self._scattered[:-MOST_RUNNING]
+            if message.waited_for or self.frees:
+                self.tasks.wait([issued])
+                self._scattered = [each for each in self._scattered if each != issued]
+            elif not message.of_sum:
+                self.left_running.append(issued)
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,8 @@ class Task:
     """The decision that it belongs to."""
     weights: bool = False
     """True if it is a collective of weights, or of their gradients, in messages of several."""
+    of_sums: bool = False
+    """True if it reduces gradients that micro-batches have added up: the step waits for it, not the backward."""
 
     def __post_init__(self) -> None:
         assert self.seconds >= 0 and self.launch >= 0, f"{self.name}: {self.seconds} s, launched in {self.launch} s"

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.planning.settings import context_of
+from autopar.plans.answers import TensorParallelPlan
 from autopar.plans.plan import Plan
-from autopar.plans.translated import TensorParallelPlan
 from autopar.program.paths import starred
 from autopar.translation.axes import purposes, recomputed, stored_in_parts, tensor_axis, unsaid
 from autopar.translation.matrices import Matrix, matrices_on

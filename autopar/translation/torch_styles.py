@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from autopar.errors import MeshError
 from autopar.planning.settings import context_of
+from autopar.plans.answers import ParallelizePlan
 from autopar.plans.plan import Plan
-from autopar.plans.translated import ParallelizePlan
 from autopar.program.paths import layer_of
 from autopar.sharding.mesh import Mesh
 from autopar.translation.axes import DATA, purposes, recomputed, stored_in_parts, tensor_axis, unsaid

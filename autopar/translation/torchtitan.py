@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from autopar.plans.answers import TorchtitanArguments
 from autopar.plans.plan import Plan
-from autopar.plans.translated import TorchtitanArguments
 from autopar.translation.axes import TENSOR, WORDS, purposes, recomputed, stored_in_parts
 
 KNOWN = (TENSOR, "data", "sequence", "expert")

@@ -12,7 +12,7 @@ from autopar.memory.model import MemoryModel
 from autopar.memory.peak import bytes_by_moment
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
-from autopar.steps.step import microbatch_tasks, step_tasks
+from autopar.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.timeline.values import Task
 from benchmarks.publications.repeated import extended, highest, on_line
 
@@ -45,6 +45,10 @@ class Depths:
     def microbatch(self) -> tuple[Task, ...]:
         """The tasks of one of several micro-batches."""
         return self._tasks(microbatch_tasks)
+
+    def last_microbatch(self) -> tuple[Task, ...]:
+        """The tasks of the last of several micro-batches, with the reductions beside its backward."""
+        return self._tasks(last_microbatch_tasks)
 
     def _tasks(self, make: Make) -> tuple[Task, ...]:
         longer = _made(self.longer, make)

@@ -2,6 +2,7 @@
 
 rotary    the rotary embedding of flash-attn, which keeps no activation
 softmax   Megatron's scaled softmax with an upper triangular mask, which keeps its result
+swiglu    Megatron's SwiGLU (bias_activation_fusion), which keeps its inputs
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ def rotary(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 def rms_norm(x_BSF: Tensor, weight_F: Tensor, eps: float = 1e-5) -> Tensor:
     """Features divided by the root of their mean square."""
     return torch.nn.functional.rms_norm(x_BSF, weight_F.shape, weight_F, eps)
+
+
+@torch.library.custom_op("published::swiglu", mutates_args=(), tags=(torch.Tag.pointwise,))
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of a gate, times what it lets through."""
+    return torch.nn.functional.silu(gate) * up
 
 
 @torch.library.custom_op("published::causal_softmax", mutates_args=())
@@ -75,12 +82,25 @@ def _of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
+def _keep_gate_and_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _of_gated(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = ctx.saved_tensors
+    share = gate.sigmoid()
+    return gradient * up * share * (1 + gate * (1 - share)), gradient * gate * share
+
+
 rms_norm.register_fake(_as_first)
 rms_norm.register_autograd(_of_normed, setup_context=_keep_inputs)
 rotary.register_fake(_as_first)
 rotary.register_autograd(_turned_back, setup_context=_keep_angles)
 causal_softmax.register_fake(_as_first)
 causal_softmax.register_autograd(_of_scores, setup_context=_keep_result)
+swiglu.register_fake(_as_first)
+swiglu.register_autograd(_of_gated, setup_context=_keep_gate_and_up)
+autopar.register_rule("published::swiglu", "..., ... -> ...")
 autopar.register_rule("published::rms_norm", "... _, _ -> ... _")
 autopar.register_rule("published::rotary", "~b h s _, s _, s _ -> b h s _")
 autopar.register_rule("published::causal_softmax", "b h _ _ -> b h _ _")

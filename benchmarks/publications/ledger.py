@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.hardware.collectives import collective_seconds, message_seconds
+from autopar.hardware.collectives import collective_seconds, lateness, message_seconds
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.planner import messages
 from autopar.pipeline.schedules.schedule import Schedule
@@ -23,7 +23,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.computing import Work, computing_seconds
 from autopar.space.strategy import Strategy
 from autopar.steps.step import microbatch_tasks, step_tasks
-from autopar.steps.tasks import checking, lateness
+from autopar.steps.tasks import checking
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks.publications import planning

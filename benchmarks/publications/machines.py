@@ -7,6 +7,7 @@
     nanotron      one cluster in two ways, told apart by the bandwidth of the run's own all-reduce in a node: below
                   440 GB/s PyTorch checks collectives (the variant "debug" of a profile), and below 100 GB/s there is no
                   NVLink besides, and messages between stages begin late. Other runs are the profile's
+    NeMo          products by cuBLAS and attention by cuDNN on H100s, in Transformer Engine's modules (the variant "te")
 
 Fitted numbers are those of `benchmarks.fit_profiles`, which prints them with their cross-validated errors.
 """
@@ -54,7 +55,8 @@ class Machine:
 
 CHECKED, WITHOUT_NVLINK = "nanotron, checked", "nanotron, no NVLink"
 """Machines on which collectives are checked."""
-VARIANTS = {CHECKED: ":debug", WITHOUT_NVLINK: ":debug", "llm-foundry": ":triton"}
+NEMO_ON_H100 = "nemotron4, H100"
+VARIANTS = {CHECKED: ":debug", WITHOUT_NVLINK: ":debug", "llm-foundry": ":triton", NEMO_ON_H100: ":te"}
 """The variants of profiles by which machines ran."""
 MACHINES = {
     "vtrain several nodes": Machine(network_bytes_per_s=VTRAIN_BYTES_PER_S),
@@ -72,6 +74,8 @@ def machine_name(row: Row) -> str:
         reached = row.bandwidths.get("intra_all_reduce", inf)
         checked = CHECKED if reached > NVLINK else WITHOUT_NVLINK
         return "nanotron" if reached > UNCHECKED else checked
+    if row.source == "nemotron4" and row.device.startswith("h100"):
+        return NEMO_ON_H100
     return row.source
 
 

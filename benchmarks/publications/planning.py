@@ -27,15 +27,16 @@ from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.schedules.simulation import simulate as simulate_stages
 from autopar.pipeline.stage_search import StageSearch
-from autopar.pipeline.stage_seconds import step_parts, weight_seconds
+from autopar.pipeline.stage_seconds import step_parts, timed, weight_seconds
 from autopar.planning.planner import plan_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
+from autopar.planning.step_seconds import reduction_seconds
 from autopar.plans.plan import Plan
 from autopar.plans.rows import SAVED
 from autopar.program.program import Program
 from autopar.solver.deadline import NEVER
-from autopar.steps.sends import Send, beside_sends
+from autopar.steps.sends import Send
 from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
 from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
@@ -187,7 +188,7 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
         if kind not in known:
             depths = Depths.of(partial(plan_of_stage, search, stage, last), layers, asked.gathered)
             sent = messages(search.planned, context_of(depths.longer).space.program)
-            seconds = _seconds(depths, sent, hardware.communication_share)
+            seconds = _seconds(depths, sent, hardware.communication_share, schedule.halves_backwards)
             known[kind] = depths, waited(seconds) if asked.waits else seconds
         stages.append(known[kind])
     ranks = _bytes([depths for depths, _ in stages], schedule, _runs(search.planned.request))
@@ -253,10 +254,10 @@ def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Pl
     return plan_of(search.solve(search.splitter.between(first, end), stage, {}))[0]
 
 
-def _seconds(depths: Depths, sent: tuple[Send, Send], share: float) -> StageSeconds:
+def _seconds(depths: Depths, sent: tuple[Send, Send], share: float, halves: bool) -> StageSeconds:
     """As `stage_seconds` of autopar, at all layers."""
-    each = beside_sends(depths.microbatch(), share, *sent)
     weight = depths.line(lambda plan: weight_seconds(context_of(plan).memory_model, context_of(plan).choices))
-    weight = min(weight, each.backward)
     once = depths.line(lambda plan: step_parts(plan).once)
-    return StageSeconds(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once)
+    reduced = depths.line(lambda plan: reduction_seconds(context_of(plan).memory_model, context_of(plan).choices))
+    each = depths.microbatch(), depths.last_microbatch()
+    return timed(*each, share, sent, weight, max(0.0, once - reduced), halves)

@@ -25,8 +25,8 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
-from autopar.runtime.collectives.functions import padded
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
+from autopar.runtime.collectives.messages import joined, packed
 from autopar.runtime.collectives.regather import Regather
 from autopar.space.buckets import MOST_RUNNING
 
@@ -94,25 +94,48 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
     pending = _Pending()
     entered = _Wait.apply(pending, *parameters)
     # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
-    leaves = list(map(_leaf_of, parameters))
     node: Any = entered[0].grad_fn
-    if any(leaf is not None and is_taken(leaf) for leaf in leaves):
+    taken, stays = False, True
+    for leaf in _leaves_of(parameters):
+        taken = taken or (leaf is not None and is_taken(leaf))
+        stays = stays and leaf is not None
+    if taken:
         run_at_once(node)
-    elif all(leaf is not None for leaf in leaves):
+    elif stays:
         node._set_sequence_nr(LAST)
     return pending, entered
 
 
-def _leaf_of(parameter: Tensor) -> Tensor | None:
+def _leaves_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """For each parameter what `_leaf_of` says; many come from one node, which is asked once."""
+    found: dict[Any, Tensor | None] = {}
+    leaves: list[Tensor | None] = []
+    for parameter in parameters:
+        node = parameter.grad_fn
+        if node is None:
+            leaves.append(parameter)
+            continue
+        if node not in found:
+            found[node] = _leaf_of(node)
+        leaves.append(found[node])
+    return leaves
+
+
+def _leaf_of(node: Any) -> Tensor | None:
     """What keeps a gradient that goes there without another collective, or one of those that get theirs together."""
-    node: Any = parameter.grad_fn
-    if node is None:
-        return parameter
     while node.name().rpartition("::")[2] in QUIET:
         if not node.next_functions:
             return node.variable
-        node = next(before for before, _ in node.next_functions if before is not None)
+        for before, _ in node.next_functions:
+            if before is not None:
+                node = before
+                break
     return None
+
+
+def waits(node: Any) -> bool:
+    """Return whether a node of the autograd graph is the backward of an outer function."""
+    return isinstance(node, _Wait._backward_cls)  # type: ignore[attr-defined]
 
 
 def is_taken(parameter: Tensor) -> bool:
@@ -134,8 +157,10 @@ def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tens
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, with new ones at some positions."""
-    found = dict(zip(positions, new, strict=True))
-    return tuple(found.get(i, x) for i, x in enumerate(tensors))
+    found = list(tensors)
+    for position, each in zip(positions, new, strict=True):
+        found[position] = each
+    return tuple(found)
 
 
 class _Wait(torch.autograd.Function):
@@ -173,7 +198,7 @@ class _ReduceGradients(torch.autograd.Function):
             return None, None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
-            own = _flat(list(group.values()), ctx.reduce or dtype)
+            own = joined(list(group.values()), ctx.reduce or dtype)
             # What is cast once it has arrived is waited for first.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split([grad.numel() for grad in group.values()])
@@ -190,18 +215,6 @@ def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
     result = _c10d.all_reduce_(own, "sum", axis.group)
     pending.results.append(result)
     return result
-
-
-def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All elements one behind the other, in a dtype."""
-    pieces = [each.reshape(-1) for each in tensors]
-    if pieces[0].dtype == dtype:
-        return torch.cat(pieces)
-    # Cast on their way there, not in copies of them.
-    flat = pieces[0].new_empty(sum(each.numel() for each in pieces), dtype=dtype)
-    for place, piece in zip(flat.split([each.numel() for each in pieces]), pieces, strict=True):
-        place.copy_(piece)
-    return flat
 
 
 def _started(result: Tensor, pending: _Pending | None) -> Tensor:
@@ -291,7 +304,7 @@ class _GatherParameters(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
-        ctx.dtypes, ctx.exact = [shard.dtype for shard in shards], {}
+        ctx.shapes, ctx.dtypes, ctx.exact = [x.shape for x in shards], [x.dtype for x in shards], {}
         whole = (in_flight or issued(recipe, shards)).arrived()
         ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
@@ -316,7 +329,7 @@ class _UseGathered(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
         shards, wholes = shards_and_wholes[: len(recipe.dims)], shards_and_wholes[len(recipe.dims) :]
-        ctx.dtypes = [shard.dtype for shard in shards]
+        ctx.shapes, ctx.dtypes = [shard.shape for shard in shards], [shard.dtype for shard in shards]
         used = tuple(whole.view_as(whole) for whole in wholes)
         ctx.mark_non_differentiable(*(x for i, x in enumerate(used) if i not in learning))
         return used
@@ -332,20 +345,16 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():
-        wholes = [padded(grad, ctx.dims[i], size) for i, grad in group.items()]
-        parts = [each.chunk(size, ctx.dims[i]) for i, each in zip(group, wholes, strict=True)]
-        to = ctx.reduce or dtype
-        if to == dtype and len(group) == 1 and ctx.dims[next(iter(group))] == 0:
-            flat = wholes[0].reshape(-1)  # its parts lie as they are sent
-        else:
-            flat = _flat([part[rank] for rank in range(size) for part in parts], to)
-        count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
+        dims = [ctx.dims[i] for i in group]
+        shapes = [ctx.shapes[i] for i in group]
+        message = packed(list(group.values()), shapes, dims, size, ctx.reduce or dtype)
+        count("reduce_scatter", ctx.axis, message.numel() * message.itemsize)
         # What is cast once it has arrived is waited for first.
-        later = all(ctx.dtypes[i] == flat.dtype for i in group)
-        mine = _c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group)
+        later = all(ctx.dtypes[i] == message.dtype for i in group)
+        mine = _c10d.reduce_scatter_tensor(message, "sum", size, ctx.axis.group)
         mine = _started(mine, ctx.pending if later else None)
-        for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
-            scattered[i] = piece.view(part[0].shape).to(ctx.dtypes[i])
+        for i, shape, piece in zip(group, shapes, mine.split([shape.numel() for shape in shapes]), strict=True):
+            scattered[i] = piece.view(shape).to(ctx.dtypes[i])
     return scattered
 
 
@@ -364,15 +373,3 @@ class _CastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.exact.pop(0, grad).to(ctx.dtype), None
-
-
-def take_back(values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward` of moved weights, with gradients that may be of higher precision than they are.
-
-    Autograd casts a gradient to the dtype of its tensor before it is summed: what has cast the tensor gets it apart.
-    """
-    for value, gradient in zip(values, gradients, strict=True):
-        exact = getattr(value.grad_fn, "exact", None)
-        if exact is not None and gradient.dtype != value.dtype:
-            exact[value.output_nr] = gradient
-    torch.autograd.backward(values, gradients)

@@ -172,11 +172,10 @@ def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool 
     """This rank's part in its place among zeros."""
     if axis.size == 1:
         return x
-    index = torch.arange(x.shape[dim] * axis.size, device=x.device) // x.shape[dim]
-    mine = (index == axis.rank).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
-    repeated = torch.cat([x] * axis.size, dim)
-    placed = torch.where(mine, repeated, torch.zeros((), dtype=x.dtype, device=x.device))
-    return whole_of(by_rank(placed, dim, axis.size), dim, True) if zigzag else placed.narrow(dim, 0, size)
+    mine = (torch.arange(axis.size, device=x.device) == axis.rank).reshape([-1, *[1] * x.ndim])
+    parts = torch.where(mine, x.unsqueeze(0), torch.zeros((), dtype=x.dtype, device=x.device))
+    whole = whole_of(parts, dim, zigzag)
+    return whole if zigzag else whole.narrow(dim, 0, size)
 
 
 def on_first(x: Tensor, axis: Axis) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.runtime.collectives.axes import Axis, axis_of, count
 from autopar.runtime.collectives.functions import rows_in_flight, waited_for
+from autopar.runtime.collectives.messages import joined, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,12 @@ class InFlight:
         whole: list[Tensor | None] = [None] * len(dims)
         while self.buffers:
             numbers, shapes, buffer = self.buffers.pop(0)
-            rows = waited_for(buffer).view(axis.size, -1)
+            message = waited_for(buffer)
             del buffer
-            parts = rows.split([shape.numel() for shape in shapes], 1)
-            for i, shape, part in zip(numbers, shapes, parts, strict=True):
-                joined = part.view(axis.size, *shape).movedim(0, dims[i]).flatten(dims[i], dims[i] + 1)
-                # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that:
-                # a copy, where it shares the buffer with others or is not split in its first dim.
-                whole[i] = joined.narrow(dims[i], 0, sizes[i]).contiguous()
+            # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
+            found = unpacked(message, shapes, [dims[i] for i in numbers], [sizes[i] for i in numbers], axis.size)
+            for i, each in zip(numbers, found, strict=True):
+                whole[i] = each
         return tuple(whole)  # type: ignore[arg-type]
 
     def __del__(self) -> None:
@@ -74,17 +73,22 @@ def cast(shards: Iterable[Tensor], to: Sequence[torch.dtype | None]) -> list[Ten
 
 
 def issued(recipe: Recipe, shards: Iterable[Tensor]) -> InFlight:
-    """Begin to gather weights of these parts, in one collective per dtype."""
-    parts: list[Tensor | None] = [*cast(shards, recipe.to)]
+    """Begin to gather weights of these parts, in one collective per dtype that they have there."""
+    parts: list[Tensor | None] = [*shards]
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, shard in enumerate(parts):
+        assert shard is not None
+        groups.setdefault((recipe.to[i] if recipe.to else None) or shard.dtype, []).append(i)
     found = InFlight(recipe)
-    for numbers, group in [(tuple(group), list(group.values())) for group in by_dtype(parts).values()]:
+    for dtype, numbers in groups.items():
+        group = [each for each in map(parts.__getitem__, numbers) if each is not None]
         shapes = [shard.shape for shard in group]
-        flat = torch.cat([shard.reshape(-1) for shard in group]) if len(group) > 1 else group[0].reshape(-1)
+        flat = joined(group, dtype)
         group.clear()
         for i in numbers:
             parts[i] = None  # parts that were gathered for this make room for the wholes
         count("all_gather", recipe.axis, flat.numel() * flat.itemsize * recipe.axis.size)
-        found.buffers.append((numbers, shapes, rows_in_flight(flat, recipe.axis, recipe.axis.gathering)))
+        found.buffers.append((tuple(numbers), shapes, rows_in_flight(flat, recipe.axis, recipe.axis.gathering)))
         del flat
     return found
 

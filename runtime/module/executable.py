@@ -142,9 +142,10 @@ class Executable:
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
-        stored = [parameter.stored_in(root, self.mesh.device_type) for parameter in self.parameters]
+        device = self.mesh.device_type
+        stored = [parameter.stored_in(root, device) for parameter in self.parameters]
         parts = local_parts(stored, [parameter.local_shape for parameter in self.parameters])
-        return dict(zip((parameter.placeholder for parameter in self.parameters), parts, strict=True))
+        return {parameter.placeholder: part for parameter, part in zip(self.parameters, parts, strict=True)}
 
     def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → buffer of `root`, for one run of the graph; InputError where one has no values."""

@@ -2,6 +2,8 @@
 
 A step is `begin`, a forward and a backward per micro-batch, and `finish`. The module's parameters are the leaves that
 the graph of a micro-batch takes; between steps it has none. A weight that no move or cast changes is its own leaf.
+Gradients of the others are reduced beside the last backward (`collectives.moved_gradients`), and waited for in
+`finish`.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.collectives.buckets import take_back
+from autopar.runtime.collectives.moved_gradients import MovedGradients
 from autopar.runtime.module.executable import Executable, graph_of
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.runtime.rewrite.hoist import hoist
+from autopar.runtime.rewrite.hoist import first_uses, hoist
 
 
 class Stage(nn.Module):
@@ -34,8 +36,10 @@ class Stage(nn.Module):
         self._hoisted = hoist(
             executable.local.module.graph, executable.program.parameters.values(), executable.plan.reduce_each
         )
+        self._first_uses = first_uses(self._hoisted)
         self._graph = graph_of(self._hoisted.body, executable.program, executable.plan)
         self._moved: tuple[Tensor, ...] = ()
+        self._gradients: MovedGradients | None = None
         self._microbatches: Sequence[Arguments] = ()
         self._first_step = 0
         self.microbatch = 0
@@ -62,20 +66,24 @@ class Stage(nn.Module):
         self.executable.write_buffers(root, outputs)
         return tuple(outputs[: program.num_results])
 
+    def begin_last_backward(self) -> None:
+        """Start the reduction of gradients in the backward that comes next: it is the step's last."""
+        self._gradients = self._moved_gradients()
+        self._gradients.start_in_next_backward()
+
     def finish(self) -> None:
-        """Take the gradients of the leaves back through the moves, to the parameters that the root stores."""
-        leaves, moved = self._leaves(), self._moved
-        pairs = [(value, leaf) for value, leaf in zip(moved, leaves, strict=True) if leaf is not value]
-        learned = [(value, leaf) for value, leaf in pairs if leaf.grad is not None]
-        gradients = [leaf.grad for _, leaf in learned if leaf.grad is not None]
+        """Give the gradients of the leaves, through the moves, to the parameters that the root stores."""
+        gradients = self._gradients or self._moved_gradients()
         self.abandon()
-        if learned:
-            take_back([value for value, _ in learned], gradients)
+        gradients.finish()
 
     def abandon(self) -> None:
         """Let go of what a step holds."""
-        self._moved, self._microbatches = (), ()
+        self._moved, self._microbatches, self._gradients = (), (), None
         self._parameters.clear()
+
+    def _moved_gradients(self) -> MovedGradients:
+        return MovedGradients(self._moved, self._leaves(), self._first_uses)
 
     def _leaves(self) -> list[Tensor]:
         return [leaf for leaf in self._parameters.values() if leaf is not None]
@@ -114,6 +122,8 @@ def accumulate(
     for number in range(len(microbatches)):
         stage.microbatch = number
         loss = with_scaled_gradient(stage()[position], scale) / len(microbatches)
+        if number == len(microbatches) - 1:
+            stage.begin_last_backward()
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     stage.finish()

@@ -78,8 +78,8 @@ def backward_to_inputs(
 
 
 def backward_to_weights(groups: Sequence[WeightGroup]) -> None:
-    """Add the gradients of the weights to their `.grad`."""
-    for group in groups:
+    """Add the gradients of the weights to their `.grad`, those that are used last first, and run hooks behind that."""
+    for group in reversed(groups):
         begun = dict(group.outputs)
         for node, given in group.nodes.items():
             begun.update({GradientEdge(node, i): each for i, each in enumerate(given) if each is not None})
@@ -97,6 +97,8 @@ def backward_to_weights(groups: Sequence[WeightGroup]) -> None:
         for weight, gradient in zip(group.weights, gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+                for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+                    hook(weight)
 
 
 def _consumers(roots: Any) -> dict[Node, list[Node]]:

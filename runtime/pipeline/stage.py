@@ -177,7 +177,12 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """As in the base class, whose own halves of a backward leave out weights that no input is upstream of."""
+        """As in the base class, whose own halves of a backward leave out weights that no input is upstream of.
+
+        The last one of a stage reduces gradients as it makes them.
+        """
+        if last_backward:
+            self.stage.begin_last_backward()
         if backward_type == "input":
             inputs, weights = bwd_kwargs["input_values"], list(self.submod.parameters())
             return backward_to_inputs(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], inputs, weights)

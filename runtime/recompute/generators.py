@@ -7,14 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-
-from autopar.runtime.implementations.randomness import Randomness
-
-
-def draws(node: fx.Node, randomness: Randomness) -> bool:
-    """Whether a call draws from the default generator, rather than from one of its own."""
-    return "key" in node.kwargs and randomness.deterministic
+from torch import Tensor
 
 
 def states_of(values: Iterable[Any]) -> dict[str, Tensor]:

@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.runtime.recompute.marks import SEGMENT, Mark, is_offloaded, role_of
+from autopar.runtime.recompute.marks import SEGMENT, role_of
 from autopar.runtime.recompute.module_ranges import ModuleRanges
 from autopar.runtime.recompute.on_host import OnHost
-from autopar.runtime.recompute.saved_handles import Claims, Frame, call
-
-
-@dataclass(frozen=True, slots=True)
-class RunCall:
-    """A call of a per-rank graph as it is run."""
-
-    node: fx.Node
-    role: Mark | None
-    last_uses: tuple[fx.Node, ...]
-    """Values that no later call takes."""
-    ends_segment: bool
-    stretch: int
-    """The number of the calls one after the other, all of one segment or of none, to which it belongs."""
-    is_offloaded: bool
-    """Whether what it saves for its backward leaves for the host."""
+from autopar.runtime.recompute.prepared_calls import RunCall
+from autopar.runtime.recompute.saved_handles import Claims, Frame
 
 
 def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
@@ -50,7 +35,7 @@ def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
                 last_uses[node].append(each)
     stretches = _stretches(calls)
     return tuple(
-        RunCall(node, role_of(node), tuple(last_uses[node]), node in ends, stretch, is_offloaded(node))
+        RunCall.of(node, tuple(last_uses[node]), node in ends, stretch)
         for node, stretch in zip(calls, stretches, strict=True)
     )
 
@@ -85,12 +70,12 @@ def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
             if on_host is not None:
                 on_host.enter(step.node, step.stretch, step.is_offloaded, values)
             if step.role is None or step.is_offloaded:
-                values[step.node] = call(step.node, values.__getitem__)
+                values[step.node] = step.run(*map(values.__getitem__, step.inputs))
             elif step.role.weight:
-                values[step.node] = claims.run_alone(step.node, step.role, values)
+                values[step.node] = claims.run_alone(step, step.role, values)
             else:
                 frame = frame or Frame()
-                values[step.node] = claims.run(frame, step.node, step.role, values)
+                values[step.node] = claims.run(frame, step, step.role, values)
             if on_host is not None:
                 on_host.leave(values[step.node])
             if ranges is not None:

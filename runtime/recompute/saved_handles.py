@@ -15,22 +15,22 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar.runtime.collectives.axes import current_axes, use_axes
-from autopar.runtime.collectives.functions import GATHERS, Travelling
+from autopar.runtime.collectives.functions import Travelling
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import randomness, use_randomness
-from autopar.runtime.recompute.generators import draws, generators_at, states_of
+from autopar.runtime.recompute.generators import generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark
 from autopar.runtime.recompute.on_host import Handle, Pending
+from autopar.runtime.recompute.prepared_calls import RunCall, tensors_of
 
 Key = tuple[fx.Node, str, int]
 """(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
@@ -65,7 +65,7 @@ class _Saving:
     frame: Frame
     node: fx.Node
     role: Mark
-    entered: frozenset[int]
+    entered: set[int]
     """The storages of its inputs."""
     num_saved: int = 0
     open: list[tuple[_Claim, Tensor]] = field(default_factory=list)
@@ -83,29 +83,31 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         self._weights: dict[int, Frame] = {}
         """Storage → the frame of the weight that lies there."""
 
-    def run_alone(self, node: fx.Node, role: Mark, values: dict[fx.Node, Any]) -> Any:
+    def run_alone(self, step: RunCall, role: Mark, values: dict[fx.Node, Any]) -> Any:
         """Run a call that is computed again on its own, for whoever uses it."""
         frame = Frame()
-        result = self.run(frame, node, role, values)
+        result = self.run(frame, step, role, values)
         frame.close(self.hold, whole=True)
         self._weights[_address(result)] = frame
         return result
 
     def hold(self, x: Tensor) -> object:
         """What to keep of a tensor that no call of the current segment has made."""
-        frame = self._weights.get(_address(x))
-        key = frame.maker_of(x) if frame is not None else None
-        return frame.claim(key, x) if frame is not None and key is not None else Regather.hold(x)
+        if self._weights:
+            frame = self._weights.get(_address(x))
+            key = frame.maker_of(x) if frame is not None else None
+            if frame is not None and key is not None:
+                return frame.claim(key, x)
+        return Regather.hold(x)
 
-    def run(self, frame: Frame, node: fx.Node, role: Mark, values: dict[fx.Node, Any]) -> Any:
+    def run(self, frame: Frame, step: RunCall, role: Mark, values: dict[fx.Node, Any]) -> Any:
         """Run a call of a segment for the first time."""
-        given = {each: values[each] for each in node.all_input_nodes}
-        entered = (_address(x) for x in pytree.tree_leaves(list(given.values())) if isinstance(x, Tensor))
-        saving = self._saving = _Saving(frame, node, role, frozenset(entered))
+        given = list(map(values.__getitem__, step.inputs))
+        saving = self._saving = _Saving(frame, step.node, role, addresses_of(given))
         if not role.kept:
-            frame.enter(node, given)
+            frame.enter(step, given)
         try:
-            result = call(node, values.__getitem__)
+            result = step.run(*given)
         finally:
             self._saving = None
         if not role.kept:
@@ -121,7 +123,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         key = frame.maker_of(x)
         if key is not None and _plain(x):
             return frame.claim(key, x)
-        if _address(x) in saving.entered or saving.role.kept:
+        if x.untyped_storage()._cdata in saving.entered or saving.role.kept:
             return self.hold(x)
         claim = frame.claim((saving.node, "saved", number), x)
         saving.open.append((claim, x))
@@ -141,12 +143,12 @@ class Frame:
     """One run of one segment: what it has made, what its second run begins with, and what that has made."""
 
     def __init__(self) -> None:
-        self._order: dict[fx.Node, None] = {}
+        self._order: dict[fx.Node, RunCall] = {}
         """Calls that may run again."""
         self._makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
         self._given: dict[fx.Node, Any] = {}
         """Until the segment ends: everything that a second run could begin with."""
-        self._claims: weakref.WeakSet[_Claim] = weakref.WeakSet()
+        self._claims: list[weakref.ref[_Claim]] = []
         self._held: dict[fx.Node, _Held] = {}
         self._generators: dict[fx.Node, dict[str, Tensor]] = {}
         self._again: dict[Key, Tensor | Travelling] = {}
@@ -154,18 +156,22 @@ class Frame:
         self._axes = current_axes()
         self._randomness = randomness()
 
-    def enter(self, node: fx.Node, given: dict[fx.Node, Any]) -> None:
+    def enter(self, step: RunCall, given: list[Any]) -> None:
         """Note what a call takes, before its first run."""
-        self._given.update((each, value) for each, value in given.items() if each not in self._order)
-        if draws(node, self._randomness):
-            self._generators[node] = states_of(given.values())
-        self._order[node] = None
+        for node, value in zip(step.inputs, given, strict=True):
+            if node not in self._order:
+                self._given[node] = value
+        if step.takes_key and self._randomness.deterministic:  # the default generator draws, not one of the call's own
+            self._generators[step.node] = states_of(given)
+        self._order[step.node] = step
 
     def leave(self, saving: _Saving, result: Any) -> None:
         """Note what a call has made."""
-        for position, x in enumerate(pytree.tree_leaves(result)):
-            if isinstance(x, Tensor) and _address(x) not in saving.entered and self.maker_of(x) is None:
-                self._makers[_address(x)] = (weakref.ref(x.untyped_storage()), (saving.node, "output", position))
+        for position, x in enumerate(tensors_of(result)):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in saving.entered and self.maker_of(x) is None:
+                    self._makers[storage._cdata] = (weakref.ref(storage), (saving.node, "output", position))
         for claim, x in saving.open:
             key = self.maker_of(x)
             if key is not None and _plain(x):
@@ -173,26 +179,34 @@ class Frame:
 
     def maker_of(self, x: Tensor) -> Key | None:
         """Which result of this segment the tensor is a view of."""
-        storage, key = self._makers.get(_address(x), (None, None))
-        return key if storage is not None and storage() is not None else None
+        made = self._makers.get(x.untyped_storage()._cdata)
+        return made[1] if made is not None and made[0]() is not None else None
 
     def claim(self, key: Key, x: Tensor) -> _Claim:
-        claim = _Claim(self, key, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype)
-        self._claims.add(claim)
+        claim = _Claim(self, key, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
+        self._claims.append(weakref.ref(claim))
         return claim
+
+    def _claimed(self) -> list[Key]:
+        """The keys of the claims that autograd still holds."""
+        self._claims = [each for each in self._claims if each() is not None]
+        return [claim.key for claim in [each() for each in self._claims] if claim is not None]
 
     def close(self, hold: Callable[[Tensor], object], whole: bool = False) -> None:
         """The first run is over: hold what a second one (of all calls, if `whole`) begins with, and nothing else."""
-        again = set(self._order) if whole else {claim.key[0] for claim in self._claims}
+        again = set(self._order) if whole else {node for node, _, _ in self._claimed()}
         begins: set[fx.Node] = set()
-        for node in reversed(self._order):
+        for node, step in reversed(self._order.items()):
             if node in again:
-                again.update(each for each in node.all_input_nodes if each in self._order)
-                begins.update(each for each in node.all_input_nodes if each not in self._order)
-        self._order = {node: None for node in self._order if node in again}
+                for each in step.inputs:
+                    (again if each in self._order else begins).add(each)
+        self._order = {node: step for node, step in self._order.items() if node in again}
         self._generators = {node: state for node, state in self._generators.items() if node in again}
-        given = ((node, value) for node, value in self._given.items() if node in begins)
-        self._held = {node: _Held.of(value, hold, node.meta.get(CHANGED, False)) for node, value in given}
+        self._held = {
+            node: _Held.of(value, hold, node.meta.get(CHANGED, False))
+            for node, value in self._given.items()
+            if node in begins
+        }
         self._given.clear()
         if not whole:
             self._makers.clear()
@@ -200,7 +214,7 @@ class Frame:
     def meet(self, claim: _Claim) -> Tensor:
         """The tensor behind a claim; the first one in a backward runs the segment again."""
         if claim.key not in self._again:
-            self._open = Counter(each.key for each in self._claims)
+            self._open = Counter(self._claimed())
             with self._surroundings():
                 self._run_again()
         value = self._again[claim.key]
@@ -213,44 +227,39 @@ class Frame:
     def _run_again(self) -> None:
         """Run the calls again; a gather is waited for when its result is first used, be it by the backward."""
         values: dict[fx.Node, Any] = {node: held.value() for node, held in self._held.items()}
-        last_use = {each: node for node in self._order for each in node.all_input_nodes}
-
-        def take(node: fx.Node) -> Any:
-            value = values[node]
-            return value.arrived() if isinstance(value, Travelling) else value
-
-        for node in self._order:
-            if node.target in GATHERS:
-                args: Any
-                kwargs: Any
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
-                values[node] = Travelling.gathered(*args, **kwargs)
-            else:
-                with generators_at(self._generators.get(node)), self._saved_again(node):
-                    result = call(node, take)
-                values[node] = pytree.tree_map_only(Tensor, _detached, result)
-            for position, x in enumerate(pytree.tree_leaves(values[node])):
-                if (node, "output", position) in self._open:
-                    self._again[node, "output", position] = x
-            for each in node.all_input_nodes:
-                if last_use[each] is node:
-                    values.pop(each, None)
-
-    @contextlib.contextmanager
-    def _saved_again(self, node: fx.Node) -> Iterator[None]:
-        """Take what the call saves for its own backward, where that is claimed."""
-        numbers = iter(range(1 << 62))
+        last_use = {each: step for step in self._order.values() for each in step.inputs}
+        again, still_open, number = self._again, self._open, 0
 
         def pack(x: Tensor) -> None:
-            key = (node, "saved", next(numbers))
-            if key in self._open:
-                self._again[key] = x.detach()
+            """Take what the running call saves for its own backward, where that is claimed."""
+            nonlocal number
+            key = (step.node, "saved", number)
+            number += 1
+            if key in still_open:
+                again[key] = x.detach()
 
-        def unpack(_: object) -> Tensor:
-            raise AssertionError("the second run of a segment has no backward")
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+        with torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
+            for step in self._order.values():
+                number = 0
+                given = list(map(values.__getitem__, step.inputs))
+                for position, value in enumerate(given):
+                    if isinstance(value, Travelling):
+                        given[position] = value.arrived()
+                if step.gather is not None:
+                    result = step.gather(*given)
+                elif step.node in self._generators:
+                    with generators_at(self._generators[step.node]):
+                        result = step.run(*given)
+                else:
+                    result = step.run(*given)
+                result = _detached(result)
+                values[step.node] = result
+                for position, x in enumerate(tensors_of(result)):
+                    if (step.node, "output", position) in still_open:
+                        again[step.node, "output", position] = x
+                for each in step.inputs:
+                    if last_use[each] is step:
+                        values.pop(each, None)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -291,14 +300,15 @@ class _Held:
         return _met(self.what).detach().requires_grad_(self.requires_grad)
 
 
-def call(node: fx.Node, take: Callable[[fx.Node], Any]) -> Any:
-    """Run a call on what `take` gives for its inputs."""
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+def _no_backward(_: object) -> Tensor:
+    raise AssertionError("the second run of a segment has no backward")
 
 
-def _detached(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.requires_grad)
+def _detached(result: Any) -> Any:
+    """What a call has given, without its graph."""
+    if isinstance(result, Tensor):
+        return result.detach().requires_grad_(result.requires_grad)
+    return pytree.tree_map_only(Tensor, _detached, result)
 
 
 def _version(x: Tensor) -> int:
@@ -307,6 +317,16 @@ def _version(x: Tensor) -> int:
 
 def _address(x: Tensor) -> int:
     return x.untyped_storage()._cdata
+
+
+def addresses_of(values: Iterable[Any]) -> set[int]:
+    """The storages of the tensors among values, and in lists among them."""
+    found = set()
+    for value in values:
+        for x in tensors_of(value):
+            if isinstance(x, Tensor):
+                found.add(x.untyped_storage()._cdata)
+    return found
 
 
 def _plain(x: Tensor) -> bool:

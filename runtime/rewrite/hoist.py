@@ -70,6 +70,15 @@ def hoist(graph: fx.Graph, parameters: Iterable[str], reduce_each: bool = False)
     )
 
 
+def first_uses(hoisted: Hoisted) -> tuple[int, ...]:
+    """Return the place in `body` of the first call that uses each weight."""
+    nodes = list(hoisted.body.graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    weights = placeholders[: len(placeholders) - len(hoisted.others)]
+    return tuple(min(map(place.__getitem__, weight.users)) for weight in weights)
+
+
 def _done_once(graph: fx.Graph, parameters: frozenset[str]) -> set[fx.Node]:
     """Parameters, what moves or casts them, and views of them."""
     once = {node for node in graph.nodes if node.op == "placeholder" and node.name in parameters}

@@ -83,10 +83,10 @@ def grouped_mm(call: Call) -> OpRule:
 
 
 def of_expert(call: Call) -> OpRule:
-    """Rows, experts, and the dims of what each of them has."""
+    """Rows, experts, and the dims of what each of them has; it reads, and multiplies nothing by the counts."""
     dims = batch_names(len(call.inputs[0].shape) - 1)
     return OpRule(
-        f"x {' '.join(dims)}, r, x -> r {' '.join(dims)}",
+        f"x {' '.join(dims)}, r, _ -> r {' '.join(dims)}",
         (Implementation("experts:of_expert", factors=None),),
         choices=(Choice("r", (R, S(0), P), (S(0),)), Choice(EXPERTS, (S(0), S(0), S(0)), (S(0),))),
     )

@@ -86,6 +86,11 @@ def test_llm_foundry_ran_slower_kernels_of_attention() -> None:
     assert on_its_machine(row, found) == replace(h100, attention_efficiency=found.attention_efficiency)
 
 
+def test_nemo_ran_transformer_engine_whose_variant_is_the_h100s_alone() -> None:
+    found = [variant_of(replace(ROW, source="nemotron4", device=device)) for device in ("h100-80gb", "gb200")]
+    assert found == [":te", ""]
+
+
 def test_a_ledger_prices_checks_as_a_plan_does() -> None:
     row, h100, checked = replace(ROW, tp=2, sequence_parallel=True), load("h100"), load("h100:debug")
     telling = replace(h100, links=tuple(replace(link, straggling_s=1e-9) for link in h100.links))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.capture.export import Traced, trace
-from autopar.compiler import offline, plan_cache, tiles
+from autopar.compiler import offline_planner, plan_cache, tiles
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning import planner
 from autopar.planning.limit.answers import Answer
@@ -53,7 +53,7 @@ def test_a_model_is_traced_once_for_plans_with_and_without_tiles(monkeypatch: py
         traced.append(model)
         return trace(model, *args, **options)
 
-    monkeypatch.setattr(offline, "trace", counted)
+    monkeypatch.setattr(offline_planner, "trace", counted)
     assert NAME in planned(memory=limit).choices
     assert len(traced) == 1
 

@@ -352,3 +352,24 @@ def test_computing_hides_only_the_first_move_of_a_weight(source: str, target: st
         if layouts[0][axis] is not R
     )
     assert path.seconds == pytest.approx(shortest, abs=3e-9)
+
+
+@pytest.mark.parametrize("mesh", [MESH, CUBE], ids=str)
+@pytest.mark.parametrize("reduced", [None, torch.float32])
+def test_reductions_behind_the_one_gather_of_a_path_are_those_of_its_transfers(
+    mesh: Mesh, reduced: torch.dtype | None
+) -> None:
+    tensor = replace(PARAMETER, dtype=torch.bfloat16, reduced=reduced)
+    found = reshard_table(tensor, frozenset((0, 1)), mesh, HARDWARE)
+    several = 0
+    for source, target in itertools.product(found.layouts, repeat=2):
+        here, there, expected = found.index[source], found.index[target], 0.0
+        if math.isfinite(found.seconds[here, there]):
+            path = found.path(source, target)
+            names = [each.collective for each in path.transfers]
+            if path.together and names.count("all_gather") == 1:
+                pairs = [*zip(path.transfers, path.messages, strict=True)][names.index("all_gather") :]
+                expected = sum(transfer_seconds(t, mesh, HARDWARE, each) for t, each in pairs if t.backward)
+                several += expected > 0
+        assert found.reduction_seconds[here, there] == pytest.approx(expected)
+    assert several > 10

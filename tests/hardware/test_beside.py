@@ -45,7 +45,8 @@ def test_what_is_hidden_is_between_nothing_and_what_computes_beside(
     more: float,
     share: float,
 ) -> None:
-    mesh, hardware = Mesh(axes, hardware="h100"), replace(H100, communication_share=share)
+    punctual = tuple(replace(link, straggling_s=0.0) for link in H100.links)
+    mesh, hardware = Mesh(axes, hardware="h100"), replace(H100, communication_share=share, links=punctual)
     transfer = Transfer(collective, "dp", min(moved, whole))
 
     def exposed(each: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -361,3 +362,14 @@ def test_no_collective_takes_more_than_a_port(collective: str, axis: str) -> Non
     for num_bytes in (10**3, 10**6, 10**9):
         found = dict(ports_used(Transfer(collective, axis, num_bytes), mesh, load("h100")))
         assert found and all(0 <= each <= 1 + 1e-9 for each in found.values())
+
+
+def test_a_transfer_that_is_waited_for_waits_for_the_last_host_too() -> None:
+    late, punctual = (
+        _hardware(Link("node", 2, 0.0, 1e9), Link("net", None, 0.0, 1e9, straggling_s=s)) for s in (0.1, 0)
+    )
+    mesh, transfer = Mesh({"dp": 4, "tp": 2}), Transfer("all_gather", "dp", 1000)
+    waits = transfer_seconds(transfer, mesh, late) - transfer_seconds(transfer, mesh, punctual)
+    assert waits == pytest.approx(3 * 0.1)
+    inside = replace(transfer, axis="tp")
+    assert transfer_seconds(inside, mesh, late) == transfer_seconds(inside, mesh, punctual)

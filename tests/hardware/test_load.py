@@ -67,6 +67,7 @@ def test_a_gpu_launches_more_slowly_the_more_python_runs(name: str) -> None:
         *(("h100", queries, 64, rate) for queries, rate in ((512, 141e12), (2048, 232e12), (16384, 284e12))),
         *(("h100:fa3", queries, 128, rate) for queries, rate in ((512, 243e12), (2048, 458e12), (16384, 580e12))),
         *(("h100:cudnn", queries, 128, rate) for queries, rate in ((512, 243e12), (2048, 425e12), (16384, 526e12))),
+        *(("h100:te", queries, 128, rate) for queries, rate in ((512, 243e12), (2048, 425e12), (16384, 526e12))),
     ],
 )
 def test_attention_follows_the_published_curves_of_flash_attention(
@@ -76,3 +77,12 @@ def test_attention_follows_the_published_curves_of_flash_attention(
     rate = hardware.flops_of("bfloat16") * hardware.product_efficiency * hardware.attention_efficiency
     rate /= (1 + hardware.attention_length / queries) * (1 + hardware.attention_head / head)
     assert rate == pytest.approx(published, rel=0.05)
+
+
+@pytest.mark.parametrize(("rows", "published"), [(4096, 716e12), (8192, 795e12)])
+def test_products_of_transformer_engine_follow_the_published_rates_of_cublas(rows: int, published: float) -> None:
+    hardware = load("h100:te")
+    rate = hardware.flops_of("bfloat16") * hardware.product_efficiency
+    assert rate / (1 + hardware.product_wave / (2 * rows**2)) == pytest.approx(published, rel=0.02)
+    with pytest.raises(PlanError, match="its variants 'te' and 'cudnn' both replace attention_efficiency"):
+        load("h100:te:cudnn")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import PlanError
-from autopar.hardware.load import PROFILES, known_profiles, load, parse
+from autopar.hardware.load import ALIASES, PROFILES, is_profile_of, known_profiles, load, parse
 from autopar.hardware.profile import Efficiencies, Hardware, Link, Protocol
 from tests.support.mutations import mutated
 
@@ -350,3 +350,9 @@ def test_a_file_that_is_no_profile_is_refused_by_its_name(tmp_path: Path, conten
     path.write_bytes(content)
     with pytest.raises(PlanError, match=r"the hardware profile '.*mine\.json': "):
         load(path)
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_an_alias_is_the_profile_that_it_names(alias: str, name: str) -> None:
+    assert load(alias) == load(name)
+    assert not is_profile_of(alias, "AMD MI300X"), "a profile of its own device alone"

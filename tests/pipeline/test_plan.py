@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autopar
 from autopar.errors import PlanError
 from autopar.hardware.load import load
 from autopar.memory.microbatches import Microbatches
-from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.plan import REDUCING, PipelinePlan, StagePlan
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import context_of
+from autopar.planning.step_seconds import reduction_seconds
 from autopar.plans.plan import Plan
 from autopar.plans.rows import MemoryUse
 from autopar.sharding.mesh import Mesh
 from autopar.steps.sends import Send
+from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
 from tests.support.mutations import mutated
 from tests.support.planned import IDS_BS, Attention, space_of
 
@@ -174,6 +179,25 @@ def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
     linear = next(row for row in plan.rows if row.operation == "linear" and row.module == "out")
     assert found.backward_weight >= linear.forward_seconds  # half of what its backward takes
     assert found.backward_weight < found.backward_input + found.backward_weight
+
+
+def test_gradients_are_reduced_beside_the_last_backward_of_a_stage() -> None:
+    beside = replace(load("h100"), communication_share=0.0, launch_s=0.0)
+    inputs = (torch.zeros(64, WIDTH),)
+    plan = autopar.plan(Stack(), Mesh({"dp": 2}), inputs, hardware=beside, strategy="zero1", microbatches=4)
+    found, context = stage_seconds(plan), context_of(plan)
+    summed = reduction_seconds(context.memory_model, context.choices)
+    assert summed > 0 and found.once == pytest.approx(step_parts(plan).once - summed)
+    assert 0 < found.reducing < found.reductions and found.last_backward == 0
+    assert found.reducing < stage_seconds(plan, halves=True).reducing < found.reductions
+
+
+def test_a_plan_without_seconds_of_reductions_is_read() -> None:
+    values = json.loads(pipeline(Schedule("gpipe", 2, 4)).to_json())
+    for stage in values["stages"]:
+        for name in REDUCING:
+            del stage["seconds"][name]
+    assert PipelinePlan.from_json(json.dumps(values)) == pipeline(Schedule("gpipe", 2, 4))
 
 
 def test_the_parts_of_a_loaded_plan_are_not_known() -> None:

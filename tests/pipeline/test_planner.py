@@ -25,7 +25,7 @@ from autopar.capture.export import capture, skeleton
 from autopar.cli import main
 from autopar.compiler.pipelined import check_wish, pipeline_plan_of
 from autopar.errors import AnnotationError, InfeasibleError, InputError, PipelineError, PlanError
-from autopar.pipeline.block_costs import _blocks_of_decisions
+from autopar.pipeline.block_costs import block_of_decisions
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planned_blocks import planned_blocks
 from autopar.pipeline.planner import plan_pipeline, stage_space
@@ -130,7 +130,7 @@ def _beyond(asked: PipelineRequest) -> list[dict[str, float]]:
     """
     planned, plan = planned_blocks(asked, asked.schedule.num_stages), plan_pipeline(asked)
     whole = planned.whole.space
-    places = zip(whole.decisions, _blocks_of_decisions(whole, planned.blocks), strict=True)
+    places = zip(whole.decisions, block_of_decisions(whole, planned.blocks), strict=True)
     home = {decision.name: place for decision, place in places}
     found = []
     for stage, (start, end) in zip(plan.stages, pairwise((*plan.starts, len(planned.blocks))), strict=True):

@@ -127,6 +127,20 @@ def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batche
     assert lengths[0] < lengths[3] and cut(10) is None
 
 
+def test_stages_of_one_block_are_not_mixed_of_two_plans() -> None:
+    """A rank of two stages has no memory for the fast plan of one of them, but for half of it."""
+    schedule = Schedule("interleaved_1f1b", 2, 1, 2)
+    problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 4, (0.0,) * 4, schedule)
+
+    def seconds(num_blocks: int) -> list[float]:
+        samples = [Sample(3.0, 100, 0), Sample(6.0, 20, 0)]
+        table, _ = thought_in_rooms(problem, 110, lambda stage: samples, 3.0, num_blocks)
+        return sorted(float(table[stage, stage, stage + 1]) for stage in (0, 2))
+
+    assert seconds(1) == [6.0, 6.0]
+    assert seconds(2) == [4.5, 6.0]
+
+
 def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_rooms() -> None:
     schedule, least = Schedule("interleaved_1f1b", 2, 8, 2), {0: 30, 1: 20, 2: 60, 3: 10}
     rooms = rooms_of_least(schedule, 100, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage])

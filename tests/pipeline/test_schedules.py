@@ -224,6 +224,32 @@ def test_the_work_at_the_end_of_a_step_follows_the_last_backward_of_the_rank() -
     assert timeline.seconds == 14
 
 
+def test_what_is_left_of_reductions_is_waited_for_before_the_work_at_the_end() -> None:
+    reducing = StageSeconds(1, 1, 1, once=5, last_backward=1, reducing=3, reductions=4)
+    timeline = simulate(Schedule("1f1b", 2, 2), [reducing, StageSeconds(1, 1, 1, once=2)])
+    once = [(each.start, each.end) for each in timeline.slices if each.kind == "once"]
+    assert once == [(9 + 1 + 3, 18), (7, 9)]
+
+
+def test_reductions_of_a_rank_pass_beside_its_further_stages_one_after_the_other() -> None:
+    def once(reducing: float, reductions: float) -> list[float]:
+        stages = [StageSeconds(1, 1, 1, once=1)] * 2
+        stages[1] = replace(stages[1], reducing=reducing, reductions=reductions)
+        stages[0] = replace(stages[0], reducing=1, reductions=2)
+        return [each.start for each in simulate(Schedule("zbv", 1, 2, 2), stages).slices if each.kind == "once"]
+
+    assert once(0, 0) == [13, 14], "a second behind its last backward"
+    assert once(1, 1) == [13, 14], "the other stage's are over before"
+    assert once(20, 20)[0] > once(0, 0)[0] + 10, "behind those of the other stage"
+
+
+def test_reductions_slow_the_transfer_of_the_last_gradient_alone() -> None:
+    usual, last = StageSeconds(1, 1, 1, send_backward=10), StageSeconds(1, 1, 1, send_backward=10, last_send=5)
+    pair = Schedule("gpipe", 2, 1)
+    assert simulate(pair, [usual, last]).seconds == simulate(pair, [usual, usual]).seconds + 5
+    assert simulate(pair, [last, usual]).seconds == simulate(pair, [usual, usual]).seconds
+
+
 def test_a_slower_transfer_makes_a_step_longer_and_none_is_paid_within_a_rank() -> None:
     near, far = StageSeconds(1, 1, 1), StageSeconds(1, 1, 1, send_forward=10, send_backward=10)
     alone, pair = Schedule("zbv", 1, 2, 2), Schedule("gpipe", 2, 1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.compiler.offline import _Planner
+from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import CutOffError, TimeLimitError
 from autopar.planning.meshes.arrangements import meshes_of
@@ -18,7 +18,7 @@ from autopar.planning.settings import Settings
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from tests.support.loss_alone import Reader, reading
-from tests.support.meshes import any_plan, candidate, plans_of
+from tests.support.meshes import any_plan, candidate, plans_of, table
 from tests.support.parity import SLOW_DEVICES
 
 
@@ -35,7 +35,7 @@ def test_what_the_time_limit_leaves_is_not_tried_and_said(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="time limit of 10 s passed when 2 of 3 meshes had been tried"):
         found = best_mesh(slow, tuple(plans), 10)
     assert found.best.seconds == 0.5 and given == [2, 1.5]  # 6 s for three at first; then 3 s for two
-    assert "dp=4 × tp=2" in found.note and "not tried: the time limit passed" in found.note
+    assert "dp=4 × tp=2" in table(found) and "not tried: the time limit passed" in table(found)
 
 
 def on_a_clock(
@@ -72,7 +72,7 @@ def test_every_mesh_has_its_share_of_the_time_and_those_that_are_not_proven_have
     assert given == [(dp, 15), (tp, 15), (both, 22), (more, 22), (both, 40)]
     steps = [(line[0].found.seconds, line[0].found.gap) for line in found.lines if line[0].found]
     assert steps == [(0.5, 0), (0.9, 0), (1.5, pytest.approx(1 / 3)), (7.5, pytest.approx(1 / 3))]
-    assert found.note.count(", cut short") == 2, "rows that are no verdict are marked"
+    assert table(found).count("search cut short") == 2, "rows that are no verdict are marked"
 
 
 def test_the_likeliest_is_planned_again_for_longer_and_then_others_that_may_be_better(
@@ -131,7 +131,7 @@ def test_untilany_plan_is_found_a_mesh_has_all_the_time_that_is_left(monkeypatch
     make, given = on_a_clock(monkeypatch, dict(zip(plans, (35, 90), strict=True)), plans)
     with pytest.warns(UserWarning, match="1 of 2 meshes had been tried"):
         found = best_mesh(make, tuple(plans), 100)
-    assert found.best.seconds == 1.0 and "before a plan was found" in found.note
+    assert found.best.seconds == 1.0 and "before a plan was found" in table(found)
     dp, tp = map(str, plans)
     assert given == [(dp, 30), (tp, 30), (dp, 40)]  # 5 s are left, and the other has had 30
 
@@ -169,7 +169,7 @@ def test_what_is_much_shorter_than_a_turn_that_found_nothing_is_not_begun(monkey
     dp, tp, _, more = map(str, plans)
     # Of two axes a second turn of 15 s would follow one of 20 s; one of another number of axes is begun.
     assert given[:3] == [(dp, 15), (tp, 20), (more, 30)] and MUCH_SHORTER * 20 > 15
-    assert "not tried: what was left of the time was too little" in found.note
+    assert "not tried: what was left of the time was too little" in table(found)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_that_memory_costs_time_is_no_bound_of_a_model_that_is_then_planned_with
 
     monkeypatch.setattr(PlanRequest, "plan", plan)
     asked = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(memory=10**6, cutoff=1.0))
-    planner = _Planner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), asked, PlanCache())
+    planner = OfflinePlanner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), asked, PlanCache())
     with pytest.raises(CutOffError) as raised:
         planner.on(Mesh({"dp": 2}))
     assert raised.value.seconds == at_least and next(bounds, None) is None

@@ -120,7 +120,7 @@ def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     del values[field]
     optional = ("memory_limit", "dealing", "imbalance", "unruled", "recompute", "prefetch", "reduce_each", "mode")
     further = ("reserved", "offload", "host", "waits", "simulated", "multiplier", "symbols", "formulas", "workload")
-    if field in (*optional, *further):
+    if field in (*optional, *further, "comparison"):
         assert Plan.from_json(json.dumps(values)) == _plan()
         return
     with pytest.raises(PlanError, match=f"not a plan: .*'{field}'"):

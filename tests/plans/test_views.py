@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from autopar.pipeline.plan import PipelinePlan
+from autopar.plans.answers import ParallelizePlan
 from autopar.plans.plan import Plan
-from autopar.plans.translated import ParallelizePlan
 from autopar.plans.views import VIEWS, view
 
 CLASSES = {"Plan": Plan, "PipelinePlan": PipelinePlan, "ParallelizePlan": ParallelizePlan}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from autopar.benchmarking.meters import INPUT_IS_A_PART, OPERATIONS
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.runtime.collectives.axes import gathering_groups
-from autopar.steps.step import step_tasks
-from autopar.timeline.values import COMPUTE
+from autopar.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
+from autopar.timeline.values import COMPUTE, Task
 from tests.runtime.rewrite.test_prefetch import HALF, WIDTH, Stack
 from tests.support.parity import FAMILIES, SLOW_DEVICES
 from tests.support.simulation.fake_mesh import fake_mesh
@@ -77,7 +78,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Plan, list[Issued]]:
-    """The plan of a model, and what the second step of its rank issues."""
+    """The plan of a model, and what the second step of its rank issues, of a micro-batch or as many as it has."""
     torch.manual_seed(0)
     with fake_mesh(axes) as mesh:
         if model == "stack":
@@ -95,15 +96,16 @@ def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Pla
         for _ in range(2):
             recorder = _Recorder(groups, sizes)
             with recorder:
+                if "microbatches" in options:
+                    compiled.train_step(*args, **kwargs)
+                    continue
                 output = compiled(*args, **kwargs)
                 (output if isinstance(output, Tensor) else output.loss).backward()
         return compiled.plan, recorder.issued()  # type: ignore[return-value]
 
 
-def _planned(plan: Plan) -> list[Issued]:
-    """What the tasks of a plan's step issue."""
-    context = context_of(plan)
-    tasks = step_tasks(context.memory_model, context.choices, plan.recompute)
+def _planned(tasks: Sequence[Task]) -> list[Issued]:
+    """What the tasks of a step issue."""
     collectives = [number for number, task in enumerate(tasks) if task.stream != COMPUTE]
     found = []
     for place, number in enumerate(collectives):
@@ -139,5 +141,39 @@ def test_collectives_are_issued_and_waited_for_as_a_rank_does(
     model: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:
     plan, issued = _run(model, axes, options)
+    context = context_of(plan)
     assert issued
-    assert _planned(plan) == issued
+    assert _planned(step_tasks(context.memory_model, context.choices, plan.recompute)) == issued
+
+
+@pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore:zero1")
+@pytest.mark.parametrize(
+    ("model", "axes", "options"),
+    [
+        ("stack", {"dp": 2, "tp": 2}, {"strategy": "zero1"}),
+        ("stack", {"dp": 4}, {"strategy": "zero2"}),
+        ("stack", {"dp": 4}, {"strategy": "data_parallel"}),
+        ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 1}),
+        ("stack", {"dp": 2, "tp": 2}, {"strategy": "hsdp", "prefetch": 1}),
+        ("llama", {"dp": 2}, {"strategy": "zero1", "recompute": "full"}),
+        ("llama", {"dp": 2}, {"strategy": "zero1", "precision": "bf16-mixed"}),
+        ("llama", {"dp": 2}, {"strategy": "zero2", "precision": "bf16-mixed"}),
+        ("llama", {"dp": 2, "tp": 2}, {"strategy": "zero1+megatron"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+def test_micro_batches_reduce_beside_their_last_backward_as_a_rank_does(
+    model: str, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    plan, issued = _run(model, axes, {**options, "microbatches": 2})
+    context = context_of(plan)
+    given = context.memory_model, context.choices, plan.recompute
+    last = last_microbatch_tasks(*given)
+    planned = [*_planned(microbatch_tasks(*given)), *_planned(last)]
+    gathered, run = issued[: len(issued) - len(planned)], issued[len(issued) - len(planned) :]
+    if options["strategy"] == "hsdp":  # when what a backward has reduced is reduced further, its engine decides
+        run, planned = ([each._replace(beside=0) for each in given] for given in (run, planned))
+    assert run == planned
+    assert {each.name for each in gathered} <= {"all_gather"}, "weights that the step gathers before"
+    assert any(each.of_sums for each in last) == (options["strategy"] != "zero2"), "there each reduces all itself"

@@ -7,7 +7,7 @@ import pytest
 from autopar.hardware.collectives import message_ports, message_seconds
 from autopar.hardware.profile import Hardware, Link
 from autopar.sharding.mesh import Mesh
-from autopar.steps.sends import MicrobatchSeconds, Send, beside_sends
+from autopar.steps.sends import MicrobatchSeconds, ReductionSeconds, Send, beside_sends, reduced_beside
 from autopar.timeline.values import COMPUTE, Task
 
 CARD = (("card", 1.0),)
@@ -54,3 +54,42 @@ def test_a_message_loads_the_links_that_it_crosses_but_for_its_latency() -> None
     assert message_ports(10**8, between, "pp", hardware) == (("wire", pytest.approx(2 / 3)),)
     assert message_ports(10**8, within, "pp", hardware) == (("node", pytest.approx(1.0)),)
     assert message_ports(10**8, Mesh({"pp": 1, "tp": 4}), "pp", hardware) == ()
+
+
+def _last(links: tuple[tuple[str, float], ...] = CARD) -> list[Task]:
+    """A product; backward two products, behind each of which a reduction of sums is left running."""
+    return [
+        Task("mm", COMPUTE, 4.0),
+        Task("mm", COMPUTE, 4.0, "backward"),
+        Task("reduce_scatter", "dp", 3.0, "backward", after=(1,), links=links, of_sums=True),
+        Task("mm", COMPUTE, 4.0, "backward"),
+        Task("reduce_scatter", "dp", 3.0, "backward", after=(3,), links=links, of_sums=True),
+    ]
+
+
+def test_a_backward_hides_all_reductions_but_those_behind_its_last_product() -> None:
+    assert reduced_beside(_last(), 0.0, Send(), Send()) == ReductionSeconds(behind=3.0, alone=6.0)
+
+
+def test_reductions_slow_the_backward_by_their_share_of_the_device() -> None:
+    # The first runs beside the second product and takes half of it away for as long.
+    assert reduced_beside(_last(), 0.5, Send(), Send()) == ReductionSeconds(1.5, behind=3.0, alone=6.0)
+
+
+def test_reductions_and_sends_over_one_card_slow_each_other() -> None:
+    # The output travels up to the ninth second, and the first reduction is half as fast for one. The last gradient
+    # travels with the second reduction.
+    found = reduced_beside(_last(), 0.0, Send(5.0, CARD), Send(2.0, CARD))
+    assert found == ReductionSeconds(slowing_send=2.0, behind=5.0, alone=6.0)
+    other = reduced_beside(_last((("nvlink", 1.0),)), 0.0, Send(5.0, CARD), Send(2.0, CARD))
+    assert other == ReductionSeconds(behind=3.0, alone=6.0)
+
+
+def test_gradients_of_weights_made_apart_hide_reductions_behind_their_own_products_alone() -> None:
+    # Each product takes one second: the second reduction waits for the first, which ends two seconds later.
+    found = reduced_beside(_last(), 0.0, Send(5.0, CARD), Send(), of_weights=0.25)
+    assert found == ReductionSeconds(behind=5.0, alone=6.0)
+
+
+def test_without_reductions_nothing_is_slowed() -> None:
+    assert reduced_beside(_tasks(), 0.5, Send(5.0, CARD), Send(5.0, CARD)) == ReductionSeconds()

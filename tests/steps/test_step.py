@@ -19,8 +19,10 @@ from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
-from autopar.steps.step import microbatch_seconds
+from autopar.steps import step
+from autopar.steps.step import microbatch_seconds, step_tasks
 from autopar.steps.tasks import Tasks
+from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Timeline
 from tests.runtime.rewrite.test_prefetch import LAYERS, WIDTH, Stack
 from tests.support.parity import FAMILIES
@@ -150,6 +152,23 @@ def test_the_host_that_comes_last_is_waited_for_with_each_collective_that_is_wai
     tasks.issue(Transfer("all_reduce", "dp_tp", 1024), "row")
     tasks.move([Transfer("all_reduce", "dp", 1024)], "row", exposed=0.5)
     assert [each.launch for each in tasks.found] == [1.0, 11.0, 2.5, 12.5, 1.0, 6.0]
+
+
+@pytest.mark.parametrize("hardware", [IN_TURNS, BESIDE], ids=lambda each: each.name)
+def test_the_messages_of_a_long_ring_are_one_task_of_as_many_seconds(
+    hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    plan = autopar.plan(FAMILIES["llama"].build(), Mesh({"cp": 4}), args or kwargs, hardware=hardware, strategy="ring")
+    context = context_of(plan)
+    apart, together = [], []
+    for most, tasks in ((64, apart), (0, together)):
+        monkeypatch.setattr(step, "MOST_APART", most)
+        tasks += step_tasks(context.memory_model, context.choices, plan.recompute)
+    assert len(together) < len(apart)
+    assert sum(each.seconds for each in together) == pytest.approx(sum(each.seconds for each in apart))
+    assert sum(each.num_bytes for each in together) == pytest.approx(sum(each.num_bytes for each in apart), rel=0.01)
+    assert simulate(together).seconds == pytest.approx(simulate(apart).seconds, rel=0.02)
 
 
 def test_a_host_checks_each_collective_once_rank_after_rank_and_no_message() -> None:

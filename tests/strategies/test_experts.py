@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.program.operators.experts import COMBINE, DISPATCH
+from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
 from autopar.runtime.collectives.axes import record_traffic
 from autopar.sharding.layout import Layout, S
 from autopar.space.space import Space, Wire
+from autopar.strategies.roles import RoledProgram
 from tests.support.divided_experts import BATCH, LENGTH, D, Form, batches, choices, forced, with_experts
 from tests.support.planned import space_of
 from tests.support.simulation.training import Steps, Training, fault_of, train_alone, train_on_ranks
@@ -116,6 +117,13 @@ def test_a_plan_within_a_memory_limit_trains_as_one_process() -> None:
 def space() -> Space:
     """A layer with experts on two ranks."""
     return space_of(with_experts(Form(bias=True)).layers[0], (batches(1)[0]["x"],), ep=2)
+
+
+def test_biases_of_rows_are_looked_up_and_are_no_products(space: Space) -> None:
+    found = [node for node in space.program.graph.nodes if node.target in (GROUPED_MM, OF_EXPERT)]
+    products = RoledProgram.of(space.program).products
+    assert {node.target for node in found} == {GROUPED_MM, OF_EXPERT}
+    assert {node.target for node in found if node in products} == {GROUPED_MM}
 
 
 def test_both_ends_and_all_between_make_one_choice(space: Space) -> None:

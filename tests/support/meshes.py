@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
+from autopar.arranging.compared import compared
 from autopar.capture.export import capture
 from autopar.hardware.profile import Hardware
+from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.meshes.arrangements import meshes_of
-from autopar.planning.meshes.search import Candidate
+from autopar.planning.meshes.search import Candidate, Searched
 from autopar.planning.planner import make_plan
 from autopar.plans.plan import Plan
+from autopar.report.comparison_table import comparison_text
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from tests.support.parity import SLOW_DEVICES
@@ -34,7 +38,7 @@ def maker(hardware: Hardware = SLOW_DEVICES, annotated: bool = False) -> Callabl
 
 
 def candidate(plan: Plan, seconds: float | None = None) -> Candidate[Plan]:
-    return Candidate(plan, plan.seconds if seconds is None else seconds, plan.gap, "1 micro-batch", 0, "-")
+    return Candidate(plan, plan.seconds if seconds is None else seconds, plan.gap)
 
 
 @functools.cache
@@ -50,3 +54,14 @@ def plans_of(*seconds_and_bytes: tuple[float, int]) -> dict[Mesh, Plan]:
         mesh: replace(plan, mesh=mesh, seconds=seconds, bound=seconds, peak_bytes=num_bytes)
         for mesh, (seconds, num_bytes) in zip(meshes, seconds_and_bytes, strict=False)
     }
+
+
+def table(found: Searched[Any]) -> str:
+    """The candidates of a search as text."""
+    return "\n\n".join(comparison_text(compared(found)))
+
+
+def compared_text(plan: Plan | PipelinePlan) -> str:
+    """The candidates of a plan as text."""
+    assert plan.comparison is not None, "of a mesh that was given"
+    return "\n\n".join(comparison_text(plan.comparison))

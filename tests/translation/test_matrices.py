@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import autopar
+from autopar.plans.answers import ParallelizePlan
 from autopar.plans.plan import Plan
-from autopar.plans.translated import ParallelizePlan
 from autopar.translation.hugging_face import folded_styles
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES

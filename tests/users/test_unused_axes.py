@@ -103,7 +103,7 @@ def test_a_warning_of_a_mesh_that_is_not_taken_is_left_out_and_another_names_its
     def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
         warn_user(f"something about {mesh.ndim} axes")
         plan, _ = planned(Odd(), Mesh({"dp": 1}, "cpu"), 4, 129)
-        return Candidate(plan, 1.0 if mesh == fast else 2.0, 0.0, "", 0, "")
+        return Candidate(plan, 1.0 if mesh == fast else 2.0, 0.0)
 
     with pytest.warns(UserWarning) as said:
         best_mesh(make, (slow, fast))

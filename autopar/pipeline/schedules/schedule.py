@@ -56,6 +56,8 @@ _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 _V = ("zbv", "dualpipev")
 HALVING = ("interleaved_zero_bubble", *_V)
 """Make the gradients of inputs and those of weights apart."""
+UPDATING_OTHERWISE = ("pipedream", "pipedream_2bw")
+"""Update weights by every micro-batch, or a step later."""
 _STAGES_FULL = ("1f1b", "pipedream_2bw", "dualpipev")
 """Need a micro-batch for every stage."""
 

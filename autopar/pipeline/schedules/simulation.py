@@ -4,8 +4,14 @@
     start of B, I(s, i)   = max(rank is free, end of F(s, i), end of B or I(s+1, i) + transfer)
     start of W(s, i)      = max(rank is free, end of I(s, i))
 
-A transfer overlaps computation and is not queued behind others; between stages of one rank there is none. What a rank
-does once per step (reducing gradients, the optimizer) follows its last computation. For equal stages without transfers
+A transfer overlaps computation and is not queued behind others; between stages of one rank there is none. A stage
+reduces its gradients beside its last B or W, and what is left of that beside what its rank computes next, behind what
+the rank reduces of other stages:
+
+    end of reductions(s)    = max(end of last B or W(s) + what is left, end of reductions before + all reductions(s))
+
+What else a rank does once per step (the optimizer) follows its last computation and all reductions. For equal stages
+without transfers
 this gives the bubble of GPipe and 1F1B, (ranks - 1) / (micro-batches + ranks - 1) (Narayanan et al., SC 2021, 2.2).
 """
 
@@ -34,7 +40,7 @@ _Step = tuple[int, Action, tuple[tuple[Key, bool], ...]]
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one stage: of one micro-batch, and `once` per step.
+    """Seconds of one stage: of one micro-batch, `once` per step, and of the reductions beside the last backward.
 
     `send_forward` is the transfer of its outputs to the stage after it, `send_backward` that of its inputs' gradients
     to the stage before it.
@@ -46,6 +52,14 @@ class StageSeconds:
     send_forward: float = 0.0
     send_backward: float = 0.0
     once: float = 0.0
+    last_backward: float = 0.0
+    """By which the last backward is longer, for the gradients that are reduced beside it."""
+    last_send: float = 0.0
+    """By which the transfer of the last gradient is longer for the same."""
+    reducing: float = 0.0
+    """For which reductions of gradients run on when the last backward has ended."""
+    reductions: float = 0.0
+    """Of all reductions of gradients alone."""
 
     def __post_init__(self) -> None:
         assert all(getattr(self, each.name) >= 0 for each in fields(self)), f"negative seconds: {self}"
@@ -88,27 +102,34 @@ def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:
     assert len(seconds) == schedule.num_stages, f"{len(seconds)} stages for {schedule}"
     lasting = {(kind, stage): each.of(kind) for stage, each in enumerate(seconds) for kind in KINDS}
     sent = {(kind, stage): each.sent(kind) for stage, each in enumerate(seconds) for kind in ("F", "I")}
+    last = schedule.num_microbatches - 1
+    last_sent = {("I", stage, last): each.last_send for stage, each in enumerate(seconds)}
     ends: dict[Key, float] = {}
-    free = [0.0] * schedule.num_ranks
+    free, reduced = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     slices: list[list[Slice]] = [[] for _ in schedule.orders]
     for rank, step, reads in _in_order(schedule):
-        arrived = [ends[key] + (sent[key[:2]] if is_far else 0.0) for key, is_far in reads]
+        arrived = [ends[key] + (sent[key[:2]] + last_sent.get(key, 0.0) if is_far else 0.0) for key, is_far in reads]
         start = max(free[rank], *arrived) if arrived else free[rank]
-        free[rank] = ends[_key(step)] = start + lasting[step.kind, step.stage]
+        own, reduces = seconds[step.stage], step.microbatch == last and step.kind in ("B", "W")
+        free[rank] = start + lasting[step.kind, step.stage] + (own.last_backward if reduces else 0.0)
+        ends[_key(step)] = free[rank]
         slices[rank].append(Slice(rank, step.stage, step.kind, step.microbatch, start, free[rank]))
-    for rank, own in enumerate(slices):
+        if reduces and own.reductions:
+            reduced[rank] = max(free[rank] + own.reducing, reduced[rank] + own.reductions)
+    for rank, made in enumerate(slices):
+        free[rank] = max(free[rank], reduced[rank])
         for stage in schedule.stages_of(rank):
             if seconds[stage].once > 0:
-                own.append(Slice(rank, stage, "once", None, free[rank], free[rank] + seconds[stage].once))
+                made.append(Slice(rank, stage, "once", None, free[rank], free[rank] + seconds[stage].once))
                 free[rank] += seconds[stage].once
     flat = tuple(each for own in slices for each in own)
     return Timeline(flat, max(free), _bubble(flat, schedule.num_ranks * max(free)))
 
 
 def seconds_of_each(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
-    """The seconds of many steps, as `simulate` finds them one by one.
+    """The seconds of many steps, as `simulate` finds them one by one where nothing is reduced beside a backward.
 
-    `seconds` has the fields of `StageSeconds`, each [stage, step].
+    `seconds` has the fields of `StageSeconds` up to `once`, each [stage, step].
     """
     lasting = _by_kind(seconds["forward"], seconds["backward_input"], seconds["backward_weight"])
     sent = {"F": seconds["send_forward"], "I": seconds["send_backward"]}

@@ -29,8 +29,9 @@ from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cuts import CutProblem, own_seconds, transfers
 from autopar.pipeline.stages.held import Held, Limit, Room
 
-BETWEEN = (0.25, 0.5, 0.75)
-"""Of the way from one sample to the next: a stage of several layers may be planned like that."""
+MOST_PARTS = 4
+"""Of the way from one sample to the next: of the layers of a stage, some may be planned like the one, some like the
+other."""
 LeastOf = Callable[[int, int, int], int]
 """(first block, end block, stage) to the least bytes that the stage takes at its fullest moment."""
 
@@ -70,15 +71,15 @@ SamplesOf = Callable[[int], Sequence[Sample]]
 
 
 def thought_in_rooms(
-    problem: CutProblem, memory: int, samples: SamplesOf, sampled: float
+    problem: CutProblem, memory: int, samples: SamplesOf, sampled: float, num_blocks: int = MOST_PARTS
 ) -> tuple[Floats, tuple[Room, ...]]:
-    """Rooms, and what stages are thought to take in them, by samples of a stage of so many seconds.
+    """Rooms, and what stages are thought to take in them, by samples of a stage of so many seconds and blocks.
 
     That is [stage, first block, end block], with transfers; infinite where nothing fits.
     """
     schedule, own = problem.schedule, own_seconds(problem)
     in_flight = [schedule.in_flight(stage) for stage in range(schedule.num_stages)]
-    every = [_filled_in(samples(stage), held) for stage, held in enumerate(in_flight)]
+    every = [_filled_in(samples(stage), held, num_blocks) for stage, held in enumerate(in_flight)]
     size = sum(problem.own_seconds) / schedule.num_stages / sampled
     rooms = shared_rooms(schedule, memory, lambda stage: [each.scaled(size) for each in every[stage]])
     table = np.stack([_within(*each) for each in zip(own / sampled, every, rooms, in_flight, strict=True)])
@@ -95,6 +96,12 @@ def shared_rooms(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[R
         for stage, room in zip(stages, _dealt(schedule, memory, stages, chosen), strict=True):
             found[stage] = room
     return tuple(found)
+
+
+def fits_together(schedule: Schedule, memory: int, held: Sequence[Sample]) -> bool:
+    """Return whether the stages of every rank, each with one sample, fit into its memory."""
+    ranks = ((schedule.stages_of(rank), schedule.in_flight_at_once(rank)) for rank in range(schedule.num_ranks))
+    return all(fastest([[held[stage]] for stage in stages], memory, at_once) is not None for stages, at_once in ranks)
 
 
 def rooms_of_least(
@@ -168,16 +175,18 @@ def _room(limits: Sequence[Limit], in_flight: int) -> Room:
     return Room(min(each.peak for each in full), min(each.kept for each in full), fewer)
 
 
-def _filled_in(samples: Sequence[Sample], in_flight: int) -> list[Sample]:
-    """Samples, of which none is slower and keeps more than another, with some between them."""
+def _filled_in(samples: Sequence[Sample], in_flight: int, num_blocks: int) -> list[Sample]:
+    """Samples, of which none is slower and keeps more than another, with mixtures of two where blocks are several."""
     found: list[Sample] = []
     for each in sorted(samples, key=lambda sample: (sample.kept(in_flight), sample.seconds)):
         if not found or each.seconds < found[-1].seconds:
             found.append(each)
+    parts = min(num_blocks, MOST_PARTS)
+    shares = [part / parts for part in range(1, parts)]
     between = [
         replace(one.towards(other, share), running=max(one.running, other.running))
         for one, other in pairwise(found)
-        for share in BETWEEN
+        for share in shares
     ]
     return found + between
 

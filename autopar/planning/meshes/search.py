@@ -1,12 +1,14 @@
 """mesh="auto": the best arrangement of a number of devices in axes, found by planning on those that may be the best.
 
+This is the search for models without repeated layers; of others all arrangements are estimated first (`arranging`).
+
 An arrangement is an ordered factorization of the number. The order is the assignment of axes to the topology: the last
 axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost.
 
-bounds    meshes are tried by what a step takes at least on them (`at_least`), of equals those of the best `outlook`
-          first, which may be wrong, then the simplest; one that takes as long as the best plan so far is not tried, and
-          one whose search proves as much ends there (`cutoff`); of meshes that are no simpler than that of the best
-          plan, one that gains too little to be a line of its own is no better either
+bounds    meshes are tried by what a step takes at least on them (`at_least`), of equals the simplest first; one that
+          takes as long as the best plan so far is not tried, and one whose search proves as much ends there
+          (`cutoff`); of meshes that are no simpler than that of the best plan, one that gains too little to be a line
+          of its own is no better either
 axes      of meshes of as many, those come first that split an axis of the best so far
 time      all share a part of the time limit; what is left is for those that may find more in longer turns, the least
           proven first; each has half of it, at least twice as much as before: until any plan is found all of it
@@ -27,16 +29,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from tabulate import tabulate
-
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
+from autopar.plans.comparison import Excluded
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import NEVER, after, is_over, seconds_until, why_over
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.units import format_bytes, format_seconds
 from autopar.warned import warn_user
 
-SHOWN_REASON = 100  # characters
 EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
 NOT_TRIED = "not tried: "
@@ -71,14 +71,21 @@ class Candidate(Generic[P]):
     """Of a step of all its micro-batches."""
     gap: float | None
     """How far its step may be from the best on its mesh, as a share; None: nothing is proven, as for pipelines."""
-    runs: str
-    """Schedule and micro-batches, in words."""
-    stored_bytes: int
+    microbatches: int = 1
+    schedule: str = ""
+    """Name of the pipeline's schedule; "" without a pipeline."""
+    chunks: int = 1
+    """Stages on each rank of the pipeline."""
+    stored_bytes: int = 0
     """Of parameters, on the device that has the most."""
-    again: str
+    again: str = ""
     """What is computed again, in words."""
     axes: str = ""
     """What each axis splits, in words."""
+
+    @property
+    def runs(self) -> tuple[int, str, int]:
+        return self.microbatches, self.schedule, self.chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,8 @@ class Tried(Generic[P]):
     mesh: Mesh
     found: Candidate[P] | None
     reason: str = ""
+    excluded: Excluded = ""
+    """The kind of reason."""
     least_bytes: int | None = None
     """Where no plan is within the memory limit: the least that one was found to take."""
     is_cut_short: bool = False
@@ -121,12 +130,6 @@ class Searched(Generic[P]):
         """The plan that is taken."""
         return _candidate(self.lines[0][0]).plan
 
-    @property
-    def note(self) -> str:
-        """The table of all that was tried, for the notes of the best plan."""
-        count = sum(map(len, self.lines)) + len(self.without)
-        return f"the best of {count} meshes of {self.devices} devices:\n{mesh_table(self)}"
-
 
 def best_mesh(
     make: Make[P],
@@ -134,16 +137,13 @@ def best_mesh(
     time_limit: float = NEVER,
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
-    outlook: Callable[[Mesh], float] | None = None,
 ) -> Searched[P]:
     """The best plan on any of the meshes, in at most so many seconds; `at_least` bounds a step on a mesh from below.
-
-    `outlook` says in seconds of its own which meshes are likely the better ones.
 
     Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, with what came
     nearest, and TimeLimitError where none was found in time.
     """
-    tried = try_meshes(make, meshes, time_limit, at_least, pipeline, outlook)
+    tried = try_meshes(make, meshes, time_limit, at_least, pipeline)
     late = sum(each.reason.startswith(NOT_TRIED) for each in tried)
     searched = Searched(meshes[0].num_devices, merged(tried), tuple(each for each in tried if each.found is None))
     if not searched.lines:
@@ -156,11 +156,15 @@ def best_mesh(
             f"{why} when {len(tried) - late} of {len(tried)} meshes had been tried; the best of these is taken, and "
             "nothing is known of the others. Give it longer to try them.",
         )
-    for each in dict.fromkeys((str(each.message), each.category) for each in searched.lines[0][0].said):
-        text, category = each
-        mesh = str(searched.lines[0][0].mesh)
-        warn_user(text if mesh in text else f"mesh {mesh}: {text}", category)
+    warn_of_best(searched)
     return searched
+
+
+def warn_of_best(searched: Searched[Any]) -> None:
+    """Issue the warnings of the best plan, with its mesh."""
+    best = searched.lines[0][0]
+    for text, category in dict.fromkeys((str(each.message), each.category) for each in best.said):
+        warn_user(text if str(best.mesh) in text else f"mesh {best.mesh}: {text}", category)
 
 
 def _nearest(tried: Sequence[Tried[Any]]) -> str:
@@ -181,39 +185,38 @@ def try_meshes(
     time_limit: float = NEVER,
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
-    outlook: Callable[[Mesh], float] | None = None,
 ) -> tuple[Tried[P], ...]:
     """Plan on each mesh; one where the pins, the limit or the schedules leave nothing keeps the reason."""
     deadline = after(time_limit)
     first = after(FIRST_ROUND * seconds_until(deadline)) if len(meshes) > 1 else deadline
     bounds = {mesh: at_least(mesh) if at_least else 0.0 for mesh in meshes}
-    likely = {mesh: outlook(mesh) if outlook else 0.0 for mesh in meshes}
     waiting, found, late = list(meshes), dict[Mesh, Tried[P]](), dict[Mesh, float]()
 
     def plan(mesh: Mesh, until: float, share: float) -> Tried[P]:
         """What comes of a mesh in a share of the time that is left; `late` has the turns that were too short."""
         if found and is_over(until):
             late[mesh] = 0.0
-            return Tried(mesh, None, NOT_TRIED + why_over())
+            return Tried(mesh, None, NOT_TRIED + why_over(), "time")
         known = [each for other, each in found.items() if other != mesh]
         if bounds[mesh] > min(map(_seconds, known), default=math.inf):
-            return Tried(mesh, None, _no_better(bounds[mesh]))
+            return Tried(mesh, None, no_better(bounds[mesh]), "bound")
         if pipeline in mesh.axes and _pipelines(found, pipeline) >= MOST_PIPELINES:
-            return Tried(mesh, None, f"left out: {MOST_PIPELINES} pipelines that may be faster were planned")
-        turn = Turn(share * seconds_until(until), _cutoff(mesh, known))
+            left_out = f"left out: {MOST_PIPELINES} pipelines that may be faster were planned"
+            return Tried(mesh, None, left_out, "bound")
+        turn = Turn(share * seconds_until(until), cutoff_of(mesh, known))
         short = (late[each] for each in late if each.ndim == mesh.ndim and not found[each].found)
         if turn.time_limit < MUCH_SHORTER * max(short, default=0.0):
             late[mesh] = late.get(mesh, 0.0)
-            return Tried(mesh, None, f"{NOT_TRIED}what was left of the time was too little")
+            return Tried(mesh, None, f"{NOT_TRIED}what was left of the time was too little", "time")
         end = after(turn.time_limit)
-        tried = _try(make, mesh, turn)
+        tried = tried_on(make, mesh, turn)
         if seconds_until(end) < turn.time_limit / 2 and _is_open(tried):
             late[mesh] = turn.time_limit
             return replace(tried, is_cut_short=tried.found is not None)
         return tried
 
     for _ in progress(meshes, "meshes"):
-        mesh = min(waiting, key=lambda each: (bounds[each], likely[each], each.ndim, _joined(each, found, pipeline)))
+        mesh = min(waiting, key=lambda each: (bounds[each], each.ndim, _joined(each, found, pipeline)))
         waiting.remove(mesh)
         found[mesh] = plan(mesh, first, 1 / min(1 + len(waiting), TOGETHER))
     again = dict(late)
@@ -257,7 +260,7 @@ def _joined(mesh: Mesh, found: Mapping[Mesh, Tried[Any]], pipeline: str | None) 
     return min((_seconds(found[other]) for other in others if other in found), default=math.inf)
 
 
-def _cutoff(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
+def cutoff_of(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
     """The step that a plan on a mesh has to beat: where the mesh is no simpler, by more than equal plans differ by."""
     known = [(each.found.seconds, each.mesh.ndim) for each in found if each.found]
     seconds, ndim = min(known, default=(math.inf, 0))
@@ -269,23 +272,24 @@ def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
     return sum(pipeline in mesh.axes and each.found is not None for mesh, each in found.items())
 
 
-def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
+def tried_on(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
+    """Return the plan of a mesh with what was warned of, or the reason why it has none."""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found = make(mesh, turn)
         return Tried(mesh, found, said=tuple(said))
     except CutOffError as error:
-        return Tried(mesh, None, _no_better(error.seconds))
+        return Tried(mesh, None, no_better(error.seconds), "bound")
     except TimeLimitError:
-        return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found")
+        return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found", "time")
     except InfeasibleError as error:
-        return Tried(mesh, None, str(error), error.least_bytes)
+        return Tried(mesh, None, str(error), "room", error.least_bytes)
     except (AnnotationError, PipelineError) as error:
-        return Tried(mesh, None, str(error))
+        return Tried(mesh, None, str(error), "error")
 
 
-def _no_better(seconds: float) -> str:
+def no_better(seconds: float) -> str:
     return f"no better: a step takes at least {format_seconds(seconds)}"
 
 
@@ -312,50 +316,6 @@ def _are_equal(one: Tried[Any], other: Tried[Any]) -> bool:
         and math.isclose(first.seconds, second.seconds, rel_tol=EQUAL_SECONDS)
         and math.isclose(first.plan.peak_bytes, second.plan.peak_bytes, rel_tol=EQUAL_BYTES)
     )
-
-
-def mesh_table(searched: Searched[Any]) -> str:
-    """What was tried, best first with the meshes that come to the same, those without a plan last."""
-    table = []
-    for line in searched.lines:
-        first = _candidate(line[0])
-        table.append(
-            [
-                str(line[0].mesh),
-                format_seconds(first.seconds),
-                format_bytes(first.plan.peak_bytes),
-                first.runs,
-                format_bytes(first.stored_bytes),
-                first.again,
-                _proven(line[0]),
-                first.axes,
-                ", ".join(str(each.mesh) for each in line[1:]),
-            ]
-        )
-    for each in searched.without:
-        reason = each.reason.splitlines()[0]
-        short = reason if len(reason) <= SHOWN_REASON else f"{reason[: SHOWN_REASON - 1]}…"
-        table.append([str(each.mesh), *["-"] * 5, short, "", ""])
-    headers = [
-        "mesh",
-        "step",
-        "memory",
-        "runs",
-        "parameters",
-        "computed again",
-        "gap, or why not",
-        "axes split",
-        "the same on",
-    ]
-    return tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * (len(headers) - 2) + [48, 48])
-
-
-def _proven(tried: Tried[Any]) -> str:
-    """Return how far the plan of a mesh may be from the best there, and whether its turn was too short to know."""
-    gap = _candidate(tried).gap
-    if gap is None:
-        return "-"
-    return f"{format_share(gap)}, cut short" if tried.is_cut_short else format_share(gap)
 
 
 def _candidate(tried: Tried[P]) -> Candidate[P]:

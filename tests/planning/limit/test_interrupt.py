@@ -76,7 +76,7 @@ def test_meshes_that_are_left_are_not_tried() -> None:
             signal.raise_signal(signal.SIGINT)
             assert is_over(NEVER) and seconds_until(NEVER) == 0
         plan: Any = mesh
-        return Candidate(plan, 1.0, 0.0, "", 0, "")
+        return Candidate(plan, 1.0, 0.0)
 
     with interruptible():
         tried = try_meshes(make, meshes)

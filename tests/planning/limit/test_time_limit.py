@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.capture.export import Traced, trace
-from autopar.compiler import offline
+from autopar.compiler import offline_planner
 from autopar.errors import TimeLimitError
 from autopar.hardware.load import load
 from autopar.planning import planner
@@ -101,7 +101,7 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
         ends.append(deadline.after(1000.0))
         return best_within(*args)
 
-    monkeypatch.setattr(offline, "trace", slowly)
+    monkeypatch.setattr(offline_planner, "trace", slowly)
     monkeypatch.setattr(planner, "best_within", within)
     autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), time_limit=time_limit)
     assert ends == [until]

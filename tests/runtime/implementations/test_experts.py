@@ -74,7 +74,7 @@ def test_what_is_computed_again_is_bit_identical_and_full_alone_exchanges_tokens
     for each in ("none", mode):
         with record_traffic() as record:
             found[each] = train_on_ranks(
-                with_experts(Form()), STEPS, {"ep": 2}, {"recompute": each}, forced(choices("t+x"))
+                with_experts(Form(bias=True)), STEPS, {"ep": 2}, {"recompute": each}, forced(choices("t+x"))
             )
         moved[each] = dict(record.num_bytes)
         plan = found[each].plan

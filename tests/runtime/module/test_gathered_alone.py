@@ -110,15 +110,17 @@ def test_they_take_no_room_for_a_message_that_they_are_copied_from(ranks: Ranks)
 
 def _copied_for_messages() -> list[list[int]]:
     """The elements of gradients that are copied into each message; weights shared, and alone."""
-    found, x_BD, flat = [], torch.randn(8, SIZE), buckets._flat
+    found, x_BD, packed = [], torch.randn(8, SIZE), buckets.packed
     for large in BOTH:
         copied: list[int] = []
 
-        def counted(tensors: Sequence[Tensor], dtype: torch.dtype, copied: list[int] = copied) -> Tensor:
-            copied.append(sum(each.numel() for each in tensors))
-            return flat(tensors, dtype)
+        def counted(wholes: Sequence[Tensor], *rest: Any, copied: list[int] = copied) -> Tensor:
+            message = packed(wholes, *rest)
+            if message.data_ptr() not in [each.data_ptr() for each in wholes]:
+                copied.append(sum(each.numel() for each in wholes))
+            return message
 
-        with mock.patch.object(messages, "LARGE", large), mock.patch.object(buckets, "_flat", counted):
+        with mock.patch.object(messages, "LARGE", large), mock.patch.object(buckets, "packed", counted):
             options: dict[str, Any] = {"strategy": "zero3", "prefetch": 0, "hardware": SLOW_DEVICES}
             model = nn.Sequential(*(_Scaled() for _ in range(LAYERS)))
             compiled = autopar.compile(model, mesh((2,), ("dp",)), (x_BD,), **options)

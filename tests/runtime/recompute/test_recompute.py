@@ -30,7 +30,7 @@ from autopar.program.saved_tensors import saved_in
 from autopar.runtime.collectives.axes import Axis, record_traffic, use_axes
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import use_randomness
-from autopar.runtime.recompute import saved_handles
+from autopar.runtime.recompute import prepared_calls, saved_handles
 from autopar.runtime.recompute.run import run, steps_of
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
@@ -266,23 +266,24 @@ def test_casts_of_weights_are_made_again() -> None:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the calls that run, as they run."""
+    """The names of the calls of graphs that are prepared from now on, as they run."""
     names: list[str] = []
-    call = saved_handles.call
+    function_of = prepared_calls.function_of
 
-    def counting(node: fx.Node, take: Callable[[fx.Node], Any]) -> Any:
-        names.append(node.name)
-        return call(node, take)
+    def counting(node: fx.Node, function: Any) -> Callable[..., Any]:
+        run = function_of(node, function)
+        return lambda *given: (names.append(node.name), run(*given))[1]
 
-    monkeypatch.setattr(saved_handles, "call", counting)
+    monkeypatch.setattr(prepared_calls, "function_of", counting)
     return names
 
 
 @pytest.mark.parametrize("mode", COMPUTED)
 def test_the_calls_that_run_again_are_those_that_the_segments_say(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = alone("llama")
-    loss = loss_of(model.forward(mode, model.inputs()))
     names = count_calls(monkeypatch)
+    loss = loss_of(model.forward(mode, model.inputs()))
+    names.clear()
     loss.backward()
     again = [
         recomputation(model.program, segment, mode, RoledProgram.of(model.program).products)
@@ -295,8 +296,9 @@ def test_the_calls_that_run_again_are_those_that_the_segments_say(mode: str, mon
 
 def test_a_segment_runs_again_once_per_backward_and_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     model = blocks(lambda x: x.tanh().sin())
-    loss = loss_of(model.forward("full", model.inputs()))
     names = count_calls(monkeypatch)
+    loss = loss_of(model.forward("full", model.inputs()))
+    names.clear()
     first = torch.autograd.grad(loss, model.learned, retain_graph=True)
     once = list(names)
     some = torch.autograd.grad(loss, model.learned[2:], retain_graph=True)

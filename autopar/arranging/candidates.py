@@ -24,7 +24,7 @@ def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
         plan=plan,
         seconds=simulated_seconds(plan) if count > 1 and plan.context is not None else plan.step_seconds,
         gap=plan.gap,
-        runs=_micro_batches(count),
+        microbatches=count,
         stored_bytes=_stored(plan),
         again=_again(plan.recompute),
         axes=_axes_split([plan]),
@@ -34,14 +34,15 @@ def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
 def of_pipeline(plan: PipelinePlan) -> Candidate[Plan | PipelinePlan]:
     """A plan of a pipeline; how far it is from the best is not known."""
     schedule = plan.schedule
-    chunks = f", {schedule.chunks} stages a rank" if schedule.chunks > 1 else ""
     on_ranks = (schedule.stages_of(rank) for rank in range(schedule.num_ranks))
     every = {(stage.number, name): mode for stage in plan.stages for name, mode in stage.plan.recompute.items()}
     return Candidate(
         plan=plan,
         seconds=plan.seconds,
         gap=None,
-        runs=f"{schedule.name}, {_micro_batches(schedule.num_microbatches)}{chunks}",
+        microbatches=schedule.num_microbatches,
+        schedule=schedule.name,
+        chunks=schedule.chunks,
         stored_bytes=max(sum(_stored(plan.stages[stage].plan) for stage in stages) for stages in on_ranks),
         again=_again(every),
         axes=_axes_split([stage.plan for stage in plan.stages]),
@@ -63,10 +64,6 @@ def _axes_split(plans: Sequence[Plan]) -> str:
     return "; ".join(found)
 
 
-def _micro_batches(count: int) -> str:
-    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
-
-
 def _stored(plan: Plan) -> int:
     return plan.memory.parts.get(PARAMETERS, 0) if plan.memory else 0
 
@@ -75,4 +72,4 @@ def _again(recompute: Mapping[Any, str]) -> str:
     """How many segments are computed again, and how."""
     modes = Counter(recompute.values())
     found = [f"{mode} in {modes[mode]} of {len(recompute)}" for mode in MODES[1:] if modes[mode]]
-    return ", ".join(found) or "-"
+    return ", ".join(found)

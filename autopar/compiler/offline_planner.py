@@ -1,0 +1,397 @@
+"""Plans of one model on one mesh after another, which share what was captured of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.annotations.matching import Catalog
+from autopar.arranging.block_use import strategies_of
+from autopar.arranging.candidates import of_pipeline, of_plan
+from autopar.arranging.estimates import Estimate
+from autopar.arranging.shortened import Shortened, is_alike, shortened
+from autopar.capture.export import Traced, skeleton_of, trace
+from autopar.capture.layers.fewer import without_layers
+from autopar.capture.static.arguments import with_static
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import Fitting
+from autopar.compiler.arguments import (
+    ExampleInputs,
+    check_hooks,
+    check_no_pipeline,
+    check_stages,
+    example_arguments,
+)
+from autopar.compiler.batch_statistics import warn_of_batch_statistics
+from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.plan_cache import PlanCache
+from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked
+from autopar.errors import CutOffError, InfeasibleError
+from autopar.memory.model import MemoryModel
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.request import PipelineRequest, stage_mesh
+from autopar.pipeline.schedule_search import Wish, best_schedule, most_microbatches
+from autopar.pipeline.schedules.schedule import UPDATING_OTHERWISE, Schedule
+from autopar.pipeline.stages.blocks import Block, blocks_of
+from autopar.planning.limit.least_stored import least_stored
+from autopar.planning.meshes.search import Candidate, Turn
+from autopar.planning.request import PlanRequest, axes_of_parts
+from autopar.plans.plan import Plan
+from autopar.program.operators.experts import DISPATCH
+from autopar.program.program import Program
+from autopar.progress import stages as progress
+from autopar.runtime.module.batches import batch_size, split_batch
+from autopar.runtime.module.inputs import call_signature, canonical_arguments
+from autopar.runtime.module.parts import layouts_of_parts, whole_batch
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import Allowance, after, interruptible, is_over, seconds_until
+from autopar.space.space import Space
+
+USUAL_AXES, MOST_AXES = 2, 3
+"""Axes of a mesh that is searched for, beside that of a pipeline."""
+USUAL_PIPELINE = "pp"
+SHRINKING = 0.9
+"""Of what a batch takes beside what is stored, at least, goes down as micro-batches do: half of it for half of them."""
+WORTH = 2
+"""Times as many nodes as in its shorter form has a model whose arrangements are estimated, at least."""
+
+
+class OfflinePlanner:
+    """Plans one model on one mesh after another; it is captured once for each number of micro-batches."""
+
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest, cache: PlanCache) -> None:
+        self.model, self.request, self.cache = model, request, cache
+        self.allowance = Allowance.from_now(request.settings.time_limit)
+        batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
+        self.batch = with_static(batch, request.static_argnames, model.forward)
+        self.traces: dict[tuple[int, int], Traced] = {}
+        self.programs: dict[tuple[int, int, Tiles], Program] = {}
+        self.shorter: dict[tuple[int, int, Tiles], Shortened] = {}
+        """As `programs`, in their shorter form."""
+        self.fewer: dict[tuple[int, int], Traced | None] = {}
+        """As `traces`, of the model with fewer layers; None where that is no shorter form of the model."""
+        self.warned = False
+        """Whether it was said that statistics are those of micro-batches."""
+
+    def captured(self, count: int, num_parts: int, tiles: Tiles) -> Program:
+        """The program of one of so many micro-batches, of a batch of so many times the example."""
+        if (count, num_parts, tiles) not in self.programs:
+            with uncollected():
+                program = self.traced(count, num_parts).program(tiles)
+            self.programs[count, num_parts, tiles] = check_hooks(program, count)
+        return self.programs[count, num_parts, tiles]
+
+    def traced(self, count: int, num_parts: int) -> Traced:
+        """The model, of which such programs are made."""
+        if (count, num_parts) not in self.traces:
+            with progress("planning", 1) as step, uncollected():
+                step("capture")
+                self.traces[count, num_parts] = self._traced(self._skeleton(), count, num_parts)
+        return self.traces[count, num_parts]
+
+    def _skeleton(self) -> nn.Module:
+        return skeleton_of(self.model, self.request.precision, self.request.training)
+
+    def _traced(self, model: nn.Module, count: int, num_parts: int) -> Traced:
+        return trace(
+            model,
+            *whole_batch(split_batch(self.batch, count)[0], num_parts),
+            training=self.model.training and self.request.training,
+            assume=self.request.assume,
+            capacity_factor=self.request.capacity_factor,
+            precision=self.request.precision,
+        )
+
+    def arriving(self, count: int, mesh: Mesh, tiles: Tiles) -> tuple[Program, dict[str, Layout]]:
+        """The same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
+        axes = axes_of_parts(self.request.inputs, mesh)
+        program = self.captured(count, math.prod(map(mesh.size, axes)), tiles)
+        return program, layouts_of_parts(program, self.batch, mesh, axes)
+
+    @functools.cached_property
+    def single(self) -> Space:
+        """A micro-batch, or the whole batch where nothing is said of them, on one device."""
+        program = self.captured(self.request.microbatches or 1, 1, tiles_asked(self.request))
+        return self.request.space(program, self.request.named(Mesh({"dp": 1})))
+
+    def usual_axes(self, devices: int | None) -> int:
+        """How many axes a mesh has beside a pipeline's, at most: a third one where the second has two things to do.
+
+        That is where there are experts, and where the batch has too few samples for the devices, so that positions are
+        split, too.
+        """
+        has_experts = any(node.target is DISPATCH for node in self.single.program.graph.nodes)
+        is_whole = self.request.inputs == "whole"
+        few = is_whole and batch_size(self.batch) // (self.request.microbatches or 1) < (devices or 1)
+        return MOST_AXES if has_experts or few else USUAL_AXES
+
+    def limit(self, mesh: Mesh) -> int | None:
+        """Return the memory limit in bytes of tensors on a device of a mesh; None if there is none."""
+        return self.request.within(mesh).settings.tensor_limit
+
+    def in_pipelines(self) -> OfflinePlanner:
+        """The same for pipelines, whose axis has its usual name; what is captured serves both."""
+        other = copy.copy(self)
+        other.request = replace(self.request, pipeline=USUAL_PIPELINE)
+        return other
+
+    def samples(self, mesh: Mesh) -> int:
+        """Of the whole batch, of which ranks along some axes of a mesh may be given parts."""
+        return batch_size(self.batch) * math.prod(map(mesh.size, axes_of_parts(self.request.inputs, mesh)))
+
+    @property
+    def stored(self) -> int:
+        """Bytes that all devices together store at least."""
+        return least_stored(MemoryModel(self._with_least_stored(self.single)))
+
+    def at_least(self, mesh: Mesh) -> float:
+        """What a step on a mesh takes at least: all devices compute all the time, but for the bubble of a pipeline.
+
+        Its last rank waits for the first micro-batch, whose forward is a third of its work, through the stages before.
+        """
+        calls = (each.menu.seconds for each in self.single.decisions if each.kind == "call")
+        own = (self.request.microbatches or 1) * sum(float(each.min()) for each in calls) / mesh.num_devices
+        axis = self.request.pipeline
+        if axis is None or axis not in mesh.axes:
+            return own
+        num_ranks = mesh.size(axis)
+        most = self.request.microbatches or most_microbatches(self.samples(stage_mesh(mesh, axis)), mesh, axis)
+        chunks = self.request.chunks or max(len(self.blocks) // num_ranks, 1)
+        return own * (1 + (num_ranks - 1) / (3 * chunks * most))
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of the model."""
+        return blocks_of(self.single.program)
+
+    @functools.cached_property
+    def said(self) -> dict[str, tuple[int, ...]]:
+        """Node → the numbers of the user's annotations that name it."""
+        found: dict[str, tuple[int, ...]] = {}
+        catalog = Catalog(self.single)
+        for number, annotation in enumerate(self.request.annotations):
+            named = catalog.find(annotation)
+            for each in sorted({*named.calls, *named.outputs, *named.parameters}) if named else ():
+                name = self.single.decisions[each].name
+                found[name] = (*found.get(name, ()), number)
+        return found
+
+    def short(self, count: int, mesh: Mesh) -> Iterator[tuple[Shortened, Mapping[str, Layout]]]:
+        """Shorter forms of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts.
+
+        Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
+        """
+        axes, tiles = axes_of_parts(self.request.inputs, mesh), tiles_asked(self.request)
+        num_parts = math.prod(map(mesh.size, axes))
+        found = self.shortened(count, num_parts, tiles)
+        yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
+        if tiles.loss is None and found.program.tileable:
+            found = self.shortened(count, num_parts, tiles._replace(loss=Fitting(mesh.num_devices)))
+            yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
+
+    def shortened(self, count: int, num_parts: int, tiles: Tiles) -> Shortened:
+        """The shorter form of a micro-batch's program, captured of a model with fewer layers where that is the same."""
+        key = count, num_parts, tiles
+        if key not in self.shorter:
+            traced = None if (count, num_parts) in self.traces else self._traced_shorter(count, num_parts)
+            found = None
+            if traced is not None:
+                with uncollected():
+                    program = check_hooks(traced.program(tiles), count)
+                blocks = blocks_of(program)
+                if is_alike(self.base, program, blocks, same_sizes=False):
+                    found = Shortened(program, blocks, self.base.origin)
+            if found is None:
+                program = self.captured(*key)
+                found = shortened(program, blocks_of(program), self.said)
+            self.shorter[key] = found
+        return self.shorter[key]
+
+    @functools.cached_property
+    def base(self) -> Shortened:
+        """The shorter form of the program that is captured first."""
+        return shortened(self.single.program, self.blocks, self.said)
+
+    def _traced_shorter(self, count: int, num_parts: int) -> Traced | None:
+        """The model with fewer layers, traced; None where it is not the shorter form of the model."""
+        first = self.request.microbatches or 1, 1
+        for key in (first, (count, num_parts)):
+            if key not in self.fewer:
+                self.fewer[key] = None
+                if self.fewer.get(first) is not None or key == first:
+                    self.fewer[key] = self._of_fewer_layers(*key)
+                if key == first and (traced := self.fewer[key]) is not None:
+                    program = traced.program(tiles_asked(self.request))
+                    if not is_alike(self.base, program, blocks_of(program), same_sizes=True):
+                        self.fewer[key] = None
+        return self.fewer[count, num_parts]
+
+    def _of_fewer_layers(self, count: int, num_parts: int) -> Traced | None:
+        """The model without the layers that others stand for, traced; None where it cannot do without them."""
+        model, left = self._skeleton(), {block.name for block in self.base.blocks}
+        gone = [block.name for block in self.blocks if block.name not in left]
+        if self.said or not gone or not without_layers(model, gone):
+            return None
+        try:
+            return self._traced(model, count, num_parts)
+        except Exception:  # as where the forward takes layers by their number: the whole model is traced
+            return None
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether the arrangements of the model are estimated by a shorter form of it before some are planned."""
+        request = self.request
+        if not request.training or request.offload != "none" or request.schedule in UPDATING_OTHERWISE:
+            return False
+        return WORTH * len(self.base.program.graph.nodes) <= len(self.single.program.graph.nodes)
+
+    def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
+        """The best plan of an estimated candidate, with its schedule and micro-batches."""
+        mesh, count, schedule = estimate.mesh, estimate.microbatches, estimate.schedule
+        settings = replace(self.request.settings, time_limit=turn.time_limit)
+        if schedule is None:
+            settings = replace(settings, cutoff=turn.cutoff / count)
+            try:
+                plan = self.on(mesh, replace(self.request, microbatches=count, settings=settings))
+            except CutOffError as error:
+                raise CutOffError(count * error.seconds) from error
+            return of_plan(plan if count == 1 or self.request.microbatches else _saying(plan, count), count)
+        stage, asked = stage_mesh(mesh, str(self.request.pipeline)), tiles_asked(self.request)
+        num_parts = math.prod(map(stage.size, axes_of_parts(self.request.inputs, stage)))
+        in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, asked)
+        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else self.request.loss_tiles or False
+        chunks = schedule.chunks if schedule.chunks > 1 else None
+        wanted = replace(
+            self.request,
+            microbatches=count,
+            schedule=schedule.name,
+            chunks=chunks,
+            settings=settings,
+            loss_tiles=tiles,
+        )
+        looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, tiles_asked(wanted))))
+        return of_pipeline(self.in_stages(mesh, str(self.request.pipeline), wanted, turn.cutoff, looked_at))
+
+    def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
+        """The best plan on one of the meshes that are compared.
+
+        Where a pipeline has no part in it and the whole batch does not fit, it is halved until its micro-batches do.
+        """
+        settings, deadline = replace(self.request.settings, time_limit=turn.time_limit), after(turn.time_limit)
+        request = replace(self.request, settings=settings)
+        if request.pipeline is not None and request.pipeline in mesh.axes:
+            return of_pipeline(self.in_stages(mesh, request.pipeline, request, turn.cutoff))
+        count = request.microbatches or 1
+        while True:
+            left = replace(settings, time_limit=seconds_until(deadline), cutoff=turn.cutoff / count)
+            try:
+                plan = self.on(mesh, replace(request, microbatches=count, settings=left))
+            except CutOffError as error:
+                if math.isfinite(error.seconds):
+                    raise CutOffError(count * error.seconds) from error
+                reason = InfeasibleError("nothing is within the memory limit")
+            except InfeasibleError as error:
+                reason = error
+            else:
+                return of_plan(plan if count == 1 else _saying(plan, count), count)
+            halved = None if is_over(deadline) else self._halved(mesh, count, reason.least_bytes)
+            if halved is None:
+                said = f"also in {count} micro-batches: {reason}" if count > 1 else str(reason)
+                raise InfeasibleError(said, reason.least_bytes) from reason
+            count = halved
+
+    def _halved(self, mesh: Mesh, count: int, least: int | None) -> int | None:
+        """Into how many micro-batches a batch is to be split next, of which so many take `least` bytes.
+
+        None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
+        """
+        settings, size = self.request.within(mesh).settings, batch_size(self.batch)
+        limit = settings.memory
+        if self.request.microbatches or limit is None or self.request.static_argnames:
+            return None
+        stored = settings.reserved.on_device(self.floor(mesh, count))
+        halved = 2 * count
+        while stored <= limit and size % halved == 0:
+            if least is None or stored + SHRINKING * (least - stored) * count / halved <= limit:
+                return halved
+            halved *= 2  # as many take too much, so that the model need not be captured for them
+        return None
+
+    def floor(self, mesh: Mesh, count: int) -> int:
+        """Bytes per device that are stored however small micro-batches are."""
+        program, arriving = self.arriving(count, mesh, tiles_asked(self.request))
+        return least_stored(MemoryModel(self._with_least_stored(self.request.space(program, mesh, arriving))))
+
+    def _with_least_stored(self, space: Space) -> Space:
+        """The space with as little on the device as the request allows."""
+        if self.request.offload != "auto":
+            return space
+        return space.with_optimizer(self.request.offloading(space.hardware, space.mesh.num_devices))
+
+    def on(self, mesh: Mesh, request: PlanRequest | None = None) -> Plan:
+        """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
+        request = (request or self.request).within(mesh)
+        check_no_pipeline(request, mesh)
+        count, tiles = request.microbatches or 1, tiles_asked(request)
+        program, _ = self.arriving(count, mesh, tiles)
+        self.warned = self.warned or warn_of_batch_statistics(program, count)
+
+        def space_of(tiles: Tiles) -> Space:
+            program, arriving = self.arriving(count, mesh, tiles)
+            return request.space(program, mesh, arriving)
+
+        with progress(f"planning on {mesh}", 2) as step, uncollected():
+            step("strategies and costs")
+            space = space_of(tiles)
+            step("solving")
+            with interruptible(), self.allowance.searching():
+                return self.cache.plan(request, space, space_of)
+
+    @uncollected()
+    def in_stages(
+        self,
+        mesh: Mesh,
+        axis: str,
+        request: PlanRequest | None = None,
+        cutoff: float = math.inf,
+        strategies: Mapping[str, frozenset[str]] | None = None,
+    ) -> PipelinePlan:
+        """The best plan on a mesh with a pipeline, as it is asked for, or as `request` asks for it.
+
+        Of some decisions only these `strategies` are looked at, where they are given. CutOffError where every schedule
+        takes longer than the cut-off without a memory limit.
+        """
+        request = (request or self.request).on(mesh)
+        check_stages(request)
+        inner = stage_mesh(mesh, axis)
+
+        tileable = set[bool]()
+
+        def planned(tiles: Tiles) -> PipelinePlan:
+            def requested(schedule: Schedule) -> PipelineRequest:
+                program, arriving = self.arriving(schedule.num_microbatches, inner, tiles)
+                tileable.add(program.tileable)
+                made = PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
+                return replace(made, strategies=strategies or {})
+
+            settings, size = request.settings, self.samples(inner)
+            limited, seconds = settings.memory is not None, settings.time_limit
+            chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited, seconds, cutoff)
+            asked = requested(chosen.schedule)
+            warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
+            return chosen.plan or self.cache.pipeline_plan(asked)
+
+        with interruptible(), self.allowance.searching():
+            return pipeline_as_memory_asks(request, planned, lambda: True in tileable, inner.num_devices)
+
+
+def _saying(plan: Plan, count: int) -> Plan:
+    """The plan, with what it has to be asked for: of one micro-batch it does not say how many there are."""
+    note = f"the batch fits in {count} micro-batches: give microbatches={count}, and train with model.train_step"
+    return replace(plan, notes=(*plan.notes, note))

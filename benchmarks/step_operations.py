@@ -1,0 +1,395 @@
+"""Kernels, ATen operations and Python calls of a training step on the host, beside PyTorch's own tools.
+
+One process is rank 0 of many: torch's fake process group moves nothing, so that 512 ranks need no machine. Both sides
+train the decoder of `transformer_model` on a global batch of one sample per rank, with AdamW (foreach). The third step
+is counted by a TorchDispatchMode, the fourth by `sys.setprofile`. Pipelines are left out: torch's schedules receive the
+shapes of what they receive, and nothing arrives here. Counted are
+
+    operations    calls that reach ATen, or an operator of a library, below autograd
+    kernels       those that write values: neither views, nor allocations, nor collectives. A foreach operation is one
+                  kernel only if each pair of its tensors is dense and has equal strides, as CUDA demands; a peer's
+                  fused operation (`fsdp::chunk_cat` …) is one
+    calls         Python functions that are called
+
+    python -m benchmarks.step_operations                                all cases on 8, 64 and 512 ranks: some minutes
+    python -m benchmarks.step_operations --only zero3 --ranks 8 512
+
+target: kernels of a backward are as many on 512 ranks as on 8, and at most 1.1 × the peer's; Python calls with full
+recomputation are at most 1.1 × the peer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.benchmarking.baselines import own_samples
+from autopar.hardware.load import load
+from autopar.hardware.profile import Link, Protocol
+from autopar.program.precision import NAMED
+from benchmarks.transformer_model import Size, Transformer, batch, transformer
+from benchmarks.transformer_pairs import styles_of
+
+MIXED = "bf16-mixed"
+TENSOR = 8  # ranks of tensor parallelism
+LATENCY_S = 20e-6
+MACHINE = replace(load("h100"), links=(Link("network", None, 0.0, 450e9, (Protocol("messages", "ring", LATENCY_S),)),))
+"""A network whose latency is the same for any number of ranks, so that the collectives of a plan are, too."""
+ALLOCATIONS = frozenset(
+    (
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty_strided",
+        "detach",
+        "set_",
+        "resize_",
+        "lift_fresh",
+        "_local_scalar_dense",
+    )
+)
+NO_KERNELS = frozenset(("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler"))
+"""Namespaces of collectives, and of marks for a profiler."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of one phase of a step."""
+
+    kernels: int = 0
+    operations: int = 0
+    calls: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.kernels + other.kernels, self.operations + other.operations, self.calls + other.calls)
+
+
+Phases = dict[str, Counts]
+
+
+@dataclass
+class Operations(TorchDispatchMode):
+    """Counts operations by name, and of those the kernels."""
+
+    every: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # counted are the operations on local tensors that it becomes
+            return NotImplemented
+        self.every[func.name()] += func.namespace != "profiler"
+        self.kernels[func.name()] += kernels_of(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of(func: Any, args: Sequence[Any]) -> int:
+    """Return how many kernels an operation launches."""
+    if func.namespace in NO_KERNELS or func.is_view or func._opname in ALLOCATIONS:
+        return 0
+    if func._opname == "_foreach_copy_":
+        targets, sources = args[:2]
+        pairs = zip(targets, sources, strict=True)
+        return 1 if all(x.stride() == y.stride() and _is_dense(x) for x, y in pairs) else len(targets)
+    return 1
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() or x.numel() == 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+class Calls:
+    """Counts Python calls inside the block."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        self.number += event == "call"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A model of one side: what its step runs, phase by phase."""
+
+    phases: Mapping[str, Callable[[], object]]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: tuple[Tensor, ...], context: Any = contextlib.nullcontext) -> Contestant:
+        """Return the step of a model that returns its loss."""
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            with context():
+                losses.append(model(*inputs))
+
+        def backward() -> None:
+            with context():
+                losses.pop().backward()
+
+        return cls({"forward": forward, "backward": backward, "step": stepped(model)})
+
+
+def stepped(model: nn.Module) -> Callable[[], None]:
+    """Return the optimizer's part of a step."""
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(type(parameter.data), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def counted(contestant: Contestant) -> tuple[Phases, Mapping[str, Operations]]:
+    """Return the counts of each phase, after two steps that plan and fill the optimizer's state."""
+    found = {name: Counts() for name in contestant.phases}
+    names = {}
+    for _ in range(2):
+        for run in contestant.phases.values():
+            run()
+    for name, run in contestant.phases.items():
+        with Operations() as operations:
+            run()
+        names[name] = operations
+        found[name].operations, found[name].kernels = operations.every.total(), operations.kernels.total()
+    for name, run in contestant.phases.items():
+        with Calls() as calls:
+            run()
+        found[name].calls = calls.number
+    return found, names
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A case on a number of ranks, in a precision, with or without recomputation."""
+
+    ranks: int
+    precision: str | None
+    recompute: str
+    size: Size
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The precision as FSDP2 has it."""
+        found = NAMED[self.precision] if self.precision else None
+        return MixedPrecisionPolicy(found.compute, found.reduce) if found else MixedPrecisionPolicy()
+
+    def model(self) -> Transformer:
+        """Return a peer's model, its layers checkpointed if they are computed again."""
+        model = transformer(self.size)
+        if self.recompute == "full":
+            for number, block in enumerate(model.blocks):
+                model.blocks[number] = checkpoint_wrapper(block)
+        return model
+
+
+Build = Callable[[Setting, DeviceMesh], Contestant]
+
+
+def ours(strategy: str) -> Build:
+    """Return what compiles with a preset."""
+
+    def build(setting: Setting, mesh: DeviceMesh) -> Contestant:
+        inputs = batch(setting.size)
+        options: Any = {"strategy": strategy, "recompute": setting.recompute, "precision": setting.precision}
+        return Contestant.of(
+            autopar.compile(transformer(setting.size), mesh, inputs, hardware=MACHINE, **options), inputs
+        )
+
+    return build
+
+
+def ddp(setting: Setting, mesh: DeviceMesh) -> Contestant:
+    """DistributedDataParallel; a hook stands for its collectives, whose results a fake world has not."""
+    inputs = own_samples(batch(setting.size), mesh)
+    model = DistributedDataParallel(setting.model(), process_group=mesh.get_group(), gradient_as_bucket_view=True)
+
+    model.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer().div_(mesh.size())))
+    if setting.precision is None:
+        return Contestant.of(model, inputs)
+    return Contestant.of(model, inputs, lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+def _done(result: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+def fsdp2(setting: Setting, mesh: DeviceMesh) -> Contestant:
+    """`fully_shard` of each layer and of the root; over two axes as hybrid sharding."""
+    model = setting.model()
+    whole = mesh if mesh.ndim == 1 else mesh._flatten("all")
+    return Contestant.of(_sharded(model, mesh, setting), own_samples(batch(setting.size), whole))
+
+
+def zero2_by_fsdp2(setting: Setting, mesh: DeviceMesh) -> Contestant:
+    """`fully_shard` that keeps gathered weights for the backward."""
+    model = _sharded(setting.model(), mesh, setting, reshard_after_forward=False)
+    return Contestant.of(model, own_samples(batch(setting.size), mesh))
+
+
+def _sharded(model: Transformer, mesh: DeviceMesh, setting: Setting, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=setting.policy, **options)
+    fully_shard(model, mesh=mesh, mp_policy=setting.policy, **options)
+    return model
+
+
+def dtensor(sequence: bool) -> Build:
+    """Return what parallelizes the last axis by `parallelize_module`, and shards over one before it."""
+
+    def build(setting: Setting, mesh: DeviceMesh) -> Contestant:
+        model = transformer(setting.size)
+        inner = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+        parallelize_module(model, inner, styles_of(sequence))
+        if setting.recompute == "full":
+            for number, block in enumerate(model.blocks):
+                model.blocks[number] = checkpoint_wrapper(block)
+        inputs = batch(setting.size)
+        if mesh.ndim == 1:
+            return Contestant.of(model, inputs, loss_parallel)
+        outer = mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
+        return Contestant.of(_sharded(model, outer, setting), own_samples(inputs, outer), loss_parallel)
+
+    return build
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A strategy, its mesh, and what it is held against."""
+
+    name: str
+    axes: Callable[[int], Mapping[str, int]]
+    ours: Build
+    theirs: Build
+    peer: str
+    any_number: bool = True
+    """Whether it runs on more than TENSOR ranks."""
+
+
+def _flat(ranks: int) -> Mapping[str, int]:
+    return {"dp": ranks}
+
+
+def _tensor(ranks: int) -> Mapping[str, int]:
+    return {"tp": ranks}
+
+
+CASES = (
+    Case("data_parallel", _flat, ours("data_parallel"), ddp, "DDP"),
+    Case("zero1", _flat, ours("zero1"), zero2_by_fsdp2, "FSDP2, kept"),
+    Case("zero2", _flat, ours("zero2"), zero2_by_fsdp2, "FSDP2, kept"),
+    Case("zero3", _flat, ours("zero3"), fsdp2, "FSDP2"),
+    Case("hsdp", lambda ranks: {"dp": 2, "fsdp": ranks // 2}, ours("hsdp"), fsdp2, "FSDP2, hybrid"),
+    Case("megatron", _tensor, ours("megatron"), dtensor(False), "DTensor", False),
+    Case("megatron_sequence", _tensor, ours("megatron_sequence"), dtensor(True), "DTensor", False),
+    Case(
+        "fsdp_megatron",
+        lambda ranks: {"dp": max(2, ranks // TENSOR), "tp": min(TENSOR, ranks // 2)},
+        ours("fsdp_megatron"),
+        dtensor(False),
+        "FSDP2 + DTensor",
+    ),
+)
+
+
+@contextlib.contextmanager
+def fake_mesh(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """Have a mesh whose rank 0 is this process."""
+    dist.init_process_group("fake", rank=0, world_size=math.prod(axes.values()), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+HEADERS = (
+    *("case", "ranks", "precision", "recompute", "phase"),
+    *("kernels", "peer", "ratio", "operations", "peer", "ratio", "calls", "peer", "ratio"),
+)
+
+
+def rows_of(case: Case, setting: Setting, names: bool = False) -> list[tuple[object, ...]]:
+    """Return the lines of a case: a line per phase, both sides in one."""
+    sides = []
+    for build in (case.ours, case.theirs):
+        with fake_mesh(case.axes(setting.ranks)) as mesh:
+            phases, operations = counted(build(setting, mesh))
+        sides.append(phases)
+        if names:
+            for phase, found in operations.items():
+                print(build.__qualname__, phase, found.kernels.most_common(16), found.every.most_common(12), sep="\n  ")
+    lines = []
+    for phase, here in sides[0].items():
+        there = sides[1][phase]
+        pairs = [[getattr(each, name) for each in (here, there)] for name in ("kernels", "operations", "calls")]
+        cells = [cell for one, other in pairs for cell in (one, other, f"{one / max(other, 1):.2f}")]
+        lines.append(
+            (f"{case.name} / {case.peer}", setting.ranks, setting.precision or "fp32", setting.recompute, phase, *cells)
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], default=[])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[8, 64, 512])
+    parser.add_argument("--precisions", nargs="*", choices=["fp32", MIXED], default=["fp32", MIXED])
+    parser.add_argument("--recompute", nargs="*", choices=["none", "full"], default=["none", "full"])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--names", action="store_true", help="print what is counted, by name, most frequent first")
+    given = parser.parse_args(arguments)
+    lines = []
+    for case in CASES:
+        for ranks in given.ranks:
+            for precision in given.precisions:
+                for recompute in given.recompute:
+                    if (given.only and case.name not in given.only) or (ranks > TENSOR and not case.any_number):
+                        continue
+                    size = Size(given.layers, given.hidden, TENSOR, 1024, ranks, 8)
+                    setting = Setting(ranks, None if precision == "fp32" else precision, recompute, size)
+                    lines += rows_of(case, setting, given.names)
+    print(tabulate(lines, HEADERS, disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

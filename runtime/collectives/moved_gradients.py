@@ -1,0 +1,150 @@
+"""Gradients of a step's leaves, taken back through the moves of their weights.
+
+Leaves add gradients up over micro-batches, and the moves reduce the sums once. In the last backward of a step a bucket
+is reduced as soon as the last gradient of its leaves is there, and left running: its gradients are taken back up to the
+node that waits (`buckets.waits`), and the rest of the way, with the wait, at the end of the step.
+
+Every rank must start its collectives in the same order. The autograd engine accumulates gradients that are ready at
+once in no order that all ranks share. So buckets start in an order that the graph gives: that of the first use of their
+weights, the last one first. A bucket that is complete sooner waits for those before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from autopar.runtime.collectives.buckets import waits
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Weights whose gradients are reduced together; without a collective that may be left running, the others."""
+
+    values: list[Tensor] = field(default_factory=list)
+    """Weights as the moves give them."""
+    leaves: list[Tensor] = field(default_factory=list)
+    waits: dict[Node, None] = field(default_factory=dict)
+    """The nodes up to which gradients are taken back at once."""
+    first_use: int = 0
+    missing: set[Tensor] = field(default_factory=set)
+    """Leaves whose last gradient is yet to come."""
+
+
+class MovedGradients:
+    """The way back of the gradients of one step."""
+
+    def __init__(self, moved: Sequence[Tensor], leaves: Sequence[Tensor], first_uses: Sequence[int]) -> None:
+        """`first_uses` are the places in the graph at which each weight is used first; the three run in parallel."""
+        self._others = _Bucket()
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        of_node: dict[Node, _Bucket] = {}
+        for value, leaf, first_use in zip(moved, leaves, first_uses, strict=True):
+            if leaf is not value and value.requires_grad:
+                self._add(value, leaf, first_use, of_node)
+        self._to_start = deque(sorted(self._buckets, key=lambda each: -each.first_use))
+        self._results: list[tuple[GradientEdge, Tensor]] = []
+
+    def _add(self, value: Tensor, leaf: Tensor, first_use: int, of_node: dict[Node, _Bucket]) -> None:
+        waits = list(_last_waits(value.grad_fn))
+        if not waits:
+            self._others.values.append(value)
+            self._others.leaves.append(leaf)
+            return
+        joined = _Bucket([value], [leaf], dict.fromkeys(waits), first_use)
+        for bucket in dict.fromkeys(of_node[node] for node in waits if node in of_node):
+            self._buckets.remove(bucket)
+            joined = _Bucket(
+                [*bucket.values, *joined.values],
+                [*bucket.leaves, *joined.leaves],
+                bucket.waits | joined.waits,
+                min(bucket.first_use, joined.first_use),
+            )
+        self._buckets.append(joined)
+        of_node.update(dict.fromkeys(joined.waits, joined))
+
+    def start_in_next_backward(self) -> None:
+        """Reduce the gradients of every bucket as soon as the backward that comes next has made the last of them."""
+        is_first = all(leaf.grad is None for bucket in self._buckets for leaf in bucket.leaves)
+        for bucket in self._buckets:
+            # A leaf to which no backward before has given anything gets nothing in the last one either.
+            bucket.missing = {leaf for leaf in bucket.leaves if is_first or leaf.grad is not None}
+            for leaf in bucket.missing:
+                self._bucket_of[leaf] = bucket
+                leaf.register_post_accumulate_grad_hook(partial(_has_come, weakref.ref(self)))
+
+    def has_come(self, leaf: Tensor) -> None:
+        """Take note of the last gradient of a leaf."""
+        self._bucket_of[leaf].missing.discard(leaf)
+        while self._to_start and not self._to_start[0].missing:
+            self._start(self._to_start.popleft())
+
+    def _start(self, bucket: _Bucket) -> None:
+        """Start the collectives of a bucket."""
+        values, gradients = _taken(bucket)
+        if values:
+            edges = [GradientEdge(node, i) for node in bucket.waits for i in range(len(node.next_functions))]
+            found = torch.autograd.grad(values, edges, gradients, allow_unused=True)
+            self._results += [(edge, each) for edge, each in zip(edges, found, strict=True) if each is not None]
+
+    def finish(self) -> None:
+        """Start what has not been started, wait for all, and give the gradients to what was moved."""
+        while self._to_start:
+            self._start(self._to_start.popleft())
+        values, gradients = _taken(self._others)
+        roots: list[GradientEdge | Tensor] = [*(edge for edge, _ in self._results), *values]
+        gradients = [*(gradient for _, gradient in self._results), *gradients]
+        self._results.clear()
+        if roots:
+            torch.autograd.backward(roots, gradients)  # pyright: ignore[reportArgumentType]
+
+
+def _has_come(gradients: weakref.ref[MovedGradients], leaf: Tensor) -> None:
+    """The hook of a leaf, which does not keep alive what knows the leaf."""
+    known = gradients()
+    if known is not None:
+        known.has_come(leaf)
+
+
+def _taken(bucket: _Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of a bucket that have learned, and their gradients, which their leaves let go of.
+
+    A gradient may be of higher precision than its weight. Autograd casts a gradient to the dtype of its tensor before
+    it is summed: what has cast the tensor gets it apart.
+    """
+    values: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for value, leaf in zip(bucket.values, bucket.leaves, strict=True):
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is None:
+            continue
+        exact = getattr(value.grad_fn, "exact", None)
+        if exact is not None and gradient.dtype != value.dtype:
+            exact[value.output_nr] = gradient
+        values.append(value)
+        gradients.append(gradient)
+    return values, gradients
+
+
+def _last_waits(root: Node | None) -> Iterator[Node]:
+    """The nodes at and behind a node that wait for a bucket behind which there is no other one."""
+    seen: set[Node] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        before = [each for each, _ in node.next_functions]
+        if waits(node) and not any(next(_last_waits(each), None) for each in before):
+            yield node
+        else:
+            waiting.extend(before)
