@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from autopar.arranging.shortened import Shortened, is_alike, shortened
 from autopar.capture.export import capture, skeleton
+from autopar.capture.layers.fewer import without_layers
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import tiles_asked
@@ -123,5 +124,9 @@ def test_a_model_that_does_not_run_with_fewer_layers_is_captured_whole() -> None
 
 
 def test_blocks_of_other_sizes_are_no_shorter_form() -> None:
-    short, program = of_stack(*(4,) * 6), capture(skeleton(Stack((4, 6, 4))), (X_BD,), {}, training=True)
+    short, model = of_stack(*(4,) * 6), Stack((4, 6, 4, 4, 4, 4))
+    assert without_layers(model, ["layers.2", "layers.3", "layers.4"])
+    program = capture(skeleton(model), (X_BD,), {}, training=True)
+    assert [block.name for block in blocks_of(program)] == [block.name for block in short.blocks]
     assert not is_alike(short, program, blocks_of(program), same_sizes=True)
+    assert not is_alike(short, program, blocks_of(program), same_sizes=False)
