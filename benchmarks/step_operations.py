@@ -22,25 +22,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
@@ -50,6 +46,7 @@ from autopar.hardware.profile import Link, Protocol
 from autopar.program.precision import NAMED
 from benchmarks.transformer_model import Size, Transformer, batch, transformer
 from benchmarks.transformer_pairs import styles_of
+from tests.support.simulation.fake_mesh import fake_mesh
 
 MIXED = "bf16-mixed"
 TENSOR = 8  # ranks of tensor parallelism
@@ -327,17 +324,6 @@ CASES = (
         "FSDP2 + DTensor",
     ),
 )
-
-
-@contextlib.contextmanager
-def fake_mesh(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Have a mesh whose rank 0 is this process."""
-    dist.init_process_group("fake", rank=0, world_size=math.prod(axes.values()), store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
 
 
 HEADERS = (

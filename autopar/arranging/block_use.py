@@ -1,4 +1,4 @@
-"""What every block of a model takes by one plan of a shorter one: seconds, and bytes that add up to those of a stage.
+"""Seconds and bytes of every block of a model by one plan of a shorter one: bytes add up to those of a stage.
 
 seconds   a block begins where the one before it ends, in the simulated micro-batch and in the simulated step; streams
           that are busier with the weights of a block than computing is set the pace: what they are late by grows from
@@ -179,7 +179,7 @@ class _Spans:
 
 
 class _Seconds:
-    """Which block the tasks of a step belong to."""
+    """Blocks of the tasks of a step."""
 
     def __init__(
         self, memory: MemoryModel, choices: Sequence[int], homes: Sequence[int | None], short: Shortened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.pipeline.plan import PipelinePlan
@@ -73,3 +74,9 @@ def _again(recompute: Mapping[Any, str]) -> str:
     modes = Counter(recompute.values())
     found = [f"{mode} in {modes[mode]} of {len(recompute)}" for mode in MODES[1:] if modes[mode]]
     return ", ".join(found)
+
+
+def saying(plan: Plan, count: int) -> Plan:
+    """Return the plan with how it has to be asked for: of one micro-batch it does not say how many there are."""
+    note = f"the batch fits in {count} micro-batches: give microbatches={count}, and train with model.train_step"
+    return replace(plan, notes=(*plan.notes, note))

@@ -1,4 +1,4 @@
-"""What a search of meshes leaves with its best plan: all candidates as values, for the table, the page and the file."""
+"""Candidates of a search of meshes as values, for the table, the page and the file of its best plan."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class InStages:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a plan makes of the stages of a schedule, arrays of one entry for each; bytes for each rank."""
+    """Seconds and bytes of a schedule's stages by one plan, arrays of one entry for each; bytes for each rank."""
 
     forward: Floats
     backward: Floats

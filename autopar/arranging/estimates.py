@@ -59,7 +59,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is arranged, and how the caller makes programs of it."""
+    """A model and meshes to arrange it on, and how the caller makes programs of it."""
 
     request: PlanRequest
     meshes: Sequence[Mesh]
@@ -84,7 +84,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Estimates:
-    """What was found: the best estimate of each mesh, and counts for the note."""
+    """Candidates that were looked at, each with its estimate or none."""
 
     subject: Subject
     deadline: float

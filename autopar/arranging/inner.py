@@ -1,4 +1,4 @@
-"""What the devices of one stage make of a micro-batch: plans of a shorter model, by what memory is worth.
+"""Plans of a shorter model on the devices of one stage, for one micro-batch, at several prices of memory.
 
 The shorter model is planned without a memory limit, but for a price of bytes where the backward begins,
 

@@ -44,7 +44,7 @@ Exact = Callable[[Estimate, Turn], Candidate[Any]]
 
 @dataclass(slots=True)
 class Planned:
-    """What came of candidates that were planned exactly."""
+    """Candidates that were planned exactly, each with its plan or the reason why it has none."""
 
     estimates: Estimates
     exact: Exact
@@ -67,13 +67,12 @@ class Planned:
         last: Estimate | None = None
         say = counter("exact plans of candidates")
         while queue and not is_over(self.deadline):
-            best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
-            worth = best / (1 - max(self.error, LEAST_ERROR))
+            worth = self._worth
             if queue[0].seconds >= worth:
                 break
             chosen = self._next(queue, last, worth)
             queue.remove(chosen)
-            say(self._progress(sum(each.seconds < worth for each in queue), best))
+            say(self._progress(sum(each.seconds < worth for each in queue)))
             if (same := self._same_as(chosen)) is not None:
                 self.same[same].append(chosen)
                 continue
@@ -91,17 +90,25 @@ class Planned:
             else:
                 self.failed[chosen.mesh, chosen.microbatches] = of_estimate(chosen, tried.excluded, tried.reason)
             last = chosen
-        best = min((each.found.seconds for each in self.tried.values() if each.found), default=float("inf"))
-        worth = best / (1 - max(self.error, LEAST_ERROR))
-        self.num_left = sum(each.seconds < worth and self._same_as(each) is None for each in queue)
+        self.num_left = sum(each.seconds < self._worth and self._same_as(each) is None for each in queue)
         lines = merged(tuple(self.tried.values()))
         if not lines:
             return None
         without = [each for each in self.tried.values() if each.found is None]
         return Searched(lines[0][0].mesh.num_devices, lines, tuple(without))
 
-    def _progress(self, left: int, best: float) -> str:
+    @property
+    def _best_seconds(self) -> float:
+        return min((each.found.seconds for each in self.tried.values() if each.found), default=math.inf)
+
+    @property
+    def _worth(self) -> float:
+        """Seconds by estimate below which a candidate may be better than the best plan."""
+        return self._best_seconds / (1 - max(self.error, LEAST_ERROR))
+
+    def _progress(self, left: int) -> str:
         """Return how far the search is, in words."""
+        best = self._best_seconds
         without = len(self.failed) + sum(map(len, self.same.values()))
         words = f"{len(self.answers)} done, {without} excluded, at most {left} left"
         return words if math.isinf(best) else f"{words}, best step {format_seconds(best)}"

@@ -135,7 +135,7 @@ def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
 
 
 def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> tuple[Subject, Exact]:
-    """What is estimated, and what plans a candidate exactly.
+    """Return the model to estimate, and the function that plans a candidate exactly.
 
     Under a memory limit pipelines take part without being asked for; without one, a batch stays in one piece where
     none is.

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.annotations.matching import Catalog
 from autopar.arranging.block_use import strategies_of
-from autopar.arranging.candidates import of_pipeline, of_plan
+from autopar.arranging.candidates import of_pipeline, of_plan, saying
 from autopar.arranging.estimates import Estimate
 from autopar.arranging.shortened import Shortened, is_alike, shortened
 from autopar.capture.export import Traced, skeleton_of, trace
@@ -151,12 +151,11 @@ class OfflinePlanner:
         return least_stored(MemoryModel(self._with_least_stored(self.single)))
 
     def at_least(self, mesh: Mesh) -> float:
-        """What a step on a mesh takes at least: all devices compute all the time, but for the bubble of a pipeline.
+        """Return the least seconds of a step: all devices compute all the time, but for the bubble of a pipeline.
 
         Its last rank waits for the first micro-batch, whose forward is a third of its work, through the stages before.
         """
-        calls = (each.menu.seconds for each in self.single.decisions if each.kind == "call")
-        own = (self.request.microbatches or 1) * sum(float(each.min()) for each in calls) / mesh.num_devices
+        own = self.least_computing / mesh.num_devices
         axis = self.request.pipeline
         if axis is None or axis not in mesh.axes:
             return own
@@ -164,6 +163,12 @@ class OfflinePlanner:
         most = self.request.microbatches or most_microbatches(self.samples(stage_mesh(mesh, axis)), mesh, axis)
         chunks = self.request.chunks or max(len(self.blocks) // num_ranks, 1)
         return own * (1 + (num_ranks - 1) / (3 * chunks * most))
+
+    @functools.cached_property
+    def least_computing(self) -> float:
+        """Seconds of all calls of a step on one device, each by its fastest strategy."""
+        calls = (each.menu.seconds for each in self.single.decisions if each.kind == "call")
+        return (self.request.microbatches or 1) * sum(float(each.min()) for each in calls)
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -220,32 +225,41 @@ class OfflinePlanner:
 
     def _traced_shorter(self, count: int, num_parts: int) -> Traced | None:
         """The model with fewer layers, traced; None where it is not the shorter form of the model."""
-        first = self.request.microbatches or 1, 1
-        for key in (first, (count, num_parts)):
-            if key not in self.fewer:
-                self.fewer[key] = None
-                if self.fewer.get(first) is not None or key == first:
-                    self.fewer[key] = self._of_fewer_layers(*key)
-                if key == first and (traced := self.fewer[key]) is not None:
-                    program = traced.program(tiles_asked(self.request))
-                    if not is_alike(self.base, program, blocks_of(program), same_sizes=True):
-                        self.fewer[key] = None
-        return self.fewer[count, num_parts]
+        if not self.runs_with_fewer_layers:
+            return None
+        key = count, num_parts
+        if key not in self.fewer:
+            self.fewer[key] = self._of_fewer_layers(*key)
+        return self.fewer[key]
 
-    def _of_fewer_layers(self, count: int, num_parts: int) -> Traced | None:
-        """The model without the layers that others stand for, traced; None where it cannot do without them."""
+    @functools.cached_property
+    def runs_with_fewer_layers(self) -> bool:
+        """True if the program of the model with fewer layers is the shorter form of the one that is captured first."""
+        traced = self._of_fewer_layers(self.request.microbatches or 1, 1)
+        if traced is None:
+            return False
+        program = traced.program(tiles_asked(self.request))
+        return is_alike(self.base, program, blocks_of(program), same_sizes=True)
+
+    @functools.cached_property
+    def fewer_layers(self) -> nn.Module | None:
+        """The model without the layers that others stand for; None where none can be taken out."""
         model, left = self._skeleton(), {block.name for block in self.base.blocks}
         gone = [block.name for block in self.blocks if block.name not in left]
-        if self.said or not gone or not without_layers(model, gone):
+        return model if gone and not self.said and without_layers(model, gone) else None
+
+    def _of_fewer_layers(self, count: int, num_parts: int) -> Traced | None:
+        """The model with fewer layers, traced; None where it cannot do without them."""
+        if self.fewer_layers is None:
             return None
         try:
-            return self._traced(model, count, num_parts)
+            return self._traced(self.fewer_layers, count, num_parts)
         except Exception:  # as where the forward takes layers by their number: the whole model is traced
             return None
 
     @property
     def is_estimated(self) -> bool:
-        """Whether the arrangements of the model are estimated by a shorter form of it before some are planned."""
+        """True if arrangements of the model are estimated by a shorter form of it before some are planned."""
         request = self.request
         if not request.training or request.offload != "none" or request.schedule in UPDATING_OTHERWISE:
             return False
@@ -261,19 +275,14 @@ class OfflinePlanner:
                 plan = self.on(mesh, replace(self.request, microbatches=count, settings=settings))
             except CutOffError as error:
                 raise CutOffError(count * error.seconds) from error
-            return of_plan(plan if count == 1 or self.request.microbatches else _saying(plan, count), count)
+            return of_plan(plan if count == 1 or self.request.microbatches else saying(plan, count), count)
         stage, asked = stage_mesh(mesh, str(self.request.pipeline)), tiles_asked(self.request)
         num_parts = math.prod(map(stage.size, axes_of_parts(self.request.inputs, stage)))
         in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, asked)
         tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else self.request.loss_tiles or False
         chunks = schedule.chunks if schedule.chunks > 1 else None
         wanted = replace(
-            self.request,
-            microbatches=count,
-            schedule=schedule.name,
-            chunks=chunks,
-            settings=settings,
-            loss_tiles=tiles,
+            self.request, microbatches=count, schedule=schedule.name, chunks=chunks, settings=settings, loss_tiles=tiles
         )
         looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, tiles_asked(wanted))))
         return of_pipeline(self.in_stages(mesh, str(self.request.pipeline), wanted, turn.cutoff, looked_at))
@@ -299,7 +308,7 @@ class OfflinePlanner:
             except InfeasibleError as error:
                 reason = error
             else:
-                return of_plan(plan if count == 1 else _saying(plan, count), count)
+                return of_plan(plan if count == 1 else saying(plan, count), count)
             halved = None if is_over(deadline) else self._halved(mesh, count, reason.least_bytes)
             if halved is None:
                 said = f"also in {count} micro-batches: {reason}" if count > 1 else str(reason)
@@ -389,9 +398,3 @@ class OfflinePlanner:
 
         with interruptible(), self.allowance.searching():
             return pipeline_as_memory_asks(request, planned, lambda: True in tileable, inner.num_devices)
-
-
-def _saying(plan: Plan, count: int) -> Plan:
-    """The plan, with what it has to be asked for: of one micro-batch it does not say how many there are."""
-    note = f"the batch fits in {count} micro-batches: give microbatches={count}, and train with model.train_step"
-    return replace(plan, notes=(*plan.notes, note))
