@@ -7,6 +7,7 @@ It ends where the best EXPANDED candidates have no neighbour that is not estimat
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from typing import NamedTuple
 
 from autopar.arranging.block_use import BlockUse
 from autopar.arranging.composed import Composed, InOnePiece, InStages, schedules_of
-from autopar.arranging.inner import Inner, Level
+from autopar.arranging.inner import FEW_AXES, Inner, Level
+from autopar.arranging.narrowed import Choices
 from autopar.arranging.shortened import Shortened
 from autopar.errors import AutoparError
 from autopar.pipeline.request import stage_mesh
@@ -29,12 +31,12 @@ from autopar.units import format_seconds
 
 EXPANDED = 6
 """Best candidates whose neighbours are all estimated."""
+LATER = 1
+"""Places in the order of the best by which neighbours of many axes come later than others."""
 ENOUGH = 1e-3
 """Relative to the step without a limit: what is so near to it is not looked at with less memory."""
 NEAR = 1.25
 """Times the best estimate: candidates whose step without a limit is longer are not estimated within it."""
-FEW_AXES = 2
-"""Of a stage: what has more is estimated last."""
 NODE = 8
 """Devices of a usual host: with tensor parallelism over so many, and with none, the search begins."""
 
@@ -82,7 +84,7 @@ class Subject:
     """True if a batch is split into micro-batches only where a pipeline needs them."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Estimates:
     """Candidates that were looked at, each with its estimate or none."""
 
@@ -91,30 +93,33 @@ class Estimates:
     found: dict[Candidate, Estimate | None] = field(default_factory=dict)
     slower: dict[Candidate, float] = field(default_factory=dict)
     """Candidates that are not estimated within their limit, and seconds of their steps without one."""
+    _known: Choices = field(default_factory=Choices)
     _inner: dict[tuple[tuple[tuple[str, int], ...], int], list[Inner]] = field(default_factory=dict)
 
     def search(self) -> None:
-        """Estimate candidates until the best have no better neighbours, or time is over.
-
-        Those of three axes come behind all others that are neighbours of the best: each takes as long as ten.
-        """
-        known = dict.fromkeys(self.subject.meshes)
-        waiting = list(self._first(known))
+        """Estimate candidates until the best have no better neighbours, or time is over."""
         say = counter("estimates of candidates")
-        while waiting:
-            for each in waiting:
-                if is_over(self.deadline) and any(self.found.values()):
-                    return
-                say(self._progress(len(waiting)))
-                self._try(each)
-            waiting, later = [], list[Candidate]()
-            for each in self._leading():
-                near = sorted({*self._neighbours(each, known)} - self.found.keys(), key=str)
-                waiting = [other for other in near if self._stage(other.mesh).ndim <= FEW_AXES]
-                later += [other for other in near if other not in waiting]
-                if waiting:
-                    break
-            waiting = waiting or later[:1]
+        first = list(dict.fromkeys(self._first()))
+        while waiting := first or self._near():
+            if is_over(self.deadline) and any(self.found.values()):
+                return
+            say(self._progress(len(waiting)))
+            self._try(waiting.pop(0))
+
+    def _near(self) -> list[Candidate]:
+        """Return the neighbours of the best candidates that are not estimated, the likeliest first.
+
+        Those of the best come first, with its own mesh before others. One of many axes takes as long as several of
+        few: it comes with those of the candidate that is LATER places behind.
+        """
+        found: dict[Candidate, tuple[int, bool]] = {}
+        for place, best in enumerate(self._leading()):
+            for each in self._neighbours(best):
+                if each not in self.found:
+                    later = LATER * (self._stage(each.mesh).ndim > FEW_AXES)
+                    order = place + later, each.mesh != best.mesh
+                    found[each] = min(order, found.get(each, order))
+        return sorted(found, key=lambda each: (found[each], str(each)))
 
     def _leading(self) -> list[Candidate]:
         """Return the candidates whose neighbours are to be estimated, the best first; all where none has room."""
@@ -132,7 +137,7 @@ class Estimates:
         """Return how far the search is, in words."""
         done, best = len(self.found), self._best_seconds()
         without = sum(each is None for each in self.found.values())
-        words = f"{done - without} done, {without} excluded, up to {waiting} left in this round"
+        words = f"{done - without} done, {without} excluded, at least {waiting} left"
         return words if math.isinf(best) else f"{words}, best step ≈ {format_seconds(best)}"
 
     def slower_at(self, mesh: Mesh, microbatches: int) -> float | None:
@@ -163,27 +168,27 @@ class Estimates:
             return [1]
         return [each for each in range(1, samples + 1) if samples % each == 0]
 
-    def _first(self, known: Mapping[Mesh, None]) -> Iterator[Candidate]:
+    def _first(self) -> Iterator[Candidate]:
         """Yield for every length of a pipeline data parallelism alone, and beside tensor parallelism in hosts.
 
         Data parallelism is over no more devices than there are samples, where other meshes are known.
         """
         found = []
-        for mesh in known:
+        for mesh in self.subject.meshes:
             inner = self._stage(mesh)
             if inner.ndim > 2 or (inner.ndim == 2 and inner.sizes[1] != NODE):
                 continue
             counts = self.counts(mesh)
             wanted = self.subject.samples(inner) // inner.sizes[0]
             # A sample for each device of the first axis, and of all; without a pipeline the whole batch at once, too.
-            most = [wanted, wanted // math.prod(inner.sizes[1:])] + [1] * (not self._is_pipeline(mesh))
+            most = [wanted // math.prod(inner.sizes[1:]), wanted] + [1] * (not self._is_pipeline(mesh))
             for limit in most if counts else ():
                 count = max((each for each in counts if each <= limit), default=counts[0])
                 found.append((wanted > 0, Candidate(mesh, count)))
         enough = [each for has_samples, each in found if has_samples]
         yield from enough or [each for _, each in found]
 
-    def _neighbours(self, candidate: Candidate, known: Mapping[Mesh, None]) -> Iterator[Candidate]:
+    def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield what one prime factor elsewhere makes of a candidate."""
         mesh, count = candidate
         counts = self.counts(mesh)
@@ -193,21 +198,20 @@ class Estimates:
         pipeline = mesh.size(str(self.subject.axis)) if self._is_pipeline(mesh) else 1
         inner = [size for size in self._stage(mesh).sizes if size > 1]
         for sizes, factor in _moved((pipeline, *inner)):
-            other = self._mesh(sizes, known)
+            other = self._by_sizes.get((sizes[0], tuple(size for size in sizes[1:] if size > 1)))
             if other is not None:
                 offered = self.counts(other)
                 near = (count, round(count * factor))
                 yield from (Candidate(other, each) for each in dict.fromkeys(near) if each in offered)
 
-    def _mesh(self, sizes: Sequence[int], known: Mapping[Mesh, None]) -> Mesh | None:
-        """Return the known mesh of a pipeline's length and further axes."""
-        inner = tuple(size for size in sizes[1:] if size > 1)
-        for mesh in known:
-            if self._is_pipeline(mesh) != (sizes[0] > 1) or mesh.num_devices != math.prod(sizes):
-                continue
-            if tuple(size for size in self._stage(mesh).sizes if size > 1) == inner:
-                return mesh
-        return None
+    @functools.cached_property
+    def _by_sizes(self) -> dict[tuple[int, tuple[int, ...]], Mesh]:
+        """The length of a pipeline and the sizes of further axes → the mesh."""
+        found: dict[tuple[int, tuple[int, ...]], Mesh] = {}
+        for mesh in self.subject.meshes:
+            length = mesh.size(str(self.subject.axis)) if self._is_pipeline(mesh) else 1
+            found.setdefault((length, tuple(size for size in self._stage(mesh).sizes if size > 1)), mesh)
+        return found
 
     def _is_pipeline(self, mesh: Mesh) -> bool:
         return self.subject.axis in mesh.axes
@@ -254,7 +258,8 @@ class Estimates:
         programs = itertools.islice(self.subject.short(count, inner), None if limited else 1)
         for number, (short, arriving) in enumerate(programs):
             if number == len(known):
-                known.append(Inner(request, short, inner, mesh.num_devices, count, arriving, self.deadline))
+                asked = request, short, inner, mesh.num_devices, count, arriving, self.deadline, self._known
+                known.append(Inner(*asked, like=known[0] if known else None))
             yield known[number]
 
     def _steps(self, candidate: Candidate) -> InOnePiece | InStages:

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.annotations.pins import pins_of
 from autopar.arranging.block_use import BlockUse, block_use
+from autopar.arranging.narrowed import Choices
 from autopar.arranging.shortened import Shortened
+from autopar.hardware.beside import Beside
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
@@ -37,6 +39,8 @@ from autopar.space.space import Space
 
 PRICES = (1e-4, 0.1, 2.0)
 """Of the whole limit, in micro-batches at the least they can take."""
+FEW_AXES = 2
+"""Of a stage, on which all that may be chosen is looked at."""
 GAP = 1e-3
 """Relative optimality gap at which the search of the shorter model may stop."""
 
@@ -75,6 +79,10 @@ class Inner:
     microbatches: int
     arriving: Mapping[str, Layout]
     deadline: float
+    known: Choices
+    """Choices of plans so far: on more than FEW_AXES axes no others are looked at."""
+    like: Inner | None = None
+    """Of the same model in another form: the same computes beside moves of weights, which are priced once for both."""
     _space: Space | None = None
     _pins: Pins = field(default_factory=dict)
     _stated: Statements | None = None
@@ -119,6 +127,8 @@ class Inner:
             problem = priced(problem, price * least * len(self.short.origin) / limit)
         solution = solve(problem, time_limit=seconds_until(self.deadline), gap=GAP)
         choices = tuple(solution.choices[: len(space.decisions)])
+        if self.mesh.ndim <= FEW_AXES:
+            self.known.add(space, choices)
         if not memory.weights.gathers(choices):
             memory = memory.fetching_ahead(0)
         modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
@@ -130,13 +140,21 @@ class Inner:
             program = self.short.program
             here = program.placeholders()
             arriving = {name: each for name, each in self.arriving.items() if name in here}
-            self._space = self.request.space(program, self.mesh, arriving, num_devices=self.num_devices)
+            beside = self.like.beside if self.like else None
+            self._space = self.request.space(program, self.mesh, arriving, num_devices=self.num_devices, beside=beside)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say is said of the whole model
                 said = self.request.annotations_about(program, self.mesh)
                 self._pins = pins_of(said, self._space, self.request.mode, {})
+            if self.mesh.ndim > FEW_AXES:
+                self._space = self.known.narrowed(self._space, self._pins)
             self._stated = Statements(self._space)
         return self._space, self._pins
+
+    @property
+    def beside(self) -> Beside:
+        """What computes beside moves of weights."""
+        return self._laid_out()[0].beside
 
 
 def priced(problem: Problem, price: float) -> Problem:

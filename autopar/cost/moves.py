@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -112,13 +112,12 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
         return ()
     name = joined_name(mesh.names, move.axes)
     source, target = move.source, move.target
-    before = tensor.local_bytes(move.before, mesh.sizes)
-    summed = replace(tensor, dtype=tensor.reduced or tensor.dtype).local_bytes(move.before, mesh.sizes)
-    after = tensor.local_bytes(move.after, mesh.sizes)
+    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in (move.before, move.after)]
+    before, after = (math.prod(shape) * tensor.dtype.itemsize for shape in shapes)
+    summed = math.prod(shapes[0]) * (tensor.reduced or tensor.dtype).itemsize
 
-    def copied(placement: Placement, num_bytes: int, layout: Layout = move.before) -> int:
-        local = layout.local_shape(tensor.shape, mesh.sizes)
-        return READ_AND_WRITTEN * num_bytes * is_rearranged(local, placement.dim, placement.zigzag)
+    def copied(placement: Placement, num_bytes: int, side: int = 0) -> int:
+        return READ_AND_WRITTEN * num_bytes * is_rearranged(shapes[side], placement.dim, placement.zigzag)
 
     def gather(placement: Placement, num_bytes: int, backward: bool = False) -> Transfer:
         return Transfer("all_gather", name, num_bytes, backward, unpacked=copied(placement, num_bytes))
@@ -147,7 +146,7 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
             for dim in (source.dim, target.dim):
                 dims[dim] = -(-dims[dim] // size) * size
             exchanged = math.prod(dims) * tensor.dtype.itemsize // size
-            sides = (copied(target, exchanged), copied(source, exchanged, move.after))
+            sides = (copied(target, exchanged), copied(source, exchanged, 1))
             found = [
                 Transfer("all_to_all", name, exchanged, False, *sides),
                 Transfer("all_to_all", name, exchanged, True, *reversed(sides)),

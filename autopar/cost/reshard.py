@@ -131,18 +131,29 @@ class ReshardTable:
         """Gathers of single moves; seconds of reductions behind one, and of all, of moves that lead and of others."""
         gathers = np.zeros(self.seconds.shape, dtype=int)
         behind, every = np.zeros((2, *gathers.shape)), np.zeros((2, *gathers.shape))
-        for i, j, _, move in _moves_among(self.layouts, tuple(self._mesh.joined.values())):
-            messages = [in_bucket(move, self._tensor, leads) for leads in (True, False)]
-            if None in messages or not self._tensor.can_move(move.source, move.target):
-                continue
-            found = transfers(move, self._tensor, self._mesh, regather=False)
-            names = [each.collective for each in found]
-            gathers[i, j] = names.count("all_gather")
-            first = names.index("all_gather") if gathers[i, j] else len(found)
-            for number, message in enumerate(messages):
-                seconds = [transfer_seconds(t, self._mesh, self._hardware, message) * t.backward for t in found]
-                behind[number, i, j], every[number, i, j] = sum(seconds[first:]), sum(seconds)
+        local = _local_parts(self.layouts, self._tensor, self._mesh)
+        known: dict[object, tuple[int, list[float], list[float]]] = {}
+        for i, j, alike, move in _moves_among(self.layouts, tuple(self._mesh.joined.values())):
+            kind = alike, local[i], local[j]
+            if kind not in known:
+                known[kind] = self._reduced_by(move)
+            gathers[i, j], behind[:, i, j], every[:, i, j] = known[kind]
         return gathers, behind, every
+
+    def _reduced_by(self, move: Move) -> tuple[int, list[float], list[float]]:
+        """Return the gathers of a move; seconds of reductions behind them, and of all, if it leads and if not."""
+        messages = [in_bucket(move, self._tensor, leads) for leads in (True, False)]
+        if None in messages or not self._tensor.can_move(move.source, move.target):
+            return 0, [0.0, 0.0], [0.0, 0.0]
+        found = transfers(move, self._tensor, self._mesh, regather=False)
+        names = [each.collective for each in found]
+        num_gathers = names.count("all_gather")
+        first = names.index("all_gather") if num_gathers else len(found)
+        seconds = [
+            [transfer_seconds(t, self._mesh, self._hardware, message) * t.backward for t in found]
+            for message in messages
+        ]
+        return num_gathers, [sum(each[first:]) for each in seconds], [sum(each) for each in seconds]
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """The cheapest path; the layouts must be connected."""
@@ -175,14 +186,13 @@ def reshard_table(
 ) -> ReshardTable:
     """The table of a kind of tensor that splits `dims`, or deals some by zigzag; cached by value."""
     layouts = _layouts(tensor, dims, dealt, mesh)
-    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
-    # Where nothing is padded, a transfer depends on the number of elements, and on dims of size 1 in front.
-    local = shapes if tensor.padded else [(math.prod(shape), _leading_ones(shape)) for shape in shapes]
+    local = _local_parts(layouts, tensor, mesh)
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
     leading, following, forward, copies = alone.copy(), alone.copy(), np.zeros_like(alone), np.zeros_like(alone)
     gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
+    messages_of: dict[int, list[Message | None]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
         if not tensor.can_move(move.source, move.target):
@@ -195,10 +205,11 @@ def reshard_table(
             copied = 0.0 if move.is_joined else sum(rearranging_seconds(t, hardware) for t in found)
             by_itself = math.inf if move.is_joined else sum(each) - (1 - COPY_TIE) * copied
             there = sum(s for t, s in zip(found, each, strict=False) if not t.backward)
-            messages = [in_bucket(move, tensor, leads) for leads in (True, False)]
+            if alike not in messages_of:
+                messages_of[alike] = [in_bucket(move, tensor, leads) for leads in (True, False)]
             in_it = [
                 math.inf if each is None else sum(transfer_seconds(t, mesh, hardware, each) for t in found)
-                for each in messages
+                for each in messages_of[alike]
             ]
             priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there, copied)
         alone[i, j], leading[i, j], following[i, j], forward[i, j], copies[i, j] = priced[kind]
@@ -212,6 +223,17 @@ def reshard_table(
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
+
+
+def _local_parts(layouts: Sequence[Layout], tensor: MovedTensor, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Return what transfers of a tensor in each layout depend on.
+
+    That is the number of elements, and dims of size 1 in front; where something is padded, the whole local shape.
+    """
+    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
+    if tensor.padded and not all(layout.divides(tensor.shape, mesh.sizes) for layout in layouts):
+        return shapes
+    return [(math.prod(shape), _leading_ones(shape)) for shape in shapes]
 
 
 def _leading_ones(shape: Sequence[int]) -> int:

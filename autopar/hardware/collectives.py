@@ -105,6 +105,7 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
     return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
 
 
+@functools.lru_cache(maxsize=4096)
 def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
     """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
     levels = levels_of(hardware.links, mesh, axis)

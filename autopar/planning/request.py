@@ -19,6 +19,7 @@ from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.cost.offload import check_host
 from autopar.cost.optimizer import ADAMW, Offload, Optimizer
 from autopar.errors import CutOffError, InfeasibleError, InputError, TimeLimitError
+from autopar.hardware.beside import Beside
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
@@ -220,6 +221,7 @@ class PlanRequest:
         whole: Program | None = None,
         num_devices: int | None = None,
         dealing: Collection[str] = (),
+        beside: Beside | None = None,
     ) -> Space:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`).
 
@@ -245,6 +247,7 @@ class PlanRequest:
             num_devices,
             self.memory_conventions,
             dealing,
+            beside,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:

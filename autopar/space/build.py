@@ -22,6 +22,7 @@ from autopar.cost.moves import MovedTensor
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.cost.optimizer_step import step_seconds, step_transfers
 from autopar.files.schema import MAX_WHOLE
+from autopar.hardware.beside import Beside
 from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
@@ -67,6 +68,7 @@ def build_space(
     num_devices: int | None = None,
     conventions: MemoryConventions = OF_AUTOPAR,
     dealing: Collection[str] | None = None,
+    beside: Beside | None = None,
 ) -> Space:
     """Lay out every decision and wire.
 
@@ -75,16 +77,16 @@ def build_space(
     many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
     `asked` the names of implementations that are offered on demand, `num_devices` those of all stages,
     `conventions` what a framework holds in memory. Axes of `dealing` deal positions of causal attention by zigzag;
-    None: all axes.
+    None: all axes. `beside` is what computes beside moves of weights, if not the program's (or the whole's) own.
     """
     others = optimizer, imbalance, whole, asked, num_devices, conventions
-    beside = beside_of(whole or program, hardware)
+    beside = beside or beside_of(whole or program, hardware)
     space = Space(
         program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices, conventions
     )
     deals = [size > 1 and (dealing is None or name in dealing) for name, size in mesh.axes.items()]
     space.dealing = tuple(itertools.compress(mesh.names, deals))
-    space.rebuild = lambda axes: build_space(program, mesh, hardware, returned, input_layouts, *others, axes)
+    space.rebuild = lambda axes: build_space(program, mesh, hardware, returned, input_layouts, *others, axes, beside)
     return _Builder(space, returned, input_layouts or {}, whole, asked).build()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.arranging.estimates import Candidate, Estimates
+from autopar.arranging.estimates import Candidate, Estimate, Estimates
 from autopar.arranging.planned import Exact
 from autopar.compiler.offline import subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
@@ -136,3 +136,27 @@ def test_a_mesh_of_one_axis_joins_those_that_split_the_same() -> None:
     )
     assert one is not None and two is not None
     assert one.seconds <= two.seconds * 1.2
+
+
+@pytest.mark.parametrize("best", [{"dp": 2, "tp": 2, "sp": 4}, {"pp": 4, "dp": 2, "tp": 2}], ids=str)
+def test_neighbours_of_the_best_are_estimated_before_those_of_others(
+    best: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds grow with the distance of a mesh from the best one; three axes do not wait for all of two."""
+    request = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(memory=LIMIT, time_limit=1000), pipeline="pp")
+    planner = OfflinePlanner(*built_in("tiny-llama", BATCH, SEQUENCE, LAYERS), request, PlanCache())
+    estimates = Estimates(subject_of(planner, "auto", 16, 3)[0], float("inf"))
+
+    def away(mesh: Mesh) -> float:
+        sizes = ((mesh.axes.get(axis, 1), best.get(axis, 1)) for axis in ("pp", "dp", "tp", "sp"))
+        return sum(abs(one.bit_length() - other.bit_length()) for one, other in sizes)
+
+    def estimate(candidate: Candidate, below: float) -> Estimate:
+        return Estimate(*candidate, 100 + away(candidate.mesh) + candidate.microbatches / 1000, 0.0, None)
+
+    monkeypatch.setattr(estimates, "estimate", estimate)
+    estimates.search()
+    order = list(estimates.found)
+    assert estimates.best()[0].mesh.axes == best
+    found = next(place for place, each in enumerate(order) if each.mesh.axes == best)
+    assert found < 0.45 * len(order)

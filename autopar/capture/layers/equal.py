@@ -61,7 +61,7 @@ class Comparison:
                 same = value == theirs[name]
             else:
                 same = self._same(value, theirs[name])
-                if not same and isinstance(value, ATOMS) and isinstance(theirs[name], ATOMS):
+                if not same and _is_plain(value) and _is_plain(theirs[name]):
                     self.differing.append((one, name))
                     continue
             if not same:
@@ -85,6 +85,13 @@ class Comparison:
         if isinstance(one, types.MethodType):
             return one.__func__ is other.__func__ and self._same(one.__self__, other.__self__)
         return one is other and not any(isinstance(value, nn.Module) for value in getattr(one, "__dict__", {}).values())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute is a value, or a list, tuple or dict of values: the name of a layer that adapters note."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, ATOMS)
 
 
 def state_of(module: nn.Module) -> Iterator[Tensor]:

@@ -29,6 +29,14 @@ def test_what_repeated_layers_read_is_watched_in_each_of_them() -> None:
     assert not any(name.endswith("index") for name in names)
 
 
+def test_layers_may_differ_in_what_no_forward_reads() -> None:
+    """Adapters of peft note in a dict which layer they stand for."""
+    model = stack()
+    for index, layer in enumerate(model.each()):
+        layer.noted = {"name": f"layers.{index}", "places": [index, (index, None)]}
+    check(model, NUMBER - 1)
+
+
 def _scale(model: Stack) -> None:
     model.each()[2].scale = 0.25
 
