@@ -78,8 +78,9 @@ def state_dtypes(draft: TracedGraph) -> None:
     """One form for casts, to.dtype; other forms may name a device or another tensor as well."""
     for node in draft.calls(*CASTS):
         source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if value_of(source).dtype != value_of(node).dtype:
+        if not isinstance(source, fx.Node):  # a number that torch.vmap casts as it would a tensor
+            set_call(node, aten.full.default, [], source, dtype=value_of(node).dtype)
+        elif value_of(source).dtype != value_of(node).dtype:
             set_call(node, aten.to.dtype, source, value_of(node).dtype)
 
 
