@@ -18,6 +18,7 @@ from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.inlining.gradients import gradients
 from autopar.capture.masks.documents import documents_by_position
+from autopar.capture.masks.flex import flex_attention
 from autopar.capture.masks.rewrite import masks_by_position
 from autopar.capture.masks.sinks import attention_with_sinks
 from autopar.capture.masks.truths import masks_of_truth_values
@@ -170,6 +171,8 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_calls,
     packed_projections_to_separate,
     documents_by_position,
+    flex_attention,
+    drop_dead_calls,
     attention_with_sinks,
     masks_by_position,
     masks_of_truth_values,
