@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -27,6 +28,9 @@ from torch.nn.attention import flex_attention as flex
 from autopar.errors import CaptureError
 from autopar.program.operators.attention.flex_calls import FLEX_SCORES, FLEX_VALUES
 
+LN_2 = math.log(2)
+"""The kernel gives logarithms to the base 2, which `flex_attention` converts."""
+
 
 @contextlib.contextmanager
 def flex_attention_taken_apart() -> Iterator[None]:
@@ -37,6 +41,7 @@ def flex_attention_taken_apart() -> Iterator[None]:
             ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # the call is not compiled
             ("setup_compilation_env", _as_it_is),
             ("_validate_device", lambda query, key, value: None),  # which refuses gradients on a CPU
+            ("_apply_kernel_options", _outputs),  # which refuses some on a CPU
             ("create_mask", functools.partial(_on_cpu, flex.create_mask)),
         ):
             stack.enter_context(mock.patch.object(flex, name, replacement))
@@ -47,6 +52,14 @@ def flex_attention_taken_apart() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_it_is() -> Iterator[str]:
     yield "eager"
+
+
+def _outputs(
+    query: Tensor, key: Tensor, value: Tensor, return_lse: bool, kernel_options: Any, return_aux: Any = None
+) -> dict[str, Any]:
+    """Return what beside the result is asked for; other options are those of a kernel."""
+    wanted = return_lse or (return_aux is not None and return_aux.lse)
+    return {"OUTPUT_LOGSUMEXP": wanted, "OUTPUT_MAX": return_aux is not None and return_aux.max_scores, "BACKEND": ""}
 
 
 def _on_cpu(create_mask: Callable[..., Tensor], *args: Any, device: Any = None) -> Tensor:
@@ -91,4 +104,4 @@ def _attention(
         with TransformGetItemToIndex():
             scores = flex._vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *indices)
     out, lse = FLEX_VALUES(scores, mask, value, raw)
-    return out, lse, nothing
+    return out, lse / LN_2, nothing

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,11 +18,20 @@ from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import constant, share_seen
 from autopar.capture.masks.shared_heads import without_repeats
-from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, aten, shape_of, value_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.expressions import Call, is_differentiable
+from autopar.program.operators.attention.expressions import (
+    Call,
+    Expression,
+    Score,
+    is_differentiable,
+    reads_scores,
+)
 from autopar.program.operators.attention.flex_calls import FLEX_SCORES, FLEX_VALUES
 
+ATTENTION = aten.scaled_dot_product_attention.default
+PRECISE = (torch.float32, torch.float64)
+"""Dtypes in which a mask of numbers is added as scores are computed; flex attention computes in float32 at least."""
 LARGEST_TABLE = 2**22
 """Elements of a tensor whose lookups are compared with all of it."""
 
@@ -55,9 +63,13 @@ def _fused(draft: TracedGraph, node: fx.Node) -> fx.Node | None:
         return None
     query, key, scale = raw.args
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    if scores is raw:  # under a mask alone, of which kernels may know
+        shared = shape_of(query)[1] != shape_of(key)[1]
+        call = query, key, value, mask
+        return draft.call(ATTENTION, *call, scale=scale, enable_gqa=shared, module=node.meta["module"])
     reading = Reading(draft, score=raw)
     try:
-        found = reading.of(scores)
+        found = _added(reading.of(scores), value_of(query).dtype)
         if isinstance(mask, fx.Node):
             found = Call("masked_fill", (found, Call("logical_not", (reading.of(mask),)), -math.inf))
     except NotByPositionError:
@@ -70,6 +82,16 @@ def _fused(draft: TracedGraph, node: fx.Node) -> fx.Node | None:
     further = {"scale": scale, "seen": seen, "rising": rising, "reach": reach}
     call = query, *without_repeats(key, value), reading.vectors, text
     return draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further)
+
+
+def _added(found: Expression, dtype: torch.dtype) -> Expression:
+    """Return what a function adds to scores, if it does nothing else and kernels add it as precisely."""
+    if dtype in PRECISE and isinstance(found, Call) and found.name == "add" and len(found.arguments) == 2:
+        one, other = found.arguments
+        one, other = (one, other) if isinstance(one, Score) else (other, one)
+        if isinstance(one, Score) and isinstance(other, Call) and not reads_scores(other):
+            return Call("to", (other, dtype))
+    return found
 
 
 def _write_out_scores(draft: TracedGraph, node: fx.Node) -> None:
