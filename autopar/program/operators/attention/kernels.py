@@ -8,7 +8,8 @@ is then that block's exact part of the gradient, and parts are summed as they ar
     kernel       taken for
     flash        a CPU; CUDA in half precision without a mask
     efficient    CUDA, else
-    written out  what neither takes: values of another width than the keys on a CPU, float64 on CUDA, dropout, modified scores
+    written out  what neither takes: values of another width than the keys on a CPU, float64 on CUDA, dropout, scores
+                 that a function changes
 
 With dropout the log-sum-exp is that of all scores: what is dropped still counts in the sum of a softmax.
 """
