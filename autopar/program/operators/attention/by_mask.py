@@ -10,6 +10,9 @@ and keys, may be given in any order, with their vectors in the same one. A query
 A mask that is a function of the scores ("score" in its text) gives what the softmax is taken of, -inf where a key is
 hidden, and is worked out in float32 at least.
 
+On a GPU one kernel takes all blocks (`flex_kernel`), but where something is dropped, with sinks, on a ring, and inside
+of a graph that is compiled as a whole.
+
 `sinks` are one more score of each query, by its head, to which no value belongs (module `sinks`).
 
 `capture.masks` puts the operator in the place of `scaled_dot_product_attention`. Legend as in `kernels`.
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autopar.program.operators.attention import flex_kernel
 from autopar.program.operators.attention.dropout import Dropout, Range, lines_of
 from autopar.program.operators.attention.expressions import Expression, evaluate, parse, part_of, reads_scores
 from autopar.program.operators.attention.kernels import Block, Modified, takes_windows
@@ -211,6 +215,8 @@ def _attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    if not dropout_p and sinks is None and window is None and flex_kernel.takes(query, value):
+        return flex_kernel.attention(query, key, value, vectors, mask, scale_of(query, scale))
     rows = columns = None
     if dropout_p:
         (samples, heads), device = query.shape[:2], query.device
