@@ -98,7 +98,7 @@ def test_a_warning_names_it_with_its_share_and_what_to_do() -> None:
 
 def test_the_stages_of_a_pipeline_are_reported_as_one(recwarn: pytest.WarningsRecorder) -> None:
     stages = [nn.Sequential(nn.Linear(64, 256), Projected()) for _ in range(4)]
-    plan = autopar.plan(
+    plan: Any = autopar.plan(
         nn.Sequential(*(nn.Sequential(each, nn.Linear(256, 64)) for each in stages)),
         Mesh({"pp": 2, "dp": 2}),
         (torch.ones(1024, 64),),

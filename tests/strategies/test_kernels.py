@@ -77,7 +77,7 @@ def flash_packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = []
     for first, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
-        out, lse = attended(*(x[None, first:end] for x in (q, k, v)), causal, None)
+        out, lse = attended(q[None, first:end], k[None, first:end], v[None, first:end], causal, None)
         parts.append((out[0], lse[0]))
     outs, all_lse = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(all_lse, -1), q.new_empty(0), torch.zeros(2, dtype=torch.int64)
@@ -302,10 +302,10 @@ def test_a_loss_of_liger_is_refused_with_what_to_use() -> None:
 def test_an_operator_with_triton_kernels_is_kept_and_split_by_a_rule() -> None:
     name = f"kernels_{uuid.uuid4().hex}::doubled"
 
-    @torch.library.triton_op(name, mutates_args=())
-    def doubled(x: Tensor) -> Tensor:
+    def twice(x: Tensor) -> Tensor:
         return x * 2
 
+    doubled: Any = torch.library.triton_op(name, twice, mutates_args=())
     doubled.register_autograd(lambda ctx, grad: grad * 2)
 
     class Model(nn.Module):

@@ -140,7 +140,7 @@ def _is_identity(node: fx.Node) -> bool:
     if shape_of(source) != shape_of(node) or size > LARGEST_TABLE:
         return False
     known: dict[fx.Node, torch.Tensor | None] = {}
-    places = [None if each is None else constant(each, known) for each in indices]
+    places = [constant(each, known) if isinstance(each, fx.Node) else None for each in indices]
     if any(place is None and each is not None for place, each in zip(places, indices, strict=True)):
         return False
     whole = torch.arange(size).view(shape_of(source))

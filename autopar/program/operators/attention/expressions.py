@@ -160,8 +160,8 @@ def bounds(expression: Expression, vectors: Sequence[Bounds]) -> Bounds:
     """
     if isinstance(expression, Vector):
         return vectors[expression.number]
-    hides = isinstance(expression, Call) and expression.name in HIDING
-    if reads_scores(expression) and not hides:  # scores are anything
+    # Scores are anything.
+    if isinstance(expression, Score) or (reads_scores(expression) and expression.name not in HIDING):
         return torch.tensor(-math.inf), torch.tensor(math.inf)
     function = FUNCTIONS[expression.name]
     if function is None:
