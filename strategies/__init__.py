@@ -14,6 +14,7 @@ from autopar.strategies.rules import (
     factory,
     fourier,
     indexing,
+    kernels,
     linalg,
     matmul,
     pointwise,
@@ -43,6 +44,7 @@ TABLES = (
     factory,
     fourier,
     indexing,
+    kernels,
     linalg,
     loss,
     masked_attention,
@@ -57,7 +59,7 @@ TABLES = (
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}
-BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **matmul.BY_NAME, **pointwise.BY_NAME}
+BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **kernels.BY_NAME, **matmul.BY_NAME, **pointwise.BY_NAME}
 """Operations that are not there until another module is imported."""
 
 

@@ -14,6 +14,9 @@ from autopar.strategies import rule_of
 from autopar.strategies.registered import registered
 from autopar.strategies.rules.random import SEEDED
 
+NO_RULE = "no rule"
+"""The reason of a call that has none at all."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuledCall:
@@ -39,7 +42,7 @@ def ruled(call: Call) -> RuledCall:
     A rule of the tables that does not fit leaves the call replicated; one that the user gave is a RuleError.
     """
     op = rule_of(call)
-    reason = "no rule"
+    reason = NO_RULE
     if op is not None:
         try:
             shapes = [info.shape for info in call.inputs], [info.shape for info in call.outputs]

@@ -30,7 +30,7 @@ from autopar.capture.normalize import in_tiles, normalize, propagate, rehome
 from autopar.capture.numbers.marked import Number
 from autopar.capture.numbers.promotion import promoted_as_numbers
 from autopar.capture.passes.autocast import Autocast
-from autopar.capture.passes.refused_calls import NeedsValuesError
+from autopar.capture.passes.refused_calls import NeedsValuesError, check_modules
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.distributed import check_no_wrappers
@@ -282,6 +282,7 @@ def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None, pre
 def _copied(model: nn.Module, empty: Any) -> nn.Module:
     """A copy in which every parameter and buffer is `empty` of it, and other tensors are shared."""
     memo: dict[int, Any] = {}
+    check_modules(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.inlining.functions import KEPT, KeptUse
 from autopar.errors import CaptureError
+from autopar.program.functions import applied
 
 OF_CUSTOM_OPERATORS = "torch._library.autograd"
 """Where the Functions live that are the backward of a custom operator, which is kept whole by itself."""
@@ -62,7 +63,7 @@ def _outputs(cls: type[torch.autograd.Function], args: Any, tensors: list[Tensor
         if shapes is not None:
             aside.enter_context(shapes.ignore_fresh_unbacked_symbols())
         try:
-            outputs = cls.apply(*args)  # nothing is traced here: as it is
+            outputs = applied(cls, args)  # nothing is traced here: as it is
         except CaptureError:
             raise
         except Exception as error:
@@ -70,7 +71,8 @@ def _outputs(cls: type[torch.autograd.Function], args: Any, tensors: list[Tensor
             raise _refused(
                 cls,
                 f"does not run on tensors without values ({type(error).__name__}: {text})",
-                "Write what it calls as a custom operator with torch.library.custom_op, register_fake and "
+                _instead(cls)
+                or "Write what it calls as a custom operator with torch.library.custom_op, register_fake and "
                 "register_autograd",
             ) from error
     sizes = [size for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) for size in leaf.shape]
@@ -108,6 +110,28 @@ class _Watch(TorchDispatchMode):
     def _is_part(self, value: Any) -> bool:
         """Whether it is an argument of the Function or a view of one."""
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
+
+
+INSTEAD = {
+    "liger_kernel.": (
+        "Of Liger, RMSNorm, LayerNorm, SwiGLU, GEGLU and RoPE are known; for its losses let the model compute "
+        "torch.nn.functional.cross_entropy of the linear layer, which autopar takes in tiles by loss_tiles=, and wrap "
+        "other kernels by torch.library.custom_op with register_fake and autopar.register_rule"
+    ),
+    "transformer_engine.": (
+        "Build the model with torch.nn's modules in place of TransformerEngine's, whose kernels decide on values of "
+        "scales as they run; what they reach is planned by hardware='h100:te'"
+    ),
+    "bitsandbytes.": (
+        "Dequantize the weights before autopar sees the model (model.dequantize() of transformers), or train adapters "
+        "with bitsandbytes on one device"
+    ),
+}
+"""Module → what to do about a kernel of it that cannot be captured."""
+
+
+def _instead(cls: type[torch.autograd.Function]) -> str | None:
+    return next((advice for module, advice in INSTEAD.items() if cls.__module__.startswith(module)), None)
 
 
 def _refused(cls: type[torch.autograd.Function], found: str, advice: str) -> CaptureError:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.composites import composites_taken_apart
 from autopar.capture.constant_indices import ConstantIndices
+from autopar.capture.flex import flex_attention_taken_apart
 from autopar.capture.python.cone import comes_from_inputs
 from autopar.errors import CaptureError
 
@@ -45,6 +46,7 @@ def faithful_tracing(
         stack.enter_context(batch_norms())
         stack.enter_context(ConstantIndices())
         stack.enter_context(composites_taken_apart(device))
+        stack.enter_context(flex_attention_taken_apart())
         yield
 
 

@@ -18,6 +18,7 @@ from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.inlining.gradients import gradients
 from autopar.capture.masks.documents import documents_by_position
+from autopar.capture.masks.flex import flex_attention
 from autopar.capture.masks.rewrite import masks_by_position
 from autopar.capture.masks.sinks import attention_with_sinks
 from autopar.capture.masks.truths import masks_of_truth_values
@@ -78,8 +79,9 @@ def state_dtypes(draft: TracedGraph) -> None:
     """One form for casts, to.dtype; other forms may name a device or another tensor as well."""
     for node in draft.calls(*CASTS):
         source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if value_of(source).dtype != value_of(node).dtype:
+        if not isinstance(source, fx.Node):  # a number that torch.vmap casts as it would a tensor
+            set_call(node, aten.full.default, [], source, dtype=value_of(node).dtype)
+        elif value_of(source).dtype != value_of(node).dtype:
             set_call(node, aten.to.dtype, source, value_of(node).dtype)
 
 
@@ -169,6 +171,8 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_calls,
     packed_projections_to_separate,
     documents_by_position,
+    flex_attention,
+    drop_dead_calls,
     attention_with_sinks,
     masks_by_position,
     masks_of_truth_values,

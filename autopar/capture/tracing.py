@@ -171,6 +171,12 @@ def _explained(name: str, error: Exception) -> CaptureError:
     unknown = _UNKNOWN.search(text)
     if unknown is not None:
         kind, side = unknown[1] or unknown[2], "returns" if unknown[1] else "is given"
+        if kind.endswith(".BlockMask"):
+            return CaptureError(
+                f"{name} {side} a BlockMask, whose mask_mod is a function that no graph takes as an input. Give the "
+                "model the tensors that the function reads, and call create_block_mask in forward, which then "
+                "computes no blocks; a mask that never changes may be an attribute of a module."
+            )
         return CaptureError(
             f"{name} {side} a {kind}, which torch.export does not know how to take apart. Call "
             f"torch.export.register_dataclass({kind.rpartition('.')[2]}) once before autopar, or, if it is no "

@@ -75,7 +75,7 @@ class PlanCache:
         def check(plan: Plan) -> None:
             tiles = tiles_of(plan, space.program, tiles_asked(request), space.mesh)
             fitting = (space if tiles == tiles_asked(request) else spaces(tiles)).dealing_over(plan.dealing)
-            request.warn(fitting, choices_of(plan, fitting), stored=bool(storage))
+            request.warn(plan, fitting, choices_of(plan, fitting), stored=bool(storage))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
         with request.settings.explaining():

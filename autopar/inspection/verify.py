@@ -25,13 +25,13 @@ from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.answers import Verification
 from autopar.plans.plan import Plan
-from autopar.plans.rows import PlanRow
+from autopar.plans.rows import KeptWhole, PlanRow
 from autopar.solver.problem import Problem
 from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_seconds
 
 TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much
-DERIVED = ("mesh", "fingerprint", "traffic", "unruled", "memory", "offload", "host", "rows")
+DERIVED = ("mesh", "fingerprint", "traffic", "unruled", "kept_whole", "memory", "offload", "host", "rows")
 """Fields of a plan that follow from its choices."""
 
 
@@ -98,7 +98,7 @@ def _differences(plan: Plan, again: Plan) -> Iterator[str]:
     for name in DERIVED:
         claimed, derived = getattr(plan, name), getattr(again, name)
         if not _same(claimed, derived):
-            yield f"its {name} {'are' if name == 'rows' else 'is'} not what its choices come to"
+            yield f"its {name} {'are' if name in ('rows', 'kept_whole') else 'is'} not what its choices come to"
     strangers = sorted(set(plan.recompute) - set(again.recompute))
     if strangers:
         yield f"it computes {', '.join(strangers[:3])} again, which this model has no layer for"
@@ -128,9 +128,9 @@ def _same(claimed: Any, derived: Any) -> bool:
         return _close(claimed, derived)
     if isinstance(claimed, tuple) and isinstance(derived, tuple):
         return len(claimed) == len(derived) and all(map(_same, claimed, derived))
-    if isinstance(claimed, PlanRow) and isinstance(derived, PlanRow):
+    if isinstance(claimed, PlanRow | KeptWhole) and type(claimed) is type(derived):
         return all(
-            _same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(PlanRow) if each.compare
+            _same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(claimed) if each.compare
         )
     return claimed == derived
 

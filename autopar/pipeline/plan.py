@@ -24,7 +24,7 @@ from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simula
 from autopar.pipeline.stages.held import TRANSIENT
 from autopar.plans.comparison import COMPARISON, Comparison, comparison_of
 from autopar.plans.plan import Offloaded, Plan
-from autopar.plans.rows import SAVED
+from autopar.plans.rows import SAVED, KeptWhole, kept_whole_on_all
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, RESERVED, SECONDS, TEXT, refusing
 from autopar.plans.views import view
 from autopar.plans.workload import WORKLOAD, Workload, workload_of
@@ -123,6 +123,11 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         return view("PipelinePlan.__str__")(self)
+
+    @property
+    def kept_whole(self) -> tuple[KeptWhole, ...]:
+        """The operations without a rule, on all stages."""
+        return kept_whole_on_all([(stage.plan.seconds, stage.plan.kept_whole) for stage in self.stages])
 
     @property
     def microbatches(self) -> int:

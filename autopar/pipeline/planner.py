@@ -39,10 +39,11 @@ from autopar.pipeline.stages.refinement import is_allowed, refined
 from autopar.pipeline.stages.rooms import Sample, fits_together, rooms_of_least, shared_rooms, thought_in_rooms
 from autopar.planning.offload import Plans, plan_as_offload_asks
 from autopar.planning.record import choices_of, marked
-from autopar.planning.replicated_work import warn_of_replicated_work
+from autopar.planning.replicated_work import warn_of_kept_whole, warn_of_replicated_work
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
+from autopar.plans.rows import kept_whole_on_all
 from autopar.program.program import Program
 from autopar.progress import progress
 from autopar.sharding.layout import Layout
@@ -111,7 +112,10 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         stages.append(StagePlan(len(stages), names, plan, seconds))
     contexts = [context_of(stage.plan) for stage in stages]
     planned_stages = [(each.space, each.choices) for each in contexts]
-    warn_of_replicated_work(request.wanted.strategy, planned_stages, stored=bool(request.storage))
+    if not warn_of_replicated_work(request.wanted.strategy, planned_stages, stored=bool(request.storage)):
+        warn_of_kept_whole(
+            request.mesh, kept_whole_on_all([(each.plan.seconds, each.plan.kept_whole) for each in stages])
+        )
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     timeline = simulate(request.schedule, [stage.seconds for stage in stages])
     formula = [replace(stage.seconds, once=step_parts(stage.plan).once) for stage in stages]

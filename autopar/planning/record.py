@@ -15,6 +15,7 @@ from autopar.memory.model import MemoryModel
 from autopar.planning.expert_notes import notes_on_experts
 from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
+from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Offloaded, Plan
@@ -133,6 +134,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         reserved=context.settings.reserved,
         imbalance=space.imbalance,
         unruled=space.unruled(),
+        kept_whole=kept_whole(space, choices, rows),
         notes=(
             *(f"assumed, not checked: {each}" for each in space.program.assumed),
             *notes_on_experts(context, answer),

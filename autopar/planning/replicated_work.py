@@ -11,11 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autopar.cost.operations import flops
+from autopar.plans.rows import KeptWhole, PlanRow, advice_on_rules
 from autopar.program.calls import module_of
+from autopar.program.program import TensorInfo
+from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import is_product
 from autopar.space.space import Decision, Space
 from autopar.strategies.roles import RoledCall, RoledProgram
+from autopar.strategies.ruled import NO_RULE
 from autopar.warned import warn_user
 
 ALLOWED = 0.5
@@ -32,19 +38,23 @@ OTHER_INPUTS = (
 )
 UNUSED = 0.99
 """Share of the FLOPs that an axis leaves whole if it is used for nothing."""
+WORTH_A_RULE = 0.01
+"""Share of the FLOPs, or of the seconds, from which an operation without a rule is worth a warning."""
 WITHOUT_RULE = ", which has no rule"
 
 Planned = tuple[Space, Sequence[int]]
 """A space, and the number of the chosen strategy per decision."""
 
 
-def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned], stored: bool = False) -> None:
+def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned], stored: bool = False) -> bool:
     """Warn if a preset leaves most FLOPs of a plan, or of all stages of a pipeline, replicated over an axis.
+
+    Return whether it does.
 
     If parameters are `stored` already, the preset suited earlier inputs, and the sizes of these are the reason.
     """
     if strategy is None or strategy in MEANT:
-        return
+        return False
     work: Counter[str] = Counter()
     whole: dict[str, Counter[str]] = {}
     for space, choices in planned:
@@ -59,6 +69,7 @@ def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned], st
             f"strategy={strategy!r} leaves {places.total() / total:.0%} of the FLOPs replicated over {axis}: "
             f"{named}{more}. Each of its devices computes them whole; {OTHER_INPUTS if stored else OTHER_PRESET}."
         )
+    return bool(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +106,72 @@ def unused_axes(space: Space, choices: Sequence[int]) -> tuple[UnusedAxis, ...]:
     return tuple(found)
 
 
-def warn_of_unused_axes(space: Space, choices: Sequence[int]) -> None:
-    """Warn of axes that a plan uses for nothing."""
-    for each in unused_axes(space, choices):
+def warn_of_unused_axes(space: Space, choices: Sequence[int]) -> bool:
+    """Warn of axes that a plan uses for nothing, and return whether there are any."""
+    found = unused_axes(space, choices)
+    for each in found:
         warn_user(f"mesh {space.mesh}: {each}.")
+    return bool(found)
+
+
+def kept_whole(space: Space, choices: Sequence[int], rows: Sequence[PlanRow]) -> tuple[KeptWhole, ...]:
+    """Return the operations that no rule fits with their shares of the step; `rows` are those of the decisions."""
+    graph = RoledProgram.of(space.program)
+    groups: dict[tuple[str, str], list[int]] = {}
+    work: Counter[int] = Counter()
+    for number, decision in enumerate(space.decisions):
+        call = graph.calls.get(decision.name) if decision.kind == "call" else None
+        if call is None:
+            continue
+        work[number] = _flops(graph, call)
+        if decision.menu.reason:
+            groups.setdefault((_registered_as(call), decision.menu.reason), []).append(number)
+    seconds, total = sum(row.seconds for row in rows), work.total()
+    found = []
+    for (operation, reason), numbers in groups.items():
+        first, own = rows[numbers[0]], sum(rows[number].seconds for number in numbers)
+        computed = sum(work[number] for number in numbers)
+        infos = [info for number in numbers for info in _tensors(space.decisions[number])]
+        found.append(
+            KeptWhole(
+                operation,
+                reason,
+                len(numbers),
+                first.name,
+                first.module,
+                own,
+                own / seconds if seconds else 0.0,
+                sum(info.num_elements * info.dtype.itemsize for info in infos),
+                computed / total if computed else None,
+            )
+        )
+    return tuple(sorted(found, key=lambda each: -each.seconds))
+
+
+def _tensors(decision: Decision) -> tuple[TensorInfo, ...]:
+    call = decision.menu.call
+    assert call is not None
+    return *call.inputs, *call.outputs
+
+
+def _registered_as(call: RoledCall) -> str:
+    """Return the name by which `autopar.register_rule` finds an operation."""
+    target = call.call.target
+    return target.name() if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def warn_of_kept_whole(mesh: Mesh, found: Sequence[KeptWhole]) -> None:
+    """Warn of operations without a rule that take a share of the step worth a rule."""
+    large = [each for each in found if max(each.seconds_share, each.flops_share or 0.0) >= WORTH_A_RULE]
+    for each in large if mesh.num_devices > 1 else ():
+        where = f" in {each.module}" if each.module else ""
+        calls = f" ({each.calls} calls)" if each.calls > 1 else ""
+        flops = "an unknown share" if each.flops_share is None else f"{each.flops_share:.0%}"
+        why = "has no rule" if each.reason == NO_RULE else f"has a rule that does not fit ({each.reason})"
+        warn_user(
+            f"{each.operation}{where}{calls} {why}: each of {mesh.num_devices} devices computes it whole, {flops} of "
+            f"the FLOPs and {each.seconds_share:.0%} of the step's seconds. {advice_on_rules(each.operation)}."
+        )
 
 
 def _replicated(space: Space, choices: Sequence[int], work: Counter[str]) -> Mapping[str, Counter[str]]:

@@ -27,7 +27,12 @@ from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.record import marked
-from autopar.planning.replicated_work import unused_axes, warn_of_replicated_work, warn_of_unused_axes
+from autopar.planning.replicated_work import (
+    unused_axes,
+    warn_of_kept_whole,
+    warn_of_replicated_work,
+    warn_of_unused_axes,
+)
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.simulated import as_simulated
 from autopar.planning.whole_parameters import with_storage_settled
@@ -340,15 +345,15 @@ class PlanRequest:
             plan = with_storage_settled(plan, said, made, deadline)
         plan = as_simulated(plan, again, deadline)
         space, choices = context_of(plan).space, context_of(plan).choices
-        self.warn(space, choices, stored=bool(storage))
+        self.warn(plan, space, choices, stored=bool(storage))
         unused = unused_axes(space, choices) if self.strategy is None else ()
         return replace(plan, notes=(*plan.notes, *map(str, unused)))
 
-    def warn(self, space: Space, choices: Sequence[int], stored: bool) -> None:
+    def warn(self, plan: Plan, space: Space, choices: Sequence[int], stored: bool) -> None:
         """Warn of surprises in a plan of these choices; `stored` as in `annotations_about`."""
-        warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
-        if self.strategy is None:
-            warn_of_unused_axes(space, choices)
+        said = warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
+        if not said and (self.strategy is not None or not warn_of_unused_axes(space, choices)):
+            warn_of_kept_whole(space.mesh, plan.kept_whole)
         warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
 

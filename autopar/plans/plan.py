@@ -17,7 +17,7 @@ from autopar.files.replace import replace_text
 from autopar.hardware.reserved import NOTHING, Reserved
 from autopar.plans.answers import Repriced
 from autopar.plans.comparison import Comparison, comparison_of
-from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
+from autopar.plans.rows import Instant, KeptWhole, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.plans.strategy_names import implementations_of, is_kept, layout_named
 from autopar.plans.views import view
@@ -79,6 +79,8 @@ class Plan:
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device is planned for."""
     unruled: Mapping[str, str] | None = None
+    kept_whole: tuple[KeptWhole, ...] = ()
+    """The operations of `unruled` calls with their shares of the step, the longest first."""
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
@@ -190,6 +192,7 @@ class Plan:
         """The plan as JSON text."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "context"}
         values["rows"] = [asdict(row) for row in self.rows]
+        values["kept_whole"] = [asdict(each) for each in self.kept_whole]
         values["memory"] = None if self.memory is None else asdict(self.memory)
         values["reserved"] = self.reserved.to_json(self.peak_bytes)
         values["workload"] = None if self.workload is None else asdict(self.workload)
@@ -225,6 +228,7 @@ class Plan:
         values["reserved"] = Reserved.of_json(values.get("reserved"))
         values["workload"] = workload_of(values.get("workload"))
         values["comparison"] = comparison_of(values.get("comparison"), values["mesh"].hardware)
+        values["kept_whole"] = tuple(KeptWhole(**each) for each in values.get("kept_whole", ()))
         values["notes"], values["dealing"] = tuple(values["notes"]), tuple(values.get("dealing", ()))
         return cls(**values)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -62,6 +62,63 @@ class PlanRow:
         placements = self.layout.split()
         aligned = placements if len(placements) == len(self.roles) else self.roles
         return tuple(_words(role, placement) for role, placement in zip(self.roles, aligned, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWhole:
+    """An operation without a rule that fits, which every device computes whole, and its part of a step."""
+
+    operation: str
+    """The name that `autopar.register_rule` takes."""
+    reason: str
+    calls: int
+    first: str
+    """The first of its calls."""
+    module: str
+    """The module of that."""
+    seconds: float
+    """Of all its calls in a step, forward and backward."""
+    seconds_share: float
+    """Of the sum of costs."""
+    num_bytes: int
+    """Bytes of the inputs and outputs of all its calls."""
+    flops_share: float | None = None
+    """Of the FLOPs of a forward; None if unknown: no weight among the inputs says how many there are."""
+
+
+def advice_on_rules(operation: str) -> str:
+    """Return the advice on an operation without a rule.
+
+    >>> advice_on_rules("mylib::scaled")
+    'Give it a rule by autopar.register_rule("mylib::scaled", …): docs/own-operations.md'
+    """
+    named = f'"{operation}"' if "::" in operation else operation.rpartition(".")[2]
+    return f"Give it a rule by autopar.register_rule({named}, …): docs/own-operations.md"
+
+
+def kept_whole_on_all(stages: Sequence[tuple[float, Sequence[KeptWhole]]]) -> tuple[KeptWhole, ...]:
+    """Return the operations of all stages, given with the seconds of each, as those of one plan.
+
+    Shares of the FLOPs are left out: a stage knows of its own alone.
+    """
+    whole = sum(seconds for seconds, _ in stages)
+    groups: dict[tuple[str, str], list[KeptWhole]] = {}
+    for each in (each for _, own in stages for each in own):
+        groups.setdefault((each.operation, each.reason), []).append(each)
+    found = []
+    for parts in groups.values():
+        seconds = sum(each.seconds for each in parts)
+        found.append(
+            replace(
+                parts[0],
+                calls=sum(each.calls for each in parts),
+                seconds=seconds,
+                seconds_share=seconds / whole if whole else 0.0,
+                num_bytes=sum(each.num_bytes for each in parts),
+                flops_share=None,
+            )
+        )
+    return tuple(sorted(found, key=lambda each: -each.seconds))
 
 
 @dataclass(frozen=True, slots=True)

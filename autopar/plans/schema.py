@@ -30,6 +30,11 @@ MEMORY = Record(
     {"parts": Table(BYTES)},
     optional={"timeline": ListOf(Record({"name": TEXT, "backward": Flag(), "num_bytes": BYTES}))},
 )
+KEPT_WHOLE = Record(
+    {"operation": TEXT, "reason": TEXT, "calls": Whole(1), "first": TEXT, "module": TEXT, "seconds": SECONDS}
+    | {"seconds_share": Real(0), "num_bytes": BYTES},
+    optional={"flops_share": Maybe(Real(0))},
+)
 RESERVED = Record(
     {"bytes": BYTES, "allocator_factor": Real(1), "context_bytes": BYTES}
     | {"communicator_bytes": BYTES, "workspace_bytes": BYTES}
@@ -56,6 +61,7 @@ PLAN = Record(
         "reserved": RESERVED,
         "imbalance": Real(1),
         "unruled": Maybe(Table(TEXT)),
+        "kept_whole": ListOf(KEPT_WHOLE),
         "recompute": Table(OneOf(("none", "selective", "full_save_collectives", "full", "offload"))),
         "prefetch": Whole(0, 2),
         "mode": OneOf(("auto", "semi_auto", "manual")),

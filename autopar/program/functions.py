@@ -4,14 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 Function = type[torch.autograd.Function]
+
+
+def _like_first(x: Tensor, *further: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _like_both(x: Tensor, y: Tensor, *further: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(y)
+
+
+LIGER = "liger_kernel.ops"
+RESULTS: Mapping[str, Callable[..., Any]] = {
+    f"{LIGER}.rms_norm.LigerRMSNormFunction": _like_first,
+    f"{LIGER}.layer_norm.LigerLayerNormFunction": _like_first,
+    f"{LIGER}.swiglu.LigerSiLUMulFunction": _like_first,
+    f"{LIGER}.geglu.LigerGELUMulFunction": _like_first,
+    f"{LIGER}.rope.LigerRopeFunction": _like_both,
+}
+"""Functions of libraries that launch kernels, which tensors without values do not run → what they give."""
+
+
+class _WithoutValues(torch.autograd.Function):
+    """Results of a Function by their shapes; its inputs count as kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Callable[..., Any], *args: Any) -> Any:
+        ctx.places = [place for place, each in enumerate(args) if isinstance(each, Tensor)]
+        ctx.count = len(args)
+        ctx.save_for_backward(*(args[place] for place in ctx.places))
+        return results(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = [None] * (ctx.count + 1)
+        for place, each in zip(ctx.places, ctx.saved_tensors, strict=True):
+            found[place + 1] = torch.empty_like(each) if each.is_floating_point() else None
+        return tuple(found)
+
+
+def applied(function: Function, args: Sequence[Any]) -> Any:
+    """Return what a Function gives; of tensors without values by RESULTS, where it is there."""
+    results = RESULTS.get(f"{function.__module__}.{function.__qualname__}")
+    if results is not None and any(isinstance(x, FakeTensor) or x.is_meta for x in args if isinstance(x, Tensor)):
+        return _WithoutValues.apply(results, *args)
+    return function.apply(*args)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +79,7 @@ class FunctionCall:
         for position, value in self.objects:
             given[position] = value
         with self._autocast(given):
-            result = self.function.apply(*given)
+            result = applied(self.function, given)
         if isinstance(result, Tensor):
             return result
         return tuple(each if isinstance(each, Tensor) else None for each in result)

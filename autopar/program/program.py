@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autopar.program.python_state import PythonState
 
@@ -186,12 +187,28 @@ INSTEAD = {
 }
 
 
+OF_LIBRARIES = {
+    "bitsandbytes": "dequantize the model first (model.dequantize() of transformers), or train it on one device",
+    "torchao": (
+        "compile the model before its weights are quantized; torchao.float8.convert_to_float8_training keeps plain "
+        "weights, and quantization for inference belongs behind training"
+    ),
+    "transformer_engine": "keep plain weights, without fp8_model_init or quantized_model_init",
+}
+"""Library → what to do where a tensor is of a class of its own."""
+
+
 def fault_of_form(tensor: Tensor) -> str:
-    """What a tensor is instead of dense, and what to give in its place; "" where it is dense.
+    """What a tensor is instead of dense and plain, and what to give in its place; "" where it is both.
 
     >>> fault_of_form(torch.eye(2).to_sparse_csr())
     'is a sparse_csr tensor, and autopar splits dense ones only; give x.to_dense() in its place'
     """
+    kind = type(tensor)
+    library = kind.__module__.partition(".")[0]
+    if library != "torch" and (library in OF_LIBRARIES or is_traceable_wrapper_subclass(tensor)):
+        advice = OF_LIBRARIES.get(library, "give a plain tensor in its place")
+        return f"is a {kind.__module__}.{kind.__qualname__}, and autopar splits plain tensors only; {advice}"
     if tensor.is_nested:
         form = "nested"
     elif tensor.is_quantized:

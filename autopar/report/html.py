@@ -16,11 +16,11 @@ from typing import Any
 
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
-from autopar.plans.rows import ROLES, Instant, PlanRow, is_main
+from autopar.plans.rows import ROLES, Instant, KeptWhole, PlanRow, advice_on_rules, is_main
 from autopar.report.comparison_chart import comparison_section
 from autopar.report.facts import plan_facts
 from autopar.report.html_parts import html_table
-from autopar.report.table import kind_words
+from autopar.report.table import KEPT_WHOLE_HEADERS, KEPT_WHOLE_TITLE, kept_whole_row, kind_words
 from autopar.tables import Fact
 from autopar.units import format_bytes, format_seconds
 
@@ -166,15 +166,17 @@ def _bars(names: tuple[str, str], rows: Iterable[tuple[str, float, str]], whole:
 
 def _notes(plan: Plan) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
-    operation = {row.name: row.operation for row in plan.rows}
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, reason in (plan.unruled or {}).items():
-        groups[operation.get(name, name), reason].append(name)
-    rows = [(escape(op), str(len(calls)), escape(calls[0]), escape(why)) for (op, why), calls in groups.items()]
-    unruled = "<h3>Calls that run replicated because no rule fits them</h3>" if rows else ""
-    table = html_table(("operation", "calls", "first call", "reason"), rows, numbers=(1,)) if rows else ""
-    text = (f"<ul>{notes}</ul>" if notes else "") + unruled + table
+    text = (f"<ul>{notes}</ul>" if notes else "") + kept_whole_html(plan.kept_whole)
     return f'<section id="notes"><h2>Notes</h2>{text}</section>' if text else ""
+
+
+def kept_whole_html(found: Sequence[KeptWhole]) -> str:
+    """Return the operations that no rule fits with their shares of the step, and the advice on the longest."""
+    if not found:
+        return ""
+    rows = [tuple(map(escape, kept_whole_row(each))) for each in found]
+    table = html_table(KEPT_WHOLE_HEADERS, rows, numbers=(1, 3, 4, 5))
+    return f"<h3>{KEPT_WHOLE_TITLE}</h3>{table}<p>{escape(advice_on_rules(found[0].operation))}</p>"
 
 
 def _drawing(shapes: str, height: int, words: str) -> str:

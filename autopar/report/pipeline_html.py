@@ -20,7 +20,7 @@ from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.simulation import Slice
 from autopar.report.comparison_chart import comparison_section
 from autopar.report.html import TEMPLATE as PLAN_TEMPLATE
-from autopar.report.html import fact_items, memory_section, time_section
+from autopar.report.html import fact_items, kept_whole_html, memory_section, time_section
 from autopar.report.html_parts import html_table
 from autopar.report.pipeline_table import HEADERS, facts, stage_rows
 from autopar.report.pipeline_trace import KINDS, slice_label
@@ -38,6 +38,7 @@ def page(plan: PipelinePlan) -> str:
     style = re.search(r"<style>.*?</style>", PLAN_TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)
     assert style is not None, f"no style in {PLAN_TEMPLATE.name}"
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    notes = (f"<ul>{notes}</ul>" if notes else "") + kept_whole_html(plan.kept_whole)
     parts = {
         "title": f"Pipeline plan for {escape(str(plan.mesh))}",
         "style": style.group(),
@@ -48,7 +49,7 @@ def page(plan: PipelinePlan) -> str:
         "stages": html_table(HEADERS, _stage_cells(plan), numbers=_numbers()),
         "comparison": comparison_section(plan.comparison),
         "details": "".join(map(_details, plan.stages)),
-        "notes": f'<section id="notes"><h2>Notes</h2><ul>{notes}</ul></section>' if notes else "",
+        "notes": f'<section id="notes"><h2>Notes</h2>{notes}</section>' if notes else "",
     }
     # One pass, so that nothing of the plan is taken for a placeholder.
     template = TEMPLATE.read_text(encoding="utf-8")

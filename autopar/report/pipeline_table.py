@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.report.comparison_table import comparison_text
 from autopar.report.facts import OF_SECONDS, host_words, reserved_words, workload_facts
+from autopar.report.table import kept_whole_text
 from autopar.tables import Fact, fact_lines, fitted_table, wrapped
 from autopar.units import format_bytes, format_seconds, format_share
 
@@ -27,8 +28,9 @@ def pipeline_table(plan: PipelinePlan) -> str:
     table = fitted_table(stage_rows(plan), HEADERS, right)
     legend = [wrapped(line) for line in LEGEND]
     notes = [wrapped(f"note: {note}") for note in plan.notes]
+    whole = [text] if (text := kept_whole_text(plan.kept_whole)) else []
     compared = [[part] for part in comparison_text(plan.comparison)] if plan.comparison else []
-    return "\n\n".join("\n".join(part) for part in (header, [table], legend, notes, *compared) if part)
+    return "\n\n".join("\n".join(part) for part in (header, [table], legend, whole, notes, *compared) if part)
 
 
 def facts(plan: PipelinePlan) -> tuple[Fact, ...]:

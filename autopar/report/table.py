@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.plans.plan import Plan
-from autopar.plans.rows import ROLES, PlanRow, is_main
+from autopar.plans.rows import ROLES, KeptWhole, PlanRow, advice_on_rules, is_main
 from autopar.program.folding import folded
 from autopar.report.comparison_table import comparison_text
 from autopar.report.facts import plan_facts
@@ -60,7 +60,7 @@ def plan_table(plan: Plan, verbose: bool = False) -> str:
         _choices(plan, folded_lines := _folded(lines), rest, verbose),
         _legend(plan, folded_lines),
         _traffic(plan),
-        _unruled(plan),
+        kept_whole_text(plan.kept_whole),
         "\n".join(wrapped(f"note: {note}") for note in plan.notes),
         *(comparison_text(plan.comparison) if plan.comparison else ()),
     ]
@@ -250,14 +250,20 @@ def _count(plan: Plan, collectives: Iterable[str], axes: Sequence[str]) -> str:
     return format_bytes(total) if total else "-"
 
 
-def _unruled(plan: Plan) -> str:
-    """Calls that run replicated because no rule fits them, by operation and reason."""
-    operation = {row.name: row.operation for row in plan.rows}
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, reason in (plan.unruled or {}).items():
-        groups[operation.get(name, name), reason].append(name)
-    if not groups:
+KEPT_WHOLE_HEADERS = ("operation", "calls", "first call", "FLOPs", "step", "bytes", "reason")
+KEPT_WHOLE_TITLE = "calls that every device computes whole because no rule fits them"
+
+
+def kept_whole_row(each: KeptWhole) -> list[str]:
+    """Return the cells of an operation without a rule, in the columns of KEPT_WHOLE_HEADERS."""
+    flops = "?" if each.flops_share is None else f"{each.flops_share:.1%}"
+    shares = flops, f"{each.seconds_share:.1%}", format_bytes(each.num_bytes)
+    return [each.operation, str(each.calls), each.module or each.first, *shares, each.reason]
+
+
+def kept_whole_text(found: Sequence[KeptWhole]) -> str:
+    """Return the operations that no rule fits with their shares of the step, and the advice on the longest."""
+    if not found:
         return ""
-    table = [[name, len(calls), calls[0], reason] for (name, reason), calls in groups.items()]
-    text = fitted_table(table, ["operation", "calls", "first call", "reason"], (1,))
-    return f"calls that run replicated because no rule fits them:\n{text}"
+    table = fitted_table([kept_whole_row(each) for each in found], KEPT_WHOLE_HEADERS, (1, 3, 4, 5))
+    return f"{KEPT_WHOLE_TITLE}:\n{table}\n{wrapped(advice_on_rules(found[0].operation))}"

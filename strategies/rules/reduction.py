@@ -163,6 +163,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     **dict.fromkeys(
         (
             aten._log_softmax.default,
+            aten._safe_softmax.default,
             aten._softmax.default,
             aten.argsort.default,
             aten.argsort.stable,

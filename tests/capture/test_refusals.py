@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
+from autopar.sharding.mesh import Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch calls some of these forms beta, others deprecated
 FORMS: dict[str, Callable[[], Tensor]] = {
@@ -106,3 +107,58 @@ def test_a_model_that_cannot_be_copied_names_the_attribute(kept: Any) -> None:
         CaptureError, match=r"the attribute 0\.kept cannot be copied \(TypeError: .*outside of the model"
     ):
         planned(model, torch.ones(4, 4))
+
+
+class _Packed(nn.Parameter):
+    """Weights of four bits, packed as bitsandbytes does."""
+
+
+_Packed.__module__, _Packed.__qualname__ = "bitsandbytes.nn.modules", "Params4bit"
+
+
+class _Fused(nn.Linear):
+    """A layer of a library with kernels of its own."""
+
+
+_Fused.__module__, _Fused.__qualname__ = "transformer_engine.pytorch.module.linear", "Linear"
+
+
+def _of_four_bits() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = _Packed(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
+    return model
+
+
+def _of_torchao() -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    quantization.quantize_(model[1], quantization.Int8WeightOnlyConfig())
+    return nn.Sequential(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (_of_four_bits, r"^1.weight is a bitsandbytes.nn.modules.Params4bit, .* only; dequantize the model first"),
+        (
+            _of_torchao,
+            r"^0.1.weight is a torchao.quantization.*, .* only; compile the model before",
+        ),
+        (
+            lambda: nn.Sequential(_Fused(8, 8)),
+            r"^0 is a transformer_engine.*.Linear, .* Build the model with torch",
+        ),
+    ],
+)
+def test_quantized_weights_and_fused_modules_are_refused_by_name(build: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        autopar.plan(build(), Mesh({"dp": 2}), (torch.randn(4, 8),))
+
+
+def test_a_parameter_of_a_plain_subclass_is_like_any_other() -> None:
+    class Named(nn.Parameter):
+        pass
+
+    model = nn.Linear(8, 8)
+    model.weight = Named(torch.ones(8, 8))
+    assert autopar.plan(model, Mesh({"dp": 2}), (torch.randn(4, 8),)).rows

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.models.catalogue import built_in
 from autopar.planning import replicated_work
+from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 
 
@@ -38,13 +39,85 @@ class Unruled(nn.Module):
         return project(self.up(x), self.weight).square().mean()
 
 
+class Partly(nn.Module):
+    """An operation without a rule, used twice, beside products that take most of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(64, 256), nn.Parameter(torch.ones(256, 256))
+        self.wide = nn.Sequential(nn.Linear(256, 4096), nn.Linear(4096, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(project(self.wide(self.up(x)), self.weight), self.weight).square().mean()
+
+
+class Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(x, self.weight)
+
+
+def _warned(*args: Any, word: str, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        autopar.plan(*args, **options)
+    return [str(each.message) for each in found if word in str(each.message)]
+
+
 def _said(
     model: nn.Module, inputs: tuple[Tensor, ...], strategy: str, axes: dict[str, int], **options: Any
 ) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        autopar.plan(model, Mesh(axes), inputs, strategy=strategy, **options)
-    return [str(each.message) for each in found if "replicated" in str(each.message)]
+    return _warned(model, Mesh(axes), inputs, strategy=strategy, word="replicated", **options)
+
+
+ADVICE = 'Give it a rule by autopar.register_rule("replicated_work::project", …): docs/own-operations.md'
+PARTLY = 2 * 256**2 / (64 * 256 + 2 * 256 * 4096 + 2 * 256**2)
+
+
+def test_an_operation_without_a_rule_is_reported_with_its_share_of_the_step() -> None:
+    plan = autopar.plan(Partly(), Mesh({"dp": 2}), (torch.ones(1024, 64),))
+    (whole,) = plan.kept_whole
+    assert (whole.operation, whole.calls, whole.reason) == ("replicated_work::project", 2, "no rule")
+    assert whole.flops_share == pytest.approx(PARTLY)
+    assert whole.num_bytes == 4 * 2 * (1024 * 256 + 256 * 256 + 1024 * 256)
+    rows = [row for row in plan.rows if row.name in (plan.unruled or {})]
+    assert whole.seconds == pytest.approx(sum(row.seconds for row in rows)) and len(rows) == 2
+    assert whole.seconds_share == pytest.approx(whole.seconds / sum(row.seconds for row in plan.rows))
+    assert Plan.from_json(plan.to_json()).kept_whole == plan.kept_whole
+    assert plan.verify().ok and ADVICE in str(plan)
+
+
+def test_a_warning_names_it_with_its_share_and_what_to_do() -> None:
+    (text,) = _warned(Partly(), Mesh({"dp": 2}), (torch.ones(1024, 64),), word="project")
+    assert text.startswith("replicated_work::project (2 calls) has no rule: each of 2 devices computes it whole")
+    assert f"{PARTLY:.0%} of the FLOPs and" in text and text.endswith(f"of the step's seconds. {ADVICE}.")
+
+
+def test_the_stages_of_a_pipeline_are_reported_as_one(recwarn: pytest.WarningsRecorder) -> None:
+    stages = [nn.Sequential(nn.Linear(64, 256), Projected()) for _ in range(4)]
+    plan: Any = autopar.plan(
+        nn.Sequential(*(nn.Sequential(each, nn.Linear(256, 64)) for each in stages)),
+        Mesh({"pp": 2, "dp": 2}),
+        (torch.ones(1024, 64),),
+        schedule="gpipe",
+        microbatches=2,
+    )
+    (whole,) = plan.kept_whole
+    parts = [each for stage in plan.stages for each in stage.plan.kept_whole]
+    assert whole.calls == 4 and whole.seconds == pytest.approx(sum(each.seconds for each in parts))
+    assert whole.seconds_share == pytest.approx(whole.seconds / sum(stage.plan.seconds for stage in plan.stages))
+    assert ADVICE in str(plan)
+    (text,) = [str(each.message) for each in recwarn if "project" in str(each.message)]
+    assert (
+        "project in 0.0.1 (4 calls) has no rule: each of 4 devices" in text and "an unknown share of the FLOPs" in text
+    )
+
+
+def test_on_one_device_nothing_is_replicated() -> None:
+    assert not _warned(Partly(), Mesh({"dp": 1}), (torch.ones(1024, 64),), word="project")
 
 
 def test_a_product_without_a_rule_is_named_with_its_share() -> None:

@@ -25,7 +25,7 @@ from autopar.hardware.load import load
 from autopar.planning.planner import make_plan
 from autopar.planning.record import choices_of
 from autopar.plans.plan import Plan
-from autopar.plans.rows import Instant, MemoryUse, Moved, PlanRow
+from autopar.plans.rows import Instant, KeptWhole, MemoryUse, Moved, PlanRow
 from autopar.program.program import Program, TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
@@ -42,6 +42,9 @@ TRANSFERS = st.lists(st.builds(Moved, NAMES, NAMES, BYTES, SECONDS, st.booleans(
 INSTANTS = st.lists(st.builds(Instant, NAMES, st.booleans(), BYTES), max_size=3).map(tuple)
 ROLES = st.tuples(NAMES, NAMES)
 ROWS = st.builds(PlanRow, NAMES, NAMES, NAMES, NAMES, ROLES, st.sampled_from(("", "S(0) I")), SECONDS, TRANSFERS)
+KEPT_WHOLE = st.builds(
+    KeptWhole, NAMES, NAMES, st.integers(1, 99), NAMES, NAMES, SECONDS, SECONDS, BYTES, st.none() | SECONDS
+)
 AXES = st.dictionaries(st.sampled_from(("dp", "tp", "pp", "ep")), st.integers(1, 512), min_size=2, max_size=2)
 PLANS = st.builds(
     Plan,
@@ -58,6 +61,7 @@ PLANS = st.builds(
     memory_limit=st.none() | BYTES,
     imbalance=st.floats(1, 1e3),
     unruled=st.none() | st.dictionaries(NAMES, NAMES, max_size=2),
+    kept_whole=st.lists(KEPT_WHOLE, max_size=2).map(tuple),
     notes=st.lists(NAMES, max_size=2).map(tuple),
     memory=st.none() | st.builds(MemoryUse, st.dictionaries(NAMES, BYTES, max_size=3), INSTANTS),
     recompute=st.dictionaries(NAMES, st.sampled_from(("none", "full")), max_size=2),
@@ -118,7 +122,17 @@ def test_json_of_another_format_is_refused(text: str) -> None:
 def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     values = json.loads(_plan().to_json())
     del values[field]
-    optional = ("memory_limit", "dealing", "imbalance", "unruled", "recompute", "prefetch", "reduce_each", "mode")
+    optional = (
+        "memory_limit",
+        "dealing",
+        "imbalance",
+        "unruled",
+        "recompute",
+        "kept_whole",
+        "prefetch",
+        "reduce_each",
+        "mode",
+    )
     further = ("reserved", "offload", "host", "waits", "simulated", "multiplier", "symbols", "formulas", "workload")
     if field in (*optional, *further, "comparison"):
         assert Plan.from_json(json.dumps(values)) == _plan()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autopar.plans.plan import Plan
-from autopar.plans.rows import Instant, MemoryUse, Moved, PlanRow
+from autopar.plans.rows import Instant, KeptWhole, MemoryUse, Moved, PlanRow
 from autopar.report.html import colour_of, page
 from autopar.sharding.mesh import Mesh
 
@@ -100,7 +100,12 @@ def test_the_rows_of_the_plan_are_in_the_page() -> None:
 
 def test_names_are_never_read_as_html() -> None:
     rows = (replace(_row(EVIL), operation=EVIL),)
-    plan = _plan(rows=rows, notes=(EVIL,), unruled={rows[0].name: EVIL}, memory=MemoryUse({EVIL: 900}))
+    plan = _plan(
+        rows=rows,
+        notes=(EVIL,),
+        kept_whole=(KeptWhole(EVIL, EVIL, 1, EVIL, EVIL, 1.0, 0.5, 8),),
+        memory=MemoryUse({EVIL: 900}),
+    )
     text = page(plan)
     reader = _Reader(text)
     assert not reader.open and EVIL not in text

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.plans.plan import Plan
-from autopar.plans.rows import MemoryUse, Moved, PlanRow
+from autopar.plans.rows import KeptWhole, MemoryUse, Moved, PlanRow
 from autopar.plans.workload import OneDevice, Workload
 from autopar.report.table import plan_table
 from autopar.sharding.mesh import Mesh
@@ -37,7 +37,7 @@ def _plan(
     *rows: PlanRow,
     bound: float = 0.0,
     memory_limit: int | None = None,
-    unruled: dict[str, str] | None = None,
+    kept_whole: tuple[KeptWhole, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Plan:
     traffic: dict[tuple[str, str], int] = {}
@@ -57,9 +57,12 @@ def _plan(
         traffic=traffic,
         solver="elimination",
         memory_limit=memory_limit,
-        unruled=unruled,
+        kept_whole=kept_whole,
         notes=notes,
     )
+
+
+_WORDY = KeptWhole("word::" * 9, "no rule " * 20, 1, "a", "a.b" * 20, 1.0, 0.5, 8)
 
 
 def _line(table: str, word: str) -> str:
@@ -228,12 +231,17 @@ def test_a_plan_that_moves_nothing_says_so() -> None:
     assert "no bytes are moved" in plan_table(_plan(_call("a", "a")))
 
 
-def test_calls_without_a_rule_are_listed_by_operation_and_reason() -> None:
-    rows = (_call("sort", "x", "sort"), _call("sort_1", "y", "sort"), _call("fft", "z", "fft"))
-    table = plan_table(_plan(*rows, unruled={"sort": "no rule", "sort_1": "no rule", "fft": "complex numbers"}))
-    listed = table.split("because no rule fits them:")[1]
-    assert _line(listed, "sort") == "sort 2 sort no rule"
-    assert _line(listed, "fft") == "fft 1 fft complex numbers"
+def test_calls_without_a_rule_are_listed_with_their_shares_and_advice() -> None:
+    found = (
+        KeptWhole("mylib::scaled", "no rule", 2, "scaled", "layers.0", 0.5, 0.25, 4000, 0.125),
+        KeptWhole("aten::fft", "complex numbers", 1, "fft", "", 0.1, 0.05, 1000),
+    )
+    table = plan_table(_plan(_call("a", "a"), kept_whole=found))
+    listed, advice = table.split("because no rule fits them:")[1].split("Give it")
+    assert _line(listed, "operation") == "operation calls first call FLOPs step bytes reason"
+    assert _line(listed, "mylib::scaled") == "mylib::scaled 2 layers.0 12.5% 25.0% 4.00 kB no rule"
+    assert _line(listed, "aten::fft") == "aten::fft 1 fft ? 5.0% 1.00 kB complex numbers"
+    assert advice.startswith(' a rule by autopar.register_rule("mylib::scaled", …): docs/own-operations.md')
 
 
 def test_notes_stand_at_the_end() -> None:
@@ -250,7 +258,7 @@ def test_long_paths_and_many_transfers_fit_the_terminal(monkeypatch: pytest.Monk
     )
     for width in (80, 100, 160):
         monkeypatch.setenv("COLUMNS", str(width))
-        table = plan_table(_plan(*rows, notes=("word " * 60,), unruled={"a": "no rule " * 20}))
+        table = plan_table(_plan(*rows, notes=("word " * 60,), kept_whole=(_WORDY,)))
         assert max(map(len, table.splitlines())) <= width
         # Nothing of the transfers is lost, and what is left of the module says which one it is.
         assert table.count("123.46 MB") >= len(transfers) and "jection" in table

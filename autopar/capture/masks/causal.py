@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.masks.seen import constants
-from autopar.program.operators.attention.by_mask import part_of
 from autopar.program.operators.attention.dropout import Range
-from autopar.program.operators.attention.expressions import Expression, evaluate
+from autopar.program.operators.attention.expressions import Expression, evaluate, part_of
 from autopar.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
 
 MOST = 4

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.capture.masks.seen import constant
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
-from autopar.program.operators.attention.expressions import FUNCTIONS, Call, Expression, Vector
+from autopar.program.operators.attention.expressions import FUNCTIONS, Call, Expression, Score, Vector
 
 MOST_CALLS = 64
 """Of an expression; a part that it has twice counts twice."""
@@ -38,6 +38,8 @@ class Reading:
     vectors: list[fx.Node] = field(default_factory=list)
     read: dict[fx.Node, Expression] = field(default_factory=dict)
     num_calls: dict[fx.Node, int] = field(default_factory=dict)
+    score: fx.Node | None = None
+    """The scores, if the expression is a function of them."""
     dims: tuple[int, ...] = ()
     """Where, from the right, what is read has got dims of one element behind it, the last one first."""
 
@@ -51,6 +53,8 @@ class Reading:
         return self.read[node]
 
     def _read(self, node: fx.Node) -> Expression:
+        if node is self.score:
+            return Score()
         shape = shape_of(node)
         if len(shape) < 2 or 1 in shape[-2:]:
             return self.vector(node)
@@ -62,16 +66,18 @@ class Reading:
         if name in SAME or (name in ("unsqueeze", "view", "reshape") and _adds_leading_dims(node)):
             return self.of(node.args[0])  # type: ignore[arg-type]
         if name == "unsqueeze":
-            return self._with_dim(given["dim"] % len(shape) - len(shape), node.args[0])  # type: ignore[arg-type]
+            return self._with_dims((given["dim"] % len(shape) - len(shape),), node.args[0])  # type: ignore[arg-type]
+        if name in ("view", "reshape") and (added := _added_dims(node)):
+            return self._with_dims(added, node.args[0])  # type: ignore[arg-type]
         if name in FILLED:
             return self._filled(node, given["fill_value"] if FILLED[name] is None else FILLED[name])
         if name in TRIANGLES:
             return self._triangle(node, TRIANGLES[name], given["diagonal"])
         return self._call(name, node)
 
-    def _with_dim(self, dim: int, source: fx.Node) -> Expression:
-        """The expression of a tensor to whose vectors a dim is added."""
-        inner = Reading(self.draft, self.vectors, dims=(dim, *self.dims))
+    def _with_dims(self, dims: tuple[int, ...], source: fx.Node) -> Expression:
+        """The expression of a tensor to whose vectors dims are added."""
+        inner = Reading(self.draft, self.vectors, dims=(*dims, *self.dims))
         found = inner.of(source)
         self.num_calls[source] = inner.num_calls[source]
         return found
@@ -81,14 +87,16 @@ class Reading:
         for dim in self.dims:
             if len(shape_of(node)) >= -dim:
                 node = self._made(aten.unsqueeze.default, node, dim)
-        if node not in self.vectors:
-            self.vectors.append(node)
-        return Vector(self.vectors.index(node))
+        for number, known in enumerate(self.vectors):
+            if node is known or _are_alike(node, known):
+                return Vector(number)
+        self.vectors.append(node)
+        return Vector(len(self.vectors) - 1)
 
     def _call(self, name: str, node: fx.Node) -> Expression:
         if name not in FUNCTIONS or any(_matters(node, *item) for item in node.kwargs.items()):
             raise NotByPositionError
-        given = [x for x in node.args if not (name == "bitwise_and" and _is_true(x))]
+        given = [number_of(x) for x in node.args if not (name == "bitwise_and" and _is_true(x))]
         if len(given) < len(node.args):
             return self.of(given[0])  # type: ignore[arg-type]
         if name == "to":
@@ -116,6 +124,36 @@ class Reading:
 
     def _made(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.draft.call(target, *args, **kwargs)
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    """Return whether two calls give the same by their arguments."""
+    return (
+        one.op == other.op == "call_function"
+        and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
+        and torch.Tag.nondeterministic_seeded not in getattr(one.target, "tags", ())
+    )
+
+
+def number_of(argument: Any) -> Any:
+    """Return the number that a tensor without dims is filled with; any other argument itself."""
+    if not isinstance(argument, fx.Node) or argument.target is not aten.full.default or argument.args[0]:
+        return argument
+    number: Any = argument.args[1]
+    return float(number) if value_of(argument).is_floating_point() else number
+
+
+def _added_dims(node: fx.Node) -> tuple[int, ...]:
+    """Return where, from the right and the last one first, a view adds dims of one element, if it does nothing else."""
+    left, shape, added = list(shape_of(node.args[0])), shape_of(node), []  # type: ignore[arg-type]
+    for dim in reversed(range(len(shape))):
+        if left and left[-1] == shape[dim]:
+            left.pop()
+        elif shape[dim] == 1:
+            added.append(dim - len(shape))
+        else:
+            return ()
+    return () if left else tuple(added)
 
 
 def _is_true(argument: object) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
@@ -41,6 +41,24 @@ def check_call(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             f"{target} in {where(module)} asks for sparse gradients (sparse=True), which autopar does not move between "
             "devices; make the embedding without sparse=True."
         )
+
+
+KERNELS = {
+    "transformer_engine": (
+        "whose kernels keep scales, and choose what to run, as they run. Build the model with torch.nn's modules; "
+        'hardware="h100:te" plans what TransformerEngine\'s kernels reach'
+    ),
+}
+"""Library → why its modules are refused, and what to do."""
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise CaptureError for modules of libraries whose kernels no graph holds."""
+    for path, module in model.named_modules():
+        kind = type(module)
+        found = KERNELS.get(kind.__module__.partition(".")[0])
+        if found is not None:
+            raise CaptureError(f"{path or 'the model'} is a {kind.__module__}.{kind.__qualname__}, {found}.")
 
 
 def has_derivative(target: Callable[..., Any]) -> bool:

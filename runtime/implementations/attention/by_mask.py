@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, of_keys, scale_of
+from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, scale_of
+from autopar.program.operators.attention.expressions import of_keys
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.runtime.collectives.axes import IN_ORDER, Axes, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece

@@ -7,6 +7,12 @@ the type of the queries. No tensor has a dim of queries and one of keys but for 
 backward makes it again. What a mask hides of a query, and where it is, follows from the vectors alone, so that queries,
 and keys, may be given in any order, with their vectors in the same one. A query that sees no key gets zeros.
 
+A mask that is a function of the scores ("score" in its text) gives what the softmax is taken of, -inf where a key is
+hidden, and is worked out in float32 at least.
+
+On a GPU one kernel takes all blocks (`flex_kernel`), but where something is dropped, with sinks, on a ring, and inside
+of a graph that is compiled as a whole.
+
 `sinks` are one more score of each query, by its head, to which no value belongs (module `sinks`).
 
 `capture.masks` puts the operator in the place of `scaled_dot_product_attention`. Legend as in `kernels`.
@@ -26,9 +32,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autopar.program.operators.attention import flex_kernel
 from autopar.program.operators.attention.dropout import Dropout, Range, lines_of
-from autopar.program.operators.attention.expressions import Expression, evaluate, parse
-from autopar.program.operators.attention.kernels import Block, takes_windows
+from autopar.program.operators.attention.expressions import Expression, evaluate, parse, part_of, reads_scores
+from autopar.program.operators.attention.kernels import Block, Modified, takes_windows
 from autopar.program.operators.attention.masked_blocks import rows_of
 from autopar.program.operators.attention.sinks import gradient_of_sinks, with_sinks
 from autopar.program.operators.attention.sums import Gradients, Sum
@@ -44,23 +51,14 @@ def scale_of(query: Tensor, scale: float | None) -> float:
     return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
 
 
-def of_keys(vector: Tensor) -> bool:
-    """Whether a vector has a dim of keys, not of queries."""
-    return vector.ndim > 0 and vector.shape[-1] > 1
-
-
-def part_of(vector: Tensor, queries: Range, keys: Range) -> Tensor:
-    """What a vector has for some queries and keys."""
-    if of_keys(vector):
-        return vector[..., slice(*keys)]
-    return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
-
-
 def _block(
     expression: Expression, vectors: Sequence[Tensor], queries: Range, keys: Range, q: Tensor, scale: float
 ) -> Block:
     """What a block computes, with its part of the mask."""
-    mask = evaluate(expression, [part_of(x, queries, keys) for x in vectors])
+    parts = tuple(part_of(x, queries, keys) for x in vectors)
+    if reads_scores(expression):
+        return Block(scale, modified=Modified(expression, parts))
+    mask = evaluate(expression, parts)
     shape = queries[1] - queries[0], keys[1] - keys[0]
     mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape[:-2], *shape)
     if mask.dtype is torch.bool:
@@ -217,6 +215,8 @@ def _attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    if not dropout_p and sinks is None and window is None and flex_kernel.takes(query, value):
+        return flex_kernel.attention(query, key, value, vectors, mask, scale_of(query, scale))
     rows = columns = None
     if dropout_p:
         (samples, heads), device = query.shape[:2], query.device

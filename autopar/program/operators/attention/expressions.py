@@ -5,7 +5,11 @@ functions work on every element alone, so that an expression says any block of t
 have a second reading: given how low and how high vectors are within blocks, how low and how high the mask may be in
 each of them. A mask is so known to hide a block, or to let all of it be seen, without one of its elements being made.
 
-Expressions are Python's: calls of FUNCTIONS, vectors v0, v1, …, numbers, True, False, inf, and types by name (float32).
+An expression may also be a function of the scores themselves, `add(mul(tanh(div(score, 30.0)), 30.0), v0)`: its
+values are then what the softmax is taken of, and DERIVATIVES says how they change with the scores.
+
+Expressions are Python's: calls of FUNCTIONS, vectors v0, v1, …, `score`, numbers, True, False, inf, and types by name
+(float32).
 """
 
 from __future__ import annotations
@@ -45,7 +49,15 @@ class Vector:
         return f"v{self.number}"
 
 
-Expression = Call | Vector
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The scores, queries times keys and scaled."""
+
+    def __str__(self) -> str:
+        return "score"
+
+
+Expression = Call | Vector | Score
 
 
 def _text(argument: object) -> str:
@@ -72,6 +84,8 @@ def _read(tree: ast.AST) -> Any:
             return -_read(operand)
         case ast.Name(id="inf"):
             return math.inf
+        case ast.Name(id="score"):
+            return Score()
         case ast.Name(id=name) if name[0] == "v" and name[1:].isdigit():
             return Vector(int(name[1:]))
         case ast.Name(id=name) if isinstance(getattr(torch, name, None), torch.dtype):
@@ -79,12 +93,59 @@ def _read(tree: ast.AST) -> Any:
     raise AssertionError(f"{ast.unparse(tree)} is no part of a mask")
 
 
-def evaluate(expression: Expression, vectors: Sequence[Tensor]) -> Tensor:
+def evaluate(expression: Expression, vectors: Sequence[Tensor], score: Tensor | None = None) -> Tensor:
     """The values of an expression for these vectors, or for parts of them."""
     if isinstance(expression, Vector):
         return vectors[expression.number]
-    given = [evaluate(x, vectors) if isinstance(x, Expression) else x for x in expression.arguments]
+    if isinstance(expression, Score):
+        assert score is not None, "an expression in scores needs them"
+        return score
+    given = [evaluate(x, vectors, score) if isinstance(x, Expression) else x for x in expression.arguments]
     return getattr(aten, expression.name)(*given)
+
+
+def reads_scores(expression: object) -> bool:
+    """Return whether an expression is a function of the scores."""
+    return isinstance(expression, Score) or (
+        isinstance(expression, Call) and any(map(reads_scores, expression.arguments))
+    )
+
+
+def is_differentiable(expression: object) -> bool:
+    """Return whether DERIVATIVES has all functions that an expression applies to scores."""
+    if not isinstance(expression, Call) or not reads_scores(expression):
+        return True
+    return expression.name in DERIVATIVES and all(map(is_differentiable, expression.arguments))
+
+
+def with_derivative(expression: Expression, vectors: Sequence[Tensor], score: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of a function of the scores, and their derivatives by them."""
+    if isinstance(expression, Score):
+        return score, torch.ones_like(score)
+    assert isinstance(expression, Call), f"{expression} does not read the scores"
+    values, changes = [], []
+    for argument in expression.arguments:
+        value, change = argument, 0.0
+        if reads_scores(argument):
+            value, change = with_derivative(argument, vectors, score)
+        elif isinstance(argument, Expression):
+            value = evaluate(argument, vectors)
+        values.append(value)
+        changes.append(change)
+    found = getattr(aten, expression.name)(*values)
+    return found, DERIVATIVES[expression.name](found, values, changes)
+
+
+def of_keys(vector: Tensor) -> bool:
+    """Whether a vector has a dim of keys, not of queries."""
+    return vector.ndim > 0 and vector.shape[-1] > 1
+
+
+def part_of(vector: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """What a vector has for some queries and keys."""
+    if of_keys(vector):
+        return vector[..., slice(*keys)]
+    return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
 
 
 class UnboundedError(Exception):
@@ -99,6 +160,9 @@ def bounds(expression: Expression, vectors: Sequence[Bounds]) -> Bounds:
     """
     if isinstance(expression, Vector):
         return vectors[expression.number]
+    # Scores are anything.
+    if isinstance(expression, Score) or (reads_scores(expression) and expression.name not in HIDING):
+        return torch.tensor(-math.inf), torch.tensor(math.inf)
     function = FUNCTIONS[expression.name]
     if function is None:
         raise UnboundedError(expression.name)
@@ -218,7 +282,7 @@ def _cast(x: Bounds, dtype: torch.dtype) -> Bounds:
 
 
 FUNCTIONS: Mapping[str, Callable[..., Bounds] | None] = {
-    **{name: _rising(name) for name in ("add", "maximum", "minimum")},
+    **{name: _rising(name) for name in ("add", "maximum", "minimum", "tanh", "sigmoid", "exp")},
     **{name: _of_truths(name) for name in ("bitwise_and", "bitwise_or")},
     **{name: _logical(name) for name in ("logical_and", "logical_or")},
     **dict.fromkeys(("bitwise_xor", "logical_xor", "div", "remainder", "square", "pow", "sign"), None),
@@ -241,3 +305,25 @@ FUNCTIONS: Mapping[str, Callable[..., Bounds] | None] = {
     "to": _cast,
 }
 """ATen's elementwise functions that masks are made with, and the bounds of what they give; None: nothing is known."""
+
+HIDING = ("where", "masked_fill")
+"""Functions that may give -inf whatever the scores are."""
+
+DERIVATIVES: Mapping[str, Callable[[Tensor, list[Any], list[Any]], Any]] = {
+    "add": lambda y, x, d: d[0] + d[1],
+    "sub": lambda y, x, d: d[0] - d[1],
+    "rsub": lambda y, x, d: d[1] - d[0],
+    "neg": lambda y, x, d: -d[0],
+    "mul": lambda y, x, d: d[0] * x[1] + x[0] * d[1],
+    "div": lambda y, x, d: (d[0] - y * d[1]) / x[1],
+    "tanh": lambda y, x, d: (1 - y * y) * d[0],
+    "sigmoid": lambda y, x, d: y * (1 - y) * d[0],
+    "exp": lambda y, x, d: y * d[0],
+    "square": lambda y, x, d: 2 * x[0] * d[0],
+    "abs": lambda y, x, d: x[0].sign() * d[0],
+    "where": lambda y, x, d: aten.where(x[0], d[1], d[2]),
+    "masked_fill": lambda y, x, d: aten.masked_fill(d[0], x[1], 0.0),
+    "to": lambda y, x, d: d[0],
+}
+"""What a function gives, its arguments, and their derivatives by the scores (0.0 of what does not read these) → its own
+derivative."""

@@ -8,7 +8,8 @@ is then that block's exact part of the gradient, and parts are summed as they ar
     kernel       taken for
     flash        a CPU; CUDA in half precision without a mask
     efficient    CUDA, else
-    written out  what neither takes: values of another width than the keys on a CPU, float64 on CUDA, dropout
+    written out  what neither takes: values of another width than the keys on a CPU, float64 on CUDA, dropout, scores
+                 that a function changes
 
 With dropout the log-sum-exp is that of all scores: what is dropped still counts in the sum of a softmax.
 """
@@ -22,12 +23,25 @@ import torch
 from torch import Tensor
 
 from autopar.program.operators.attention.dropout import Dropout, Range
+from autopar.program.operators.attention.expressions import Expression, part_of, with_derivative
 
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
 _ALIGNED = 32
 """The efficient kernel's log-sum-exp has a whole number of so many queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modified:
+    """A function of the scores of a block, of which the softmax is taken."""
+
+    expression: Expression
+    vectors: tuple[Tensor, ...]
+
+    def part(self, queries: Range, keys: Range) -> Modified:
+        """Return that of queries and keys at some places."""
+        return Modified(self.expression, tuple(part_of(x, queries, keys) for x in self.vectors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,7 @@ class Block:
     dropout: Dropout | None = None
     window: int | None = None
     """Number of keys of a causal block up to the i-th one; None: all. Only for what `takes_windows`."""
+    modified: Modified | None = None
 
     def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
         """That of queries and keys at some places, which are `columns` of the mask where these are others."""
@@ -50,7 +65,8 @@ class Block:
             rows = mask if mask.shape[-2] == 1 else mask[..., slice(*queries), :]
             mask = rows if mask.shape[-1] == 1 else rows[..., slice(*(columns or keys))]
         dropout = self.dropout.part(queries, keys) if self.dropout is not None else None
-        return Block(self.scale, causal, mask, dropout)
+        modified = self.modified.part(queries, keys) if self.modified is not None else None
+        return Block(self.scale, causal, mask, dropout, modified=modified)
 
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -91,7 +107,7 @@ def _with_numbers(block: Block, q: Tensor) -> Block:
 
 
 def _kernel(q: Tensor, v: Tensor, block: Block) -> str:
-    if block.dropout is not None:
+    if block.dropout is not None or block.modified is not None:
         return "written_out"
     same_width = q.shape[-1] == v.shape[-1]
     if q.is_cuda:
@@ -214,7 +230,7 @@ class _WrittenOut:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, block)
+        scores, _ = _scores(q, k, block)
         lse = scores.logsumexp(-1)
         weights, values = _weights(scores, lse), _repeated(q, v).to(scores.dtype)
         if block.dropout is None:
@@ -225,7 +241,7 @@ class _WrittenOut:
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores = _scores(q, k, block)
+        scores, change = _scores(q, k, block)
         wide = scores.dtype
         weights = _weights(scores, lse.to(wide))
         grad, keys, values = grad.to(wide), _repeated(q, k).to(wide), _repeated(q, v).to(wide)
@@ -237,16 +253,20 @@ class _WrittenOut:
             dropped, grad = block.dropout.dropped(), grad * block.dropout.scale
             of_weights, kept = (grad @ values.mT).masked_fill_(dropped, 0.0), weights.masked_fill(dropped, 0.0)
         of_scores = weights * (of_weights - level) * block.scale
+        of_scores = of_scores if change is None else of_scores * change
         return of_scores @ keys, _summed(of_scores.mT @ q.to(wide), k), _summed(kept.mT @ grad, v)
 
 
-def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    """Return the scores, and the derivatives of modified ones."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ _repeated(q, k).to(wide).mT) * block.scale
     if block.causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
-    return scores if block.mask_BHST is None else scores + block.mask_BHST
+    if block.modified is not None:
+        return with_derivative(block.modified.expression, block.modified.vectors, scores)
+    return scores if block.mask_BHST is None else scores + block.mask_BHST, None
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ SMALLEST = 64
 
 
 def tiles(queries: Range, keys: Range, block: Block, q: Tensor) -> Iterator[tuple[Range, Range, Block]]:
-    """The tiles of a block that lies there, of queries [B, H, S, D]; itself, where nothing is dropped."""
-    if block.dropout is None:
+    """The tiles of a block that lies there, of queries [B, H, S, D]; itself, where a kernel computes it."""
+    if block.dropout is None and block.modified is None:
         yield queries, keys, block
         return
     scores = SCORES_ON_GPU if q.is_cuda else SCORES

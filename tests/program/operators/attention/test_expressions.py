@@ -46,7 +46,7 @@ def test_a_text_is_what_its_expression_prints(text: str) -> None:
     assert str(parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["exp(v0)", "v0.sum()", "__import__('os')", "[v0]", "w0"])
+@pytest.mark.parametrize("text", ["cos(v0)", "v0.sum()", "__import__('os')", "[v0]", "w0"])
 def test_nothing_else_is_read(text: str) -> None:
     with pytest.raises(AssertionError, match="no part of a mask"):
         parse(text)
