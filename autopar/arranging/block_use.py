@@ -37,8 +37,8 @@ from autopar.memory.parts import parts_of as held_by_decision
 from autopar.memory.parts import parts_on
 from autopar.memory.peak import PlanMoments
 from autopar.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
-from autopar.pipeline.stages.blocks import Block
 from autopar.pipeline.stage_seconds import weight_seconds_by_decision
+from autopar.pipeline.stages.blocks import Block
 from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
 from autopar.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.timeline.simulation import simulate
@@ -271,7 +271,7 @@ class _Seconds:
 
 
 def _alone(tasks: Sequence[Task], is_own: Callable[[str], bool]) -> list[Task]:
-    """Return the tasks of some rows, which wait for one another alone; what is fetched for a backward, for its begin."""
+    """Return the tasks of some rows, which wait for one another alone; those of the backward for the end of forward."""
     place: dict[int, int] = {}
     found: list[Task] = []
     turn: tuple[int, ...] = ()

@@ -204,9 +204,7 @@ class Staged:
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
         total = _step(self.schedule, there + back, 2 * sending) + ending.max()
         timed = tuple(
-            StageSeconds(
-                *map(float, (f, b - w, w, sent, received, o)), reducing=float(left), reductions=float(each)
-            )
+            StageSeconds(*map(float, (f, b - w, w, sent, received, o)), reducing=float(left), reductions=float(each))
             for f, b, w, sent, received, o, left, each in zip(
                 *(there, back, of_weights, [*sending[1:], 0.0], sending, latest, behind, reductions), strict=True
             )

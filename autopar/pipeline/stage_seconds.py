@@ -29,7 +29,12 @@ def weight_seconds_by_decision(memory: MemoryModel, choices: Sequence[int]) -> l
     found = [0.0] * len(space.decisions)
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         call, op = decision.menu.call, decision.menu.op
-        if call is None or op is None or memory.accumulation.once(number) or not any(each.requires_grad for each in call.outputs):
+        if (
+            call is None
+            or op is None
+            or memory.accumulation.once(number)
+            or not any(each.requires_grad for each in call.outputs)
+        ):
             continue
         wires = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
         weights = sum(

@@ -1,4 +1,4 @@
-"""Answers of `mesh="auto"` on eight devices: each is planned as the search plans it, runs, and trains as one process does.
+"""Answers of `mesh="auto"` on eight devices: each runs as the search plans it, and trains as one process does.
 
 A case is a candidate (mesh and micro-batches) within a memory limit that asks its plan for something: parameters that
 are gathered again, segments that are computed again, a schedule. What the plan must have is checked, so that no case
@@ -21,7 +21,7 @@ from autopar.arranging.estimates import Candidate, Estimates
 from autopar.compiler.offline import subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
-from autopar.models.catalogue import built_in
+from autopar.models.catalogue import built_in, num_values
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.meshes.search import Turn
 from autopar.planning.request import PlanRequest
@@ -106,9 +106,9 @@ def features(plan: Plan | PipelinePlan) -> set[str]:
 
 def model_and_batches(asked: Case) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
-    model, (ids_BS, _) = built_in(asked.model, BATCH, SEQUENCE, asked.layers, device="cpu")
-    generator = torch.Generator().manual_seed(1)
-    draws = [torch.randint(0, 512, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(STEPS)]
+    model, _ = built_in(asked.model, BATCH, SEQUENCE, asked.layers, device="cpu")
+    generator, num_tokens = torch.Generator().manual_seed(1), num_values(asked.model)
+    draws = [torch.randint(0, num_tokens, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(STEPS)]
     return model, [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in draws]
 
 
@@ -140,7 +140,7 @@ def train_on_ranks(asked: Case, text: str) -> Training:
     model, batches = model_and_batches(asked)
     on = mesh(tuple(asked.axes.values()), tuple(asked.axes))
     in_turns = asked.microbatches > 1
-    count = {"microbatches": asked.microbatches} if in_turns and "pp" not in asked.axes else {}
+    count: dict[str, Any] = {"microbatches": asked.microbatches} if in_turns and "pp" not in asked.axes else {}
     compiled = autopar.compile(model, on, batches[0], plan=plan, hardware=SLOW_DEVICES, **count)
     return train(compiled, batches, in_turns or "pp" in asked.axes)
 
