@@ -171,12 +171,12 @@ class Staged:
 
     def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, counted: bool = True) -> Part:
         """Return what a plan makes of the stages that begin with these blocks; no bytes unless they are `counted`."""
-        forward, backward, *others = (np.add.reduceat(getattr(use, name), starts) for name in TIMES)
+        forward, backward, weights, once, reductions = (np.add.reduceat(getattr(use, name), starts) for name in TIMES)
         sizes = np.diff(starts, append=len(use.forward))
         forward += use.entering[starts]
         backward += use.turning[starts + sizes - 1] + use.leaving[starts]
         num_bytes = self._rank_bytes(use, starts) if counted else np.zeros(len(self.ranks))
-        return Part(forward, backward, *others, sending, num_bytes, sizes)
+        return Part(forward, backward, weights, once, reductions, sending, num_bytes, sizes)
 
     def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:
         """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""
