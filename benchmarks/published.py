@@ -31,11 +31,12 @@ from benchmarks.publications import machines, report
 from benchmarks.publications.choice import FEWEST_RUNS, cells
 from benchmarks.publications.contradicted import Contradiction, contradicted
 from benchmarks.publications.folds import of_cells, sampled
-from benchmarks.publications.megatron import by_both_conventions
+from benchmarks.publications.megatron import BLOOM, by_both_conventions
+from benchmarks.publications.megatron import runs_out as overflows
 from benchmarks.publications.memory import runs_out
 from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.plots import scatter
-from benchmarks.publications.prediction import outcomes
+from benchmarks.publications.prediction import Outcome, outcomes
 from benchmarks.publications.rows import Row
 from benchmarks.publications.strategies import PROFILES
 from benchmarks.publications.tables import read_table
@@ -47,6 +48,11 @@ def table_and_count(said: str) -> tuple[str, int | None]:
     """The path of a table, and how many of its rows are asked about; None: all."""
     path, _, count = said.rpartition(":")
     return (path, int(count)) if path and count.isdecimal() else (said, None)
+
+
+def fails(outcome: Outcome) -> bool:
+    """Return whether a run is predicted to run out of memory, by what its source counts."""
+    return overflows(outcome) if outcome.row.source == BLOOM else runs_out(outcome)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = shlex.join(sys.argv[1:] if arguments is None else arguments)
     print(f"python -m benchmarks.published {command}")
     print(f"date {datetime.date.today()}, torch {torch.__version__}, {len(rows)} rows\n")
-    made, undisputed = cells(found, runs_out), ()
+    made, undisputed = cells(found, fails), ()
     if contradictions:
-        undisputed = cells(report.without(found, contradictions), runs_out)
+        undisputed = cells(report.without(found, contradictions), fails)
     for text in (
         report.rows(found) if given.rows else "",
         report.times(found, contradictions),

@@ -222,7 +222,16 @@ def _gpt_oss() -> Any:
     return GptOssConfig(num_hidden_layers=36, num_local_experts=128)  # the other sizes are those of its class
 
 
+def _bloom() -> Any:
+    from transformers import BloomConfig
+
+    return BloomConfig(
+        vocab_size=250880, hidden_size=14336, n_layer=70, n_head=112, hidden_dropout=0.0, attention_dropout=0.0
+    )
+
+
 CONFIGS: Mapping[str, Callable[[], Any]] = {
+    "bloom-176b": _bloom,
     "gpt-22b": lambda: _gpt(48, 6144, 64),
     "gpt-175b": lambda: _gpt(96, 12288, 96),
     "gpt-530b": lambda: _gpt(105, 20480, 128),

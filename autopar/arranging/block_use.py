@@ -3,6 +3,9 @@
 seconds   a block begins where the one before it ends, in the simulated micro-batch and in the simulated step; streams
           that are busier with the weights of a block than computing is set the pace: what they are late by grows from
           layer to layer, which a few layers do not show
+ends      the first block of a stage waits for its weights, which no block before it lets be on their way, and its
+          backward for the last gradients; so does the backward of the last block for weights that are gathered again.
+          What a block takes more where it is simulated alone is added to stages that begin or end with it
 bytes     of one device, by block
 
     stored       parameters, what the optimizer keeps, and weights that are held as they were moved, all the time
@@ -21,8 +24,8 @@ where of gradients that are not added up only those behind b are there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +37,10 @@ from autopar.memory.parts import parts_of as held_by_decision
 from autopar.memory.parts import parts_on
 from autopar.memory.peak import PlanMoments
 from autopar.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
+from autopar.pipeline.stage_seconds import weight_seconds_by_decision
 from autopar.pipeline.stages.blocks import Block
 from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
-from autopar.steps.step import microbatch_tasks, step_tasks
+from autopar.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task, Timeline
 
@@ -52,6 +56,14 @@ class BlockUse:
     forward: Floats
     """Of one micro-batch."""
     backward: Floats
+    weights: Floats
+    """Of a backward, in which calls compute gradients of weights."""
+    entering: Floats
+    """More than `forward`, of a stage's first block."""
+    turning: Floats
+    """More than `backward`, of a stage's last block."""
+    leaving: Floats
+    """More than `backward`, of a stage's first block."""
     once: Floats
     """Of a step, by the sum of costs: where stages of a pipeline do it behind their last micro-batch."""
     reductions: Floats
@@ -60,6 +72,8 @@ class BlockUse:
     """Of a step of one micro-batch with all that is done once, as it is simulated."""
     rest: float
     """Seconds of that step beside its blocks: what it waits for behind the last."""
+    rest_of_each: float
+    """Seconds of a micro-batch beside its blocks."""
     stored: Floats
     gradients: Floats
     reduced: Floats
@@ -80,7 +94,7 @@ class BlockUse:
 
     @property
     def microbatch_seconds(self) -> float:
-        return float(self.forward.sum() + self.backward.sum())
+        return float(self.forward.sum() + self.backward.sum()) + self.rest_of_each
 
     def stages(self, starts: Sequence[int] | NDArray[np.intp]) -> StageBytes:
         """Return the bytes of stages that begin with these blocks."""
@@ -136,14 +150,19 @@ def block_use(
     """
     space, blocks, count = memory.space, short.blocks, len(short.blocks)
     homes = block_of_decisions(space, blocks)
-    once, reductions = np.zeros(count), np.zeros(count)
+    once, weights = np.zeros(count), np.zeros(count)
     parts, reduced = parts_by_decision(memory, choices, modes), reductions_by_decision(memory, choices)
-    for home, own, reducing in zip(homes, parts, reduced, strict=True):
+    for home, own, reducing, computing in zip(
+        homes, parts, reduced, weight_seconds_by_decision(memory, choices), strict=True
+    ):
         if home is not None:
             once[home] += max(own.once - reducing, 0.0)
-            reductions[home] += reducing
+            weights[home] += computing
     seconds = _Seconds(memory, choices, homes, short)
-    each = seconds.of(microbatch_tasks(memory, choices, modes))
+    tasks = microbatch_tasks(memory, choices, modes)
+    each = seconds.of(tasks)
+    entering, turning, leaving = seconds.at_ends(tasks, each)
+    reductions = seconds.of_sums(last_microbatch_tasks(memory, choices, modes))
     step = seconds.of(step_tasks(memory, choices, modes)) if is_whole else each
     num_bytes = _bytes(memory, choices, modes, homes, count)
     whole = PlannedWhole(memory, tuple(choices), modes)
@@ -154,10 +173,15 @@ def block_use(
     return BlockUse(
         forward=each.forward[at],
         backward=each.backward[at],
+        weights=np.minimum(weights, each.backward)[at],
+        entering=entering[at],
+        turning=turning[at],
+        leaving=leaving[at],
         once=once[at],
         reductions=reductions[at],
         step=(step.forward + step.backward + step.optimizer)[at],
         rest=step.rest,
+        rest_of_each=each.rest,
         **{name: array[at] for name, array in num_bytes.items()},
         sent=sent[at],
         accumulates=memory.microbatches.several,
@@ -213,6 +237,25 @@ class _Seconds:
         rest = max(found.seconds - behind.max(initial=turn) - optimizer.sum(), 0.0)
         return _Spans(*self._paced(found, forward, backward), optimizer, rest)
 
+    def at_ends(self, tasks: Sequence[Task], each: _Spans) -> tuple[Floats, Floats, Floats]:
+        """Return what each block takes more at the ends of a stage: of its forward, its backward, and behind that."""
+        found = np.zeros((3, self.count))
+        for home in range(self.count):
+            own = simulate(_alone(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
+            waited_for = [event for event in own.events if not (event.task.weights or event.task.beside)]
+            turn = max((event.end for event in waited_for if event.task.phase == FORWARD), default=0.0)
+            end = max((event.end for event in waited_for), default=0.0)
+            found[:, home] = turn - each.forward[home], end - turn - each.backward[home], own.seconds - end
+        return tuple(np.maximum(found, 0.0))
+
+    def of_sums(self, tasks: Sequence[Task]) -> Floats:
+        """Return the seconds of each block's reductions of sums, on the stream that has the most of them."""
+        found: dict[str, Floats] = defaultdict(lambda: np.zeros(self.count))
+        for task in tasks:
+            if task.of_sums and (home := self.home.get(task.row)) is not None:
+                found[task.stream][home] += task.seconds
+        return max(found.values(), key=np.sum, default=np.zeros(self.count))
+
     def _paced(self, found: Timeline, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of blocks, of repeated ones at least those of their busiest stream of weights."""
         busy: dict[tuple[bool, str], Floats] = defaultdict(lambda: np.zeros(self.count))
@@ -225,6 +268,22 @@ class _Seconds:
             spans = forward if is_forward else backward
             np.copyto(spans, np.maximum(spans, each), where=self.repeated)
         return forward, backward
+
+
+def _alone(tasks: Sequence[Task], is_own: Callable[[str], bool]) -> list[Task]:
+    """Return the tasks of some rows, which wait for one another alone; those of the backward for the end of forward."""
+    place: dict[int, int] = {}
+    found: list[Task] = []
+    turn: tuple[int, ...] = ()
+    for number, task in enumerate(tasks):
+        if not is_own(task.row):
+            continue
+        if task.phase == FORWARD:
+            turn = (len(found),) if task.stream == COMPUTE else turn
+        place[number] = len(found)
+        own = tuple(place[each] for each in task.after if each in place)
+        found.append(replace(task, after=own or (() if task.phase == FORWARD else turn)))
+    return found
 
 
 def _bytes(

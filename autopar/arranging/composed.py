@@ -37,7 +37,7 @@ SIMULATED = 4
 """Schedules of a candidate, the best by the formula, that are simulated."""
 SIMPLER = 5e-3
 """Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
-TIMES = ("forward", "backward", "once", "reductions")
+TIMES = ("forward", "backward", "weights", "once", "reductions")
 ROOM = 0.92
 """Of the limit, that stages are composed within: the search cuts between blocks, and others of a rank keep theirs."""
 
@@ -139,6 +139,8 @@ class Part:
 
     forward: Floats
     backward: Floats
+    weights: Floats
+    """Of a backward, in which calls compute gradients of weights."""
     once: Floats
     reductions: Floats
     sending: Floats
@@ -169,11 +171,12 @@ class Staged:
 
     def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, counted: bool = True) -> Part:
         """Return what a plan makes of the stages that begin with these blocks; no bytes unless they are `counted`."""
-        every = (use.forward, use.backward, use.once, use.reductions)
-        forward, backward, once, reductions = (np.add.reduceat(each, starts) for each in every)
+        forward, backward, weights, once, reductions = (np.add.reduceat(getattr(use, name), starts) for name in TIMES)
         sizes = np.diff(starts, append=len(use.forward))
+        forward += use.entering[starts]
+        backward += use.turning[starts + sizes - 1] + use.leaving[starts]
         num_bytes = self._rank_bytes(use, starts) if counted else np.zeros(len(self.ranks))
-        return Part(forward, backward, once, reductions, sending, num_bytes, sizes)
+        return Part(forward, backward, weights, once, reductions, sending, num_bytes, sizes)
 
     def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:
         """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""
@@ -194,18 +197,16 @@ class Staged:
             return None
         shares = np.empty((self.schedule.num_stages, len(parts)))
         shares[self.ranks] = weights[:, np.newaxis]
-        there, back, latest, reductions = (np.einsum("so,os->s", shares, array) for array in times)
+        there, back, of_weights, latest, reductions = (np.einsum("so,os->s", shares, array) for array in times)
         sending = parts[0].sending
         blocks = parts[0].num_blocks
         behind = reductions - np.minimum(reductions, back * (1 - 1 / blocks))  # those of the block that ends last
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
         total = _step(self.schedule, there + back, 2 * sending) + ending.max()
         timed = tuple(
-            StageSeconds(
-                *map(float, (f, b / 2, b / 2, sent, received, o)), reducing=float(left), reductions=float(each)
-            )
-            for f, b, sent, received, o, left, each in zip(
-                *(there, back, [*sending[1:], 0.0], sending, latest, behind, reductions), strict=True
+            StageSeconds(*map(float, (f, b - w, w, sent, received, o)), reducing=float(left), reductions=float(each))
+            for f, b, w, sent, received, o, left, each in zip(
+                *(there, back, of_weights, [*sending[1:], 0.0], sending, latest, behind, reductions), strict=True
             )
         )
         num_kept = float((weights * num_bytes.T).sum(axis=1).max())

@@ -35,6 +35,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import seconds_until
 from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.solve import solve
+from autopar.space.dealing import deals, is_worth_another_search, may_deal
 from autopar.space.space import Space
 
 PRICES = (1e-4, 0.1, 2.0)
@@ -84,8 +85,10 @@ class Inner:
     like: Inner | None = None
     """Of the same model in another form: the same computes beside moves of weights, which are priced once for both."""
     _space: Space | None = None
-    _pins: Pins = field(default_factory=dict)
-    _stated: Statements | None = None
+    _dealing: frozenset[str] = frozenset()
+    """Axes over which attention divides its queries, so that positions are dealt by zigzag."""
+    _stated: dict[frozenset[str], tuple[Statements, Pins]] = field(default_factory=dict)
+    """The problems of the space in which these axes deal positions by zigzag, and its pins."""
     _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
 
     def levels(self, limit: float) -> Iterator[Iterator[Level]]:
@@ -111,50 +114,65 @@ class Inner:
         return self.request.reduces_each and self.microbatches > 1
 
     def _planned(self, price: float, reduces_each: bool, limit: float) -> Level:
-        space, pins = self._laid_out()
+        stated, pins = self._laid_out()
+        level = self._solved(stated, pins, price, reduces_each, limit)
+        needed = deals(stated.space, level.choices)
+        if is_worth_another_search(stated.space, level.choices, needed):
+            self._dealing = needed  # plans at further prices begin here
+            stated, pins = self._laid_out()
+            level = self._solved(stated, pins, price, reduces_each, limit)
+        return level
+
+    def _solved(self, stated: Statements, pins: Pins, price: float, reduces_each: bool, limit: float) -> Level:
         runs = Microbatches(
             self.microbatches,
             reduce_each=reduces_each,
             main_gradients=self.request.memory_conventions.main_gradients and self.request.training,
         )
         asked, limited = self.request.settings, math.isfinite(limit)
-        assert self._stated is not None
-        formulation = self._stated.of(replace(asked.for_tensors(None), recompute="none"), runs)[0]
+        formulation = stated.of(replace(asked.for_tensors(None), recompute="none"), runs)[0]
         memory, calls = formulation.memory, len(formulation.memory.lifetimes.calls)
         problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
         if limited:
             least = sum(float(each.seconds.min()) for each in problem.nodes) / len(self.short.blocks)
             problem = priced(problem, price * least * len(self.short.origin) / limit)
         solution = solve(problem, time_limit=seconds_until(self.deadline), gap=GAP)
-        choices = tuple(solution.choices[: len(space.decisions)])
+        choices = tuple(solution.choices[: len(stated.space.decisions)])
         if self.mesh.ndim <= FEW_AXES:
-            self.known.add(space, choices)
+            self.known.add(stated.space, choices)
         if not memory.weights.gathers(choices):
             memory = memory.fetching_ahead(0)
         modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
         is_whole = self.mesh.num_devices == self.num_devices
         return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
 
-    def _laid_out(self) -> tuple[Space, Pins]:
+    def _laid_out(self) -> tuple[Statements, Pins]:
+        """Return the problems of the space in which the axes of `_dealing` deal positions by zigzag, and its pins."""
         if self._space is None:
             program = self.short.program
             here = program.placeholders()
             arriving = {name: each for name, each in self.arriving.items() if name in here}
             beside = self.like.beside if self.like else None
             self._space = self.request.space(program, self.mesh, arriving, num_devices=self.num_devices, beside=beside)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say is said of the whole model
-                said = self.request.annotations_about(program, self.mesh)
-                self._pins = pins_of(said, self._space, self.request.mode, {})
+            self._dealing = may_deal(self._space, self._pins_of(self._space))
+        if self._dealing not in self._stated:
+            space = self._space.dealing_over(self._dealing)
+            pins = self._pins_of(space)
             if self.mesh.ndim > FEW_AXES:
-                self._space = self.known.narrowed(self._space, self._pins)
-            self._stated = Statements(self._space)
-        return self._space, self._pins
+                space = self.known.narrowed(space, pins)
+            self._stated[self._dealing] = Statements(space), pins
+        return self._stated[self._dealing]
+
+    def _pins_of(self, space: Space) -> Pins:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to say is said of the whole model
+            said = self.request.annotations_about(space.program, self.mesh)
+            return pins_of(said, space, self.request.mode, {})
 
     @property
     def beside(self) -> Beside:
         """What computes beside moves of weights."""
-        return self._laid_out()[0].beside
+        return self._laid_out()[0].space.beside
 
 
 def priced(problem: Problem, price: float) -> Problem:

@@ -104,25 +104,31 @@ def forward_seconds(
 
 
 def backward_share(call: Call, op: OpRule) -> float:
-    """Return the work of the backward over that of the forward: as stated, or the sum over inputs that need a gradient.
+    """Return the work of the backward over that of the forward: as stated, or the sum over inputs."""
+    if op.backward is not None:
+        return op.backward if _needed(call) else 0
+    return sum(backward_shares(call, op))
+
+
+def backward_shares(call: Call, op: OpRule) -> tuple[float, ...]:
+    """Return the work of the backward for the gradient of each input, over that of the forward.
 
     A product has one product per input; an input that is added to it has a sum in their place. A sum passes its
     gradient on, unless an input was broadcast. A function of one input that is not linear reads its input again: it
-    moves three tensors where the forward moves two.
+    moves three tensors where the forward moves two. Work that a rule states is divided evenly.
     """
-    if not _needed(call):
-        return 0
-    if op.backward is not None:
-        return op.backward
+    needed = [each.requires_grad for each in call.inputs]
     marks = _marks(op, len(call.inputs))
+    if op.backward is not None:
+        return tuple(each * op.backward / max(sum(needed), 1) for each in needed)
     if marks.count(LINEAR) > 1:
-        return sum(each.requires_grad for each, mark in zip(call.inputs, marks, strict=True) if mark != ADDED)
+        return tuple(each and mark != ADDED for each, mark in zip(needed, marks, strict=True))
     if ADDED in marks and LINEAR not in marks:
         elements = call.outputs[0].num_elements
-        return sum(each.requires_grad and each.num_elements < elements for each in call.inputs)
+        return tuple(each and own.num_elements < elements for each, own in zip(needed, call.inputs, strict=True))
     if marks == ("",) and op.flops is None:
-        return NOT_LINEAR
-    return sum(each.requires_grad for each in call.inputs)
+        return tuple(each * NOT_LINEAR for each in needed)
+    return tuple(needed)
 
 
 def backward_launches(call: Call, op: OpRule) -> int:

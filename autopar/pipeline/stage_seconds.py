@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.cost.operations import backward_shares
 from autopar.errors import PlanError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.schedules.simulation import StageSeconds
@@ -18,20 +19,32 @@ NOTHING = Send()
 
 
 def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
-    """Seconds of one micro-batch's backward in which calls compute the gradients of weights.
+    """Seconds of one micro-batch's backward in which calls compute the gradients of weights."""
+    return sum(weight_seconds_by_decision(memory, choices))
 
-    A call's backward takes as long as its forward for each input that needs a gradient.
-    """
-    space, total = memory.space, 0.0
+
+def weight_seconds_by_decision(memory: MemoryModel, choices: Sequence[int]) -> list[float]:
+    """Return the same for every decision, of what its backward does for each input (`cost.operations`)."""
+    space = memory.space
+    found = [0.0] * len(space.decisions)
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        call = decision.menu.call
-        if call is None or memory.accumulation.once(number) or not any(each.requires_grad for each in call.outputs):
+        call, op = decision.menu.call, decision.menu.op
+        if (
+            call is None
+            or op is None
+            or memory.accumulation.once(number)
+            or not any(each.requires_grad for each in call.outputs)
+        ):
             continue
         wires = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
-        weights = sum(wire is not None and wire.tensor.bucketed and wire.tensor.requires_grad for wire in wires)
+        weights = sum(
+            of_input
+            for wire, of_input in zip(wires, backward_shares(call, op), strict=True)
+            if wire is not None and wire.tensor.bucketed
+        )
         share = space.share(space.rows.get(number), choices)
-        total += weights * share * float(decision.menu.forward_seconds[choice])
-    return total
+        found[number] = weights * share * float(decision.menu.forward_seconds[choice])
+    return found
 
 
 def step_parts(plan: Plan) -> StepSeconds:

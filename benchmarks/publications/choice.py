@@ -1,5 +1,7 @@
 """Choosing by prediction: in every cell (a model on so many GPUs) the run that is predicted fastest against the best.
 
+Cells are those of nanotron and of BLOOM's tuning; other sources compare devices, networks and lengths of texts.
+
 Regret is what the chosen run takes more than the fastest measured one, as a share of that. Runs are compared by the
 seconds of a token, as their batches differ; among those chosen from are all that ran, and of those that ran out of
 memory such as are predicted to fit, which is the worst choice there is.
@@ -13,9 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.publications.megatron import BLOOM
 from benchmarks.publications.prediction import Outcome
 
 FEWEST_RUNS = 5
+SOURCES = ("nanotron", BLOOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,13 @@ class Cell:
 
 def cells(found: Sequence[Outcome], runs_out: Callable[[Outcome], bool], least: int = FEWEST_RUNS) -> tuple[Cell, ...]:
     """The cells with at least so many successful runs; what is predicted to run out of memory is not chosen."""
-    grouped: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
+    grouped: dict[tuple[str, int, int], list[Outcome]] = defaultdict(list)
     for each in found:
-        of_one_network = each.row.source == "nanotron"  # others compare devices, networks and lengths of texts
-        if of_one_network and each.predicted is not None and (each.row.seconds or each.row.out_of_memory):
-            grouped[each.row.model, each.row.devices].append(each)
+        row = each.row
+        if row.source in SOURCES and each.predicted is not None and (row.seconds or row.out_of_memory):
+            grouped[row.model, row.shape.heads, row.devices].append(each)
     made = []
-    for (model, devices), own in sorted(grouped.items()):
+    for (model, _, devices), own in sorted(grouped.items()):
         ran = [each for each in own if each.row.seconds]
         if len(ran) < least:
             continue

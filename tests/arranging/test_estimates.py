@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from autopar.compiler.offline import subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import AutoparError, InfeasibleError, TimeLimitError
+from autopar.hardware.profile import Link
 from autopar.models.catalogue import built_in
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.meshes.search import Turn
@@ -29,12 +31,19 @@ LIMIT = 35_000_000
 WITHIN, BYTES_WITHIN = 0.12, 0.2
 
 
-def estimates_of(memory: int | None, schedule: str | None = None) -> tuple[Estimates, Exact]:
+def estimates_of(
+    memory: int | None,
+    schedule: str | None = None,
+    batch: int = BATCH,
+    sequence: int = SEQUENCE,
+    devices: int = 4,
+    **asked: Any,
+) -> tuple[Estimates, Exact]:
     settings = Settings(memory=memory, time_limit=1000)
-    request = PlanRequest(hardware=SLOW_DEVICES, settings=settings, pipeline="pp", schedule=schedule)
-    planner = OfflinePlanner(*built_in("tiny-llama", BATCH, SEQUENCE, LAYERS), request, PlanCache())
+    request = PlanRequest(**{"hardware": SLOW_DEVICES, "pipeline": "pp", **asked}, settings=settings, schedule=schedule)
+    planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
     assert planner.is_estimated
-    subject, exact = subject_of(planner, "auto", 4, 2)
+    subject, exact = subject_of(planner, "auto", devices, 2)
     return Estimates(subject, float("inf")), exact
 
 
@@ -59,6 +68,31 @@ def test_an_estimate_is_near_the_exact_plan(axes: dict[str, int], count: int, me
     made = planned(exact, found)
     assert found.seconds == pytest.approx(made.seconds, rel=WITHIN)
     assert found.num_bytes == pytest.approx(made.plan.peak_bytes, rel=BYTES_WITHIN)
+
+
+def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_they_take() -> None:
+    estimates, exact = estimates_of(None, "interleaved_zero_bubble", sequence=2048, chunks=2)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    found = estimates.estimate(Candidate(mesh, 1))
+    assert found is not None
+    assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=0.03)
+
+
+def test_positions_of_causal_attention_are_dealt_in_an_estimate_as_in_a_plan() -> None:
+    estimates, exact = estimates_of(None, batch=2, devices=8)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 8})
+    found = estimates.estimate(Candidate(mesh, 1))
+    levels = [level for inner in estimates._inner.values() for each in inner for level in each._levels.values()]
+    assert {each.memory.space.dealing for each in levels} == {planned(exact, found).plan.dealing} == {("dp",)}
+
+
+def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
+    beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)
+    estimates, exact = estimates_of(None, "interleaved_1f1b", hardware=beside, strategy="zero3", chunks=5)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    found = estimates.estimate(Candidate(mesh, 2))
+    assert found is not None
+    assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=WITHIN)
 
 
 @pytest.mark.slow

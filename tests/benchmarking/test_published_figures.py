@@ -48,6 +48,14 @@ def test_regret_is_of_the_run_that_is_predicted_fastest_and_fits() -> None:
     assert share_within((cell,), 0.15) == 0 and share_within((cell,), 1.0) == 1
 
 
+def test_runs_of_other_numbers_of_heads_are_another_cell_of_blooms_tuning() -> None:
+    shape = dataclasses.replace(LLAMA, heads=2 * LLAMA.heads)
+    first, second = (outcome(seconds, label=str(seconds), seconds=seconds, source="bloom") for seconds in (1.0, 2.0))
+    other = outcome(0.5, seconds=0.5, source="bloom", shape=shape)
+    (cell,) = cells([first, second, other], lambda each: False, least=2)
+    assert (cell.chosen, cell.regret, cell.runs) == ("1.0", 0.0, 2)
+
+
 def test_choosing_a_run_that_fails_costs_all() -> None:
     runs = [outcome(2.0, seconds=1.0), outcome(3.0, seconds=1.0), outcome(1.0, seconds=None, out_of_memory=True)]
     (cell,) = cells(runs, runs_out, least=2)

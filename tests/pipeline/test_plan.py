@@ -21,7 +21,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.plan import REDUCING, PipelinePlan, StagePlan
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
-from autopar.pipeline.stage_seconds import stage_seconds, step_parts
+from autopar.pipeline.stage_seconds import stage_seconds, step_parts, weight_seconds
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import reduction_seconds
@@ -31,7 +31,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.steps.sends import Send
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
 from tests.support.mutations import mutated
-from tests.support.planned import IDS_BS, Attention, space_of
+from tests.support.planned import IDS_BS, Attention, TwoLinears, space_of
 
 
 def stage_plan(number: int, peak_bytes: int = 900, working: int = 300) -> Plan:
@@ -179,6 +179,15 @@ def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
     linear = next(row for row in plan.rows if row.operation == "linear" and row.module == "out")
     assert found.backward_weight >= linear.forward_seconds  # half of what its backward takes
     assert found.backward_weight < found.backward_input + found.backward_weight
+
+
+def test_a_bias_takes_nothing_of_the_seconds_in_which_gradients_of_weights_are_made() -> None:
+    found = []
+    for bias in (False, True):
+        space = space_of(TwoLinears(bias), (torch.zeros(4, 8),), load("h100"), dp=2)
+        context = context_of(make_plan(space, {})[0])
+        found.append(weight_seconds(context.memory_model, context.choices))
+    assert 0 < found[1] == pytest.approx(found[0], rel=0.05)
 
 
 def test_gradients_are_reduced_beside_the_last_backward_of_a_stage() -> None:
