@@ -26,7 +26,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
-from autopar.runtime.collectives.messages import joined, packed
+from autopar.runtime.collectives.messages import Part, joined, packed, sent
 from autopar.runtime.collectives.regather import Regather
 from autopar.space.buckets import MOST_RUNNING
 
@@ -70,7 +70,7 @@ def reduce_gradients(
 ) -> tuple[Tensor, ...]:
     """I → R for many parameters: one all-reduce per dtype of all their gradients. Moves their bytes backward.
 
-    With `in_place`, which is for one parameter whose gradient nobody else may hold, that gradient is not copied.
+    With `in_place`, which is for gradients that nobody else may hold, those that lie as they are sent are not copied.
     Gradients are summed as `reduce`, or as they are.
     """
     where = axis_of(axis)
@@ -194,11 +194,9 @@ class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.in_place and grads[0] is not None and grads[0].is_contiguous() and ctx.reduce in (None, grads[0].dtype):
-            return None, None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
-            own = joined(list(group.values()), ctx.reduce or dtype)
+            own = joined(list(group.values()), ctx.reduce or dtype, writes=ctx.pending is not None and not ctx.in_place)
             # What is cast once it has arrived is waited for first.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split([grad.numel() for grad in group.values()])
@@ -303,8 +301,8 @@ class _GatherParameters(torch.autograd.Function):
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
-        ctx.shapes, ctx.dtypes, ctx.exact = [x.shape for x in shards], [x.dtype for x in shards], {}
+        ctx.axis, ctx.pending, ctx.reduce, ctx.exact = recipe.axis, pending, reduce, {}
+        ctx.parts, ctx.dtypes = sent(shards, recipe.dims), [x.dtype for x in shards]
         whole = (in_flight or issued(recipe, shards)).arrived()
         ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
@@ -327,9 +325,9 @@ class _UseGathered(torch.autograd.Function):
         *shards_and_wholes: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
+        ctx.axis, ctx.pending, ctx.reduce = recipe.axis, pending, reduce
         shards, wholes = shards_and_wholes[: len(recipe.dims)], shards_and_wholes[len(recipe.dims) :]
-        ctx.shapes, ctx.dtypes = [shard.shape for shard in shards], [shard.dtype for shard in shards]
+        ctx.parts, ctx.dtypes = sent(shards, recipe.dims), [shard.dtype for shard in shards]
         used = tuple(whole.view_as(whole) for whole in wholes)
         ctx.mark_non_differentiable(*(x for i, x in enumerate(used) if i not in learning))
         return used
@@ -345,16 +343,18 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():
-        dims = [ctx.dims[i] for i in group]
-        shapes = [ctx.shapes[i] for i in group]
-        message = packed(list(group.values()), shapes, dims, size, ctx.reduce or dtype)
+        parts: list[Part] = [ctx.parts[i] for i in group]
+        wholes = [part.sent(grad) for part, grad in zip(parts, group.values(), strict=True)]
+        message = packed(
+            wholes, [part.shape for part in parts], [part.dim for part in parts], size, ctx.reduce or dtype
+        )
         count("reduce_scatter", ctx.axis, message.numel() * message.itemsize)
         # What is cast once it has arrived is waited for first.
         later = all(ctx.dtypes[i] == message.dtype for i in group)
         mine = _c10d.reduce_scatter_tensor(message, "sum", size, ctx.axis.group)
         mine = _started(mine, ctx.pending if later else None)
-        for i, shape, piece in zip(group, shapes, mine.split([shape.numel() for shape in shapes]), strict=True):
-            scattered[i] = piece.view(shape).to(ctx.dtypes[i])
+        for i, part, piece in zip(group, parts, mine.split([part.shape.numel() for part in parts]), strict=True):
+            scattered[i] = part.received(piece.view(part.shape)).to(ctx.dtypes[i])
     return scattered
 
 

@@ -172,6 +172,14 @@ def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool 
     """This rank's part in its place among zeros."""
     if axis.size == 1:
         return x
+    if is_eager() and not zigzag:
+        shape = list(x.shape)
+        shape[dim] = size
+        start = min(axis.rank * x.shape[dim], size)
+        mine = x.narrow(dim, 0, max(0, min(x.shape[dim], size - start)))
+        whole = x.new_zeros(shape)
+        whole.narrow(dim, start, mine.shape[dim]).copy_(mine)
+        return whole
     mine = (torch.arange(axis.size, device=x.device) == axis.rank).reshape([-1, *[1] * x.ndim])
     parts = torch.where(mine, x.unsqueeze(0), torch.zeros((), dtype=x.dtype, device=x.device))
     whole = whole_of(parts, dim, zigzag)
@@ -182,8 +190,15 @@ def on_first(x: Tensor, axis: Axis) -> Tensor:
     """The tensor on the axis's first rank, zeros on the others."""
     if axis.size == 1:
         return x
+    if is_eager():
+        return x if axis.rank == 0 else torch.zeros_like(x)
     first = torch.zeros((), dtype=torch.int64, device=x.device) + axis.rank == 0
     return torch.where(first, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def is_eager() -> bool:
+    """Return whether operations run as they are, on one rank: neither torch.compile nor simulated ranks take them."""
+    return not torch.compiler.is_compiling() and local_tensor_mode() is None
 
 
 def padded(x: Tensor, dim: int, num_parts: int) -> Tensor:

@@ -33,16 +33,26 @@ def placements_of(layout: Layout) -> tuple[Placement, ...]:
     return tuple(Shard(placement.dim) if placement.is_split else Replicate() for placement in layout)
 
 
-def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A tensor in a storage layout; rank 0's values count, and a meta tensor stays meta."""
+def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh, columns_first: bool = False) -> DTensor:
+    """A tensor in a storage layout; rank 0's values count, and a meta tensor stays meta.
+
+    With `columns_first`, the parts of a matrix that divides are stored transposed.
+    """
     placements = placements_of(layout)
     if tensor.is_meta:
         local = torch.empty(_unpadded_shape(tensor.shape, layout, mesh), dtype=tensor.dtype, device="meta")
-        return DTensor.from_local(
+        stored = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
         )
-    # A copy: what is not split would share memory with the original, which training must not change.
-    return distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
+    else:
+        # A copy: what is not split would share memory with the original, which training must not change.
+        stored = distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
+    if columns_first and layout.divides(tensor.shape, mesh.shape):
+        transposed = stored._local_tensor.T.contiguous().T
+        stored = DTensor.from_local(
+            transposed, mesh, placements, run_check=False, shape=stored.shape, stride=stored.stride()
+        )
+    return stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,8 @@ class Storage:
     """The values of a tensor that count; called for each one, of those left out too."""
     stores: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     """The dtype in which a parameter of a dtype is stored."""
+    columns_first: frozenset[str] = frozenset()
+    """Matrices whose parts are stored transposed (`rewrite.stored_order`)."""
 
     @property
     def splits(self) -> bool:
@@ -97,7 +109,7 @@ class Storage:
         values = self.agreed(given)
         if not self.wanted(name):
             return None
-        stored = distribute(values, layout, self.mesh)
+        stored = distribute(values, layout, self.mesh, distributed and name in self.columns_first)
         return stored if distributed else stored.to_local()
 
 
