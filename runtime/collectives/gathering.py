@@ -50,7 +50,7 @@ class InFlight:
             # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
             found = unpacked(message, shapes, dims, [sizes[i] for i in numbers], axis.size)
             for i, part, each in zip(numbers, parts, found, strict=True):
-                whole[i] = part.received(each)
+                whole[i] = part.received(each) if part.first else each
         return tuple(whole)  # type: ignore[arg-type]
 
     def __del__(self) -> None:
@@ -84,7 +84,9 @@ def issued(recipe: Recipe, shards: Iterable[Tensor]) -> InFlight:
     for dtype, numbers in groups.items():
         group = [each for each in map(parts.__getitem__, numbers) if each is not None]
         how = sent(group, [recipe.dims[i] for i in numbers])
-        flat = joined([part.sent(shard) for part, shard in zip(how, group, strict=True)], dtype, writes=False)
+        as_sent = [part.sent(each) if part.first else each for part, each in zip(how, group, strict=True)]
+        flat = joined(as_sent, dtype, writes=False)
+        del as_sent
         group.clear()
         for i in numbers:
             parts[i] = None  # parts that were gathered for this make room for the wholes

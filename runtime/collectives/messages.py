@@ -80,7 +80,7 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Te
         return flat[0].to(dtype, copy=writes)
     if not writes and is_eager() and (message := _as_it_lies(flat, dtype)) is not None:
         return message
-    if all(each.dtype == dtype for each in flat):
+    if {each.dtype for each in flat} == {dtype}:
         return torch.cat(flat)
     sizes = [each.numel() for each in flat]
     message = flat[0].new_empty(sum(sizes), dtype=dtype)
@@ -129,8 +129,10 @@ def unpacked(
     rows = message.view(num_ranks, -1)
     if len(parts) == 1 and dims[0] == 0:
         return [rows.view(-1, *parts[0][1:]).narrow(0, 0, sizes[0])]
-    shapes = [_whole_shape(part, dim, num_ranks) for part, dim in zip(parts, dims, strict=True)]
-    wholes = [rows.new_empty(shape) for shape in shapes]
+    wholes = [
+        rows.new_empty((*part[:dim], part[dim] * num_ranks, *part[dim + 1 :]))
+        for part, dim in zip(parts, dims, strict=True)
+    ]
     numbers = [part.numel() for part in parts]
     if is_eager() and not any(dims):
         torch.split_with_sizes_copy(rows, numbers, 1, out=[each.view(num_ranks, -1) for each in wholes])
@@ -142,7 +144,3 @@ def unpacked(
         each if each.shape[dim] == size else each.narrow(dim, 0, size).contiguous()
         for each, dim, size in zip(wholes, dims, sizes, strict=True)
     ]
-
-
-def _whole_shape(part: torch.Size, dim: int, num_ranks: int) -> list[int]:
-    return [size * num_ranks if d == dim else size for d, size in enumerate(part)]

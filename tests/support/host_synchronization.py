@@ -1,4 +1,4 @@
-"""The operations of a step, and those for which the host would wait for a device: what a CUDA graph could not replay."""
+"""The operations of a step, and those for which the host would wait for a device, which a CUDA graph cannot replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every step runs the same operations, and none needs the host: the conditions under which one CUDA graph replays it."""
+"""Every step runs the same operations, and none needs the host: the conditions for replaying it as one CUDA graph."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 import autopar
-from benchmarks.step_operations import CASES, MACHINE, Operations
+from benchmarks.step_counts import Operations
+from benchmarks.step_operations import CASES, MACHINE
 from benchmarks.transformer_model import Size, batch, transformer
 from tests.support.parity import SLOW_DEVICES, Case, check
 from tests.support.ranks import Ranks, mesh
