@@ -118,7 +118,8 @@ def summed(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([each.flatten() for each in gradients])
     dist.all_reduce(flat, group=group)
     pieces = flat.split([each.numel() for each in gradients])
-    torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
+    views = [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)]
+    torch._foreach_copy_(gradients, views)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _experts(size: Size, hardware: Hardware) -> Options:
@@ -143,7 +144,8 @@ def experts_by_hand(size: Size, mesh: DeviceMesh, precision: str | None, hardwar
     """Tokens sent to experts and home as torchtitan does; gradients are summed in one all-reduce per group of ranks."""
     options = _experts(size, hardware)
     model = model_of(options)
-    expert_peers.dispatch_by_hand([layer.mlp.experts for layer in model.layers], mesh["ep"])
+    layers: list[Any] = list(model.layers)
+    expert_peers.dispatch_by_hand([layer.mlp.experts for layer in layers], mesh["ep"])
     inputs = own_samples(_tokens(size, options), mesh._flatten("all"))
     named = list(model.named_parameters())
     apart = [[p for name, p in named if (".experts." in name) is of_experts] for of_experts in (False, True)]

@@ -25,4 +25,4 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """As `function.apply`."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
