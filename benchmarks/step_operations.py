@@ -2,8 +2,8 @@
 
 One process is rank 0 of many: torch's fake process group moves nothing, so that 512 ranks need no machine. Both sides
 train the decoder of `transformer_model` on a global batch of one sample per rank, with AdamW (foreach). The third step
-is counted by a TorchDispatchMode, the fourth by `sys.setprofile`. Pipelines are left out: torch's schedules receive the
-shapes of what they receive, and nothing arrives here. Counted are
+is counted by a TorchDispatchMode, the fourth by `sys.setprofile`. What ranks would receive is made up
+(`step_exchanges`). Counted are
 
     operations    calls that reach ATen, or an operator of a library, below autograd
     kernels       those that write values: neither views, nor allocations, nor collectives. A foreach operation is one
@@ -21,11 +21,8 @@ recomputation are at most 1.1 × the peer's.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,16 +31,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.benchmarking.baselines import own_samples
 from autopar.hardware.load import load
 from autopar.hardware.profile import Link, Protocol
 from autopar.program.precision import NAMED
+from benchmarks.step_counts import Contestant, counted
+from benchmarks.step_exchanges import NUM_EXPERTS, STAGES, experts, experts_by_hand, pipeline, pipeline_by_hand
 from benchmarks.transformer_model import Size, Transformer, batch, transformer
 from benchmarks.transformer_pairs import styles_of
 from tests.support.simulation.fake_mesh import fake_mesh
@@ -53,142 +50,6 @@ TENSOR = 8  # ranks of tensor parallelism
 LATENCY_S = 20e-6
 MACHINE = replace(load("h100"), links=(Link("network", None, 0.0, 450e9, (Protocol("messages", "ring", LATENCY_S),)),))
 """A network whose latency is the same for any number of ranks, so that the collectives of a plan are, too."""
-ALLOCATIONS = frozenset(
-    (
-        "empty",
-        "new_empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty_strided",
-        "detach",
-        "set_",
-        "resize_",
-        "lift_fresh",
-        "_local_scalar_dense",
-    )
-)
-NO_KERNELS = frozenset(("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler"))
-"""Namespaces of collectives, and of marks for a profiler."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of one phase of a step."""
-
-    kernels: int = 0
-    operations: int = 0
-    calls: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.kernels + other.kernels, self.operations + other.operations, self.calls + other.calls)
-
-
-Phases = dict[str, Counts]
-
-
-@dataclass
-class Operations(TorchDispatchMode):
-    """Counts operations by name, and of those the kernels."""
-
-    every: Counter[str] = field(default_factory=Counter)
-    kernels: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # counted are the operations on local tensors that it becomes
-            return NotImplemented
-        self.every[func.name()] += func.namespace != "profiler"
-        self.kernels[func.name()] += kernels_of(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def kernels_of(func: Any, args: Sequence[Any]) -> int:
-    """Return how many kernels an operation launches."""
-    if func.namespace in NO_KERNELS or func.is_view or func._opname in ALLOCATIONS:
-        return 0
-    if func._opname == "_foreach_copy_":
-        targets, sources = args[:2]
-        pairs = zip(targets, sources, strict=True)
-        return 1 if all(x.stride() == y.stride() and _is_dense(x) for x, y in pairs) else len(targets)
-    return 1
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or x.numel() == 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-
-
-class Calls:
-    """Counts Python calls inside the block."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __enter__(self) -> Calls:
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: Any, event: str, argument: Any) -> None:
-        self.number += event == "call"
-
-
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """A model of one side: what its step runs, phase by phase."""
-
-    phases: Mapping[str, Callable[[], object]]
-
-    @classmethod
-    def of(cls, model: nn.Module, inputs: tuple[Tensor, ...], context: Any = contextlib.nullcontext) -> Contestant:
-        """Return the step of a model that returns its loss."""
-        losses: list[Tensor] = []
-
-        def forward() -> None:
-            with context():
-                losses.append(model(*inputs))
-
-        def backward() -> None:
-            with context():
-                losses.pop().backward()
-
-        return cls({"forward": forward, "backward": backward, "step": stepped(model)})
-
-
-def stepped(model: nn.Module) -> Callable[[], None]:
-    """Return the optimizer's part of a step."""
-    kinds: dict[type, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        kinds.setdefault(type(parameter.data), []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def counted(contestant: Contestant) -> tuple[Phases, Mapping[str, Operations]]:
-    """Return the counts of each phase, after two steps that plan and fill the optimizer's state."""
-    found = {name: Counts() for name in contestant.phases}
-    names = {}
-    for _ in range(2):
-        for run in contestant.phases.values():
-            run()
-    for name, run in contestant.phases.items():
-        with Operations() as operations:
-            run()
-        names[name] = operations
-        found[name].operations, found[name].kernels = operations.every.total(), operations.kernels.total()
-    for name, run in contestant.phases.items():
-        with Calls() as calls:
-            run()
-        found[name].calls = calls.number
-    return found, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +159,22 @@ class Case:
     peer: str
     any_number: bool = True
     """Whether it runs on more than TENSOR ranks."""
+    recomputes: bool = True
+    """Whether it is counted with full recomputation, too."""
+    layers: int = 1
+    """Times as many layers as are asked for."""
+
+
+def of_schedule(schedule: str) -> tuple[Build, Build]:
+    """Return a pipeline by autopar, and one by hand."""
+    return (
+        lambda setting, mesh: pipeline(setting.size, mesh, schedule, setting.precision, MACHINE),
+        lambda setting, mesh: pipeline_by_hand(setting.size, mesh, schedule, setting.precision),
+    )
+
+
+def _stages(ranks: int) -> Mapping[str, int]:
+    return {"dp": ranks // STAGES, "pp": STAGES}
 
 
 def _flat(ranks: int) -> Mapping[str, int]:
@@ -322,6 +199,18 @@ CASES = (
         ours("fsdp_megatron"),
         dtensor(False),
         "FSDP2 + DTensor",
+    ),
+    Case(
+        "expert_data",
+        lambda ranks: {"dp": max(2, ranks // NUM_EXPERTS), "ep": min(NUM_EXPERTS, ranks // 2)},
+        lambda setting, mesh: experts(setting.size, mesh, setting.precision, MACHINE),
+        lambda setting, mesh: experts_by_hand(setting.size, mesh, setting.precision, MACHINE),
+        "by hand, as torchtitan",
+        recomputes=False,
+    ),
+    *(
+        Case(schedule, _stages, *of_schedule(schedule), "torch.distributed.pipelining", recomputes=False, layers=4)
+        for schedule in ("1f1b", "interleaved_zero_bubble")
     ),
 )
 
@@ -371,7 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for recompute in given.recompute:
                     if (given.only and case.name not in given.only) or (ranks > TENSOR and not case.any_number):
                         continue
-                    size = Size(given.layers, given.hidden, TENSOR, 1024, ranks, 8)
+                    if recompute != "none" and not case.recomputes:
+                        continue
+                    size = Size(case.layers * given.layers, given.hidden, TENSOR, 1024, ranks, 8)
                     setting = Setting(ranks, None if precision == "fp32" else precision, recompute, size)
                     lines += rows_of(case, setting, given.names)
     print(tabulate(lines, HEADERS, disable_numparse=True))

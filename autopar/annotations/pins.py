@@ -60,11 +60,11 @@ def pins_of(
     for number in catalog.calls:
         pins.constrain(number)
     added = unsaid(space, pins.masks) if mode == "manual" else ()
+    pins.store(storage)
     for annotation in (*(each for each in annotations if each.strategy), *added):
         found = catalog.find(annotation)
         assert found is not None, f"{annotation} matches nothing"
         pins.annotate(annotation, found)
-    pins.store(storage)
     return pins.masks
 
 
@@ -217,9 +217,14 @@ class _Pins:
         return call.outputs[0].dtype.itemsize < call.inputs[0].dtype.itemsize
 
     def _cast_in_parts(self, cast: int, annotation: Annotation) -> None:
+        """Pin a cast to the storage axes, unless its weight is pinned to be whole on one of them."""
         axes = [self.space.mesh.index(axis) for axis in annotation.storage if self.space.mesh.size(axis) > 1]
-        mask = _mask(self._decision(cast), lambda strategy: all(strategy.outputs[0][a].is_split for a in axes))
-        if mask.any():
+        weight = self.space.index[self.space.weight_casts[self._decision(cast).name]]
+        stored, mask = (
+            _mask(self._decision(each), lambda strategy: all(strategy.outputs[0][a].is_split for a in axes))
+            for each in (weight, cast)
+        )
+        if mask.any() and (weight not in self.masks or (self.masks[weight] & stored).any()):
             self._add(cast, annotation, mask)
 
     def constrain(self, number: int) -> None:

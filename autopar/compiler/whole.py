@@ -32,6 +32,7 @@ from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
+from autopar.runtime.rewrite.stored_order import columns_first
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import Allowance
@@ -195,5 +196,13 @@ class _Compiler:
         whole = replicated(self.mesh.ndim)
         self.storage.update(dict.fromkeys(self.tree.first_names, whole))
         self.storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
+        placeholders = columns_first(local.module.graph, space.program.parameters.values())
+        storage = Storage(
+            self.mesh,
+            self.storage,
+            whole,
+            stores=self.request.precision.stores,
+            columns_first=frozenset(n for n, node in space.program.parameters.items() if node in placeholders),
+        )
         original, self.original = self.original, None
-        self.module.lay_out(Storage(self.mesh, self.storage, whole, stores=self.request.precision.stores), original)
+        self.module.lay_out(storage, original)

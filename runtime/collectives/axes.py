@@ -210,7 +210,7 @@ def record_traffic() -> Iterator[Traffic]:
 
 def count(collective: str, axis: Axis, num_bytes: int) -> None:
     """Note a collective in every open record; what runs inside a compiled region is not seen."""
-    if torch.compiler.is_compiling():
+    if not _traffic or torch.compiler.is_compiling():
         return
     for traffic in _traffic:
         traffic.num_bytes[collective, axis.name] += num_bytes

@@ -25,8 +25,10 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
+from autopar.runtime.collectives.direct import applied, below_autograd
+from autopar.runtime.collectives.functions import waited_for
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
-from autopar.runtime.collectives.messages import joined, packed
+from autopar.runtime.collectives.messages import Part, joined, packed, sent
 from autopar.runtime.collectives.regather import Regather
 from autopar.space.buckets import MOST_RUNNING
 
@@ -61,7 +63,7 @@ class _Pending:
         if self in self.running:
             self.running.remove(self)
         for result in self.results:
-            _c10d.wait_tensor(result)
+            waited_for(result)
         self.results.clear()
 
 
@@ -70,7 +72,7 @@ def reduce_gradients(
 ) -> tuple[Tensor, ...]:
     """I → R for many parameters: one all-reduce per dtype of all their gradients. Moves their bytes backward.
 
-    With `in_place`, which is for one parameter whose gradient nobody else may hold, that gradient is not copied.
+    With `in_place`, which is for gradients that nobody else may hold, those that lie as they are sent are not copied.
     Gradients are summed as `reduce`, or as they are.
     """
     where = axis_of(axis)
@@ -78,7 +80,7 @@ def reduce_gradients(
     if where.size == 1 or not learning:
         return parameters
     pending, entered = _enter([parameters[i] for i in learning])
-    left = _ReduceGradients.apply(where, pending, in_place, reduce, *entered)
+    left = applied(_ReduceGradients, where, pending, in_place, reduce, *entered)
     return _replaced(parameters, learning, _prefer(left, pending))
 
 
@@ -92,13 +94,15 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
     if torch.compiler.is_compiling() or local_tensor_mode() is not None:
         return None, parameters
     pending = _Pending()
-    entered = _Wait.apply(pending, *parameters)
+    entered = applied(_Wait, pending, *parameters)
     # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
     node: Any = entered[0].grad_fn
     taken, stays = False, True
     for leaf in _leaves_of(parameters):
-        taken = taken or (leaf is not None and is_taken(leaf))
-        stays = stays and leaf is not None
+        if leaf is None:
+            stays = False
+        elif leaf._post_accumulate_grad_hooks:
+            taken = True
     if taken:
         run_at_once(node)
     elif stays:
@@ -138,11 +142,6 @@ def waits(node: Any) -> bool:
     return isinstance(node, _Wait._backward_cls)  # type: ignore[attr-defined]
 
 
-def is_taken(parameter: Tensor) -> bool:
-    """Whether a hook takes its gradient as soon as it is there, as an optimizer does that steps in the backward."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
 def run_at_once(node: Any) -> None:
     """Have the backward of an autograd node run as soon as it can."""
     node._set_sequence_nr(PREFERRED + node._sequence_nr())
@@ -151,12 +150,17 @@ def run_at_once(node: Any) -> None:
 def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tensor, ...]:
     """The outputs of an inner function, whose backward is to run as soon as it can."""
     if pending is not None:
-        run_at_once(next(x.grad_fn for x in outputs if x.requires_grad))
+        for x in outputs:
+            if x.requires_grad:
+                run_at_once(x.grad_fn)
+                break
     return outputs
 
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, with new ones at some positions."""
+    if len(positions) == len(tensors):
+        return tuple(new)
     found = list(tensors)
     for position, each in zip(positions, new, strict=True):
         found[position] = each
@@ -194,11 +198,9 @@ class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.in_place and grads[0] is not None and grads[0].is_contiguous() and ctx.reduce in (None, grads[0].dtype):
-            return None, None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
-            own = joined(list(group.values()), ctx.reduce or dtype)
+            own = joined(list(group.values()), ctx.reduce or dtype, writes=ctx.pending is not None and not ctx.in_place)
             # What is cast once it has arrived is waited for first.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split([grad.numel() for grad in group.values()])
@@ -211,8 +213,8 @@ def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
     """The sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
     count("all_reduce", axis, own.numel() * own.itemsize)
     if pending is None or torch.is_anomaly_enabled():  # which reads what a node returns at once
-        return _c10d.wait_tensor(_c10d.all_reduce(own, "sum", axis.group))
-    result = _c10d.all_reduce_(own, "sum", axis.group)
+        return waited_for(below_autograd(_c10d.all_reduce.default, own, "sum", axis.group))
+    result = below_autograd(_c10d.all_reduce_.default, own, "sum", axis.group)
     pending.results.append(result)
     return result
 
@@ -220,7 +222,7 @@ def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
 def _started(result: Tensor, pending: _Pending | None) -> Tensor:
     """The collective's result: to be waited for later, or waited for now."""
     if pending is None or torch.is_anomaly_enabled():
-        return _c10d.wait_tensor(result)
+        return waited_for(result)
     pending.started(result)
     return result
 
@@ -252,7 +254,7 @@ def gather_parameters(
         pending, behind = _enter([shards[i] for i in learning])
         entered = _replaced(shards, learning, behind)
         gathered = _prefer(
-            _GatherParameters.apply(recipe, in_flight, tuple(learning), pending, reduce, *entered), pending
+            applied(_GatherParameters, recipe, in_flight, tuple(learning), pending, reduce, *entered), pending
         )
     else:
         gathered = (in_flight or issued(recipe, shards)).arrived()
@@ -265,7 +267,7 @@ def gather_parameters(
             [to[i] for i in regather] if to else (),
         )
         parts, weights = ([each[i] for i in regather] for each in (shards, gathered))
-        Regather.current.watch(again, tuple(part.detach() for part in parts), tuple(weights), layer)
+        Regather.current.watch(again, tuple([part.detach() for part in parts]), tuple(weights), layer)
     return gathered
 
 
@@ -287,7 +289,8 @@ def use_gathered(
         return wholes
     pending, behind = _enter([shards[i] for i in learning])
     recipe = Recipe(where, dims, sizes, ())
-    used = _UseGathered.apply(recipe, tuple(learning), pending, reduce, *_replaced(shards, learning, behind), *wholes)
+    entered = _replaced(shards, learning, behind)
+    used = applied(_UseGathered, recipe, tuple(learning), pending, reduce, *entered, *wholes)
     return _prefer(used, pending)
 
 
@@ -303,16 +306,18 @@ class _GatherParameters(torch.autograd.Function):
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
-        ctx.shapes, ctx.dtypes, ctx.exact = [x.shape for x in shards], [x.dtype for x in shards], {}
+        ctx.axis, ctx.pending, ctx.reduce, ctx.exact = recipe.axis, pending, reduce, {}
+        ctx.parts, ctx.dtypes = sent(shards, recipe.dims), [x.dtype for x in shards]
         whole = (in_flight or issued(recipe, shards)).arrived()
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
+        if len(learning) < len(whole):
+            ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        grads = tuple(ctx.exact.pop(i, grad) for i, grad in enumerate(grads))
+        if ctx.exact:
+            grads = tuple(ctx.exact.pop(i, grad) for i, grad in enumerate(grads))
         return None, None, None, None, None, *_scattered(ctx, grads)
 
 
@@ -327,11 +332,12 @@ class _UseGathered(torch.autograd.Function):
         *shards_and_wholes: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
+        ctx.axis, ctx.pending, ctx.reduce = recipe.axis, pending, reduce
         shards, wholes = shards_and_wholes[: len(recipe.dims)], shards_and_wholes[len(recipe.dims) :]
-        ctx.shapes, ctx.dtypes = [shard.shape for shard in shards], [shard.dtype for shard in shards]
+        ctx.parts, ctx.dtypes = sent(shards, recipe.dims), [shard.dtype for shard in shards]
         used = tuple(whole.view_as(whole) for whole in wholes)
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(used) if i not in learning))
+        if len(learning) < len(used):
+            ctx.mark_non_differentiable(*(x for i, x in enumerate(used) if i not in learning))
         return used
 
     @staticmethod
@@ -345,16 +351,19 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():
-        dims = [ctx.dims[i] for i in group]
-        shapes = [ctx.shapes[i] for i in group]
-        message = packed(list(group.values()), shapes, dims, size, ctx.reduce or dtype)
+        parts: list[Part] = [ctx.parts[i] for i in group]
+        wholes = [part.sent(grad) if part.first else grad for part, grad in zip(parts, group.values(), strict=True)]
+        message = packed(
+            wholes, [part.shape for part in parts], [part.dim for part in parts], size, ctx.reduce or dtype
+        )
         count("reduce_scatter", ctx.axis, message.numel() * message.itemsize)
         # What is cast once it has arrived is waited for first.
         later = all(ctx.dtypes[i] == message.dtype for i in group)
-        mine = _c10d.reduce_scatter_tensor(message, "sum", size, ctx.axis.group)
+        mine = below_autograd(_c10d.reduce_scatter_tensor.default, message, "sum", size, ctx.axis.group)
         mine = _started(mine, ctx.pending if later else None)
-        for i, shape, piece in zip(group, shapes, mine.split([shape.numel() for shape in shapes]), strict=True):
-            scattered[i] = piece.view(shape).to(ctx.dtypes[i])
+        for i, part, piece in zip(group, parts, mine.split([part.shape.numel() for part in parts]), strict=True):
+            found = piece.view(part.shape)
+            scattered[i] = (part.received(found) if part.first else found).to(ctx.dtypes[i])
     return scattered
 
 

@@ -36,6 +36,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
+from autopar.runtime.collectives.direct import applied, below_autograd
 from autopar.runtime.collectives.parts import by_rank, whole_of
 
 _c10d = torch.ops._c10d_functional
@@ -46,7 +47,7 @@ def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     if axis.size == 1:
         return x
     count("all_reduce", axis, x.numel() * x.itemsize)
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
+    return waited_for(below_autograd(_c10d.all_reduce.default, x.contiguous(), op, axis.group))
 
 
 def raw_sum(x: Tensor, axes: Iterable[Axis]) -> Tensor:
@@ -108,17 +109,17 @@ def rows_in_flight(x: Tensor, axis: Axis, group: str = "") -> Tensor:
     """
     group = group or axis.group
     if not x.is_cpu or x.is_complex() or torch.compiler.is_compiling() or local_tensor_mode() is not None:
-        return _c10d.all_gather_into_tensor(x, axis.size, group)
+        return below_autograd(_c10d.all_gather_into_tensor.default, x, axis.size, group)
     # Gloo's threads (torch 2.13, `ProcessGroupGloo::runLoop`) write the name of what they have done into one
     # std::string, without a lock. The names of the other collectives, and of this form of an all-gather, have no more
     # than 15 characters, which lie inside the string; "ALLGATHER_COALESCED" lies on the heap and may be freed twice.
     whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return _c10d.all_gather_into_tensor_out(x, axis.size, group, out=whole)
+    return below_autograd(_c10d.all_gather_into_tensor_out.default, x, axis.size, group, out=whole)
 
 
 def waited_for(buffer: Tensor) -> Tensor:
     """The result of a collective, once it is there."""
-    return _c10d.wait_tensor(buffer)
+    return below_autograd(_c10d.wait_tensor.default, buffer)
 
 
 def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:
@@ -128,7 +129,8 @@ def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) ->
     x = padded(x, dim, axis.size)
     count("reduce_scatter", axis, x.numel() * x.itemsize)
     message = by_rank(x, dim, axis.size, zigzag).contiguous()
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(message, "sum", axis.size, axis.group)).squeeze(0)
+    mine = below_autograd(_c10d.reduce_scatter_tensor.default, message, "sum", axis.size, axis.group)
+    return waited_for(mine).squeeze(0)
 
 
 def raw_all_to_all(
@@ -146,7 +148,7 @@ def raw_all_to_all(
     x = padded(x, target_dim, axis.size)
     count("all_to_all", axis, x.numel() * x.itemsize)
     message, counts = by_rank(x, target_dim, axis.size, zigzag[1]).contiguous(), [1] * axis.size
-    got = _c10d.wait_tensor(_c10d.all_to_all_single(message, counts, counts, axis.group))
+    got = waited_for(below_autograd(_c10d.all_to_all_single.default, message, counts, counts, axis.group))
     return _cut(whole_of(got, source_dim, zigzag[0]), source_dim, size)
 
 
@@ -172,6 +174,14 @@ def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool 
     """This rank's part in its place among zeros."""
     if axis.size == 1:
         return x
+    if is_eager() and not zigzag:
+        shape = list(x.shape)
+        shape[dim] = size
+        start = min(axis.rank * x.shape[dim], size)
+        mine = x.narrow(dim, 0, max(0, min(x.shape[dim], size - start)))
+        whole = x.new_zeros(shape)
+        whole.narrow(dim, start, mine.shape[dim]).copy_(mine)
+        return whole
     mine = (torch.arange(axis.size, device=x.device) == axis.rank).reshape([-1, *[1] * x.ndim])
     parts = torch.where(mine, x.unsqueeze(0), torch.zeros((), dtype=x.dtype, device=x.device))
     whole = whole_of(parts, dim, zigzag)
@@ -182,8 +192,15 @@ def on_first(x: Tensor, axis: Axis) -> Tensor:
     """The tensor on the axis's first rank, zeros on the others."""
     if axis.size == 1:
         return x
+    if is_eager():
+        return x if axis.rank == 0 else torch.zeros_like(x)
     first = torch.zeros((), dtype=torch.int64, device=x.device) + axis.rank == 0
     return torch.where(first, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def is_eager() -> bool:
+    """Return whether operations run as they are, on one rank: neither torch.compile nor simulated ranks take them."""
+    return not torch.compiler.is_compiling() and local_tensor_mode() is None
 
 
 def padded(x: Tensor, dim: int, num_parts: int) -> Tensor:
@@ -307,42 +324,42 @@ class _OnFirst(torch.autograd.Function):
 
 def all_reduce(x: Tensor, axis: str) -> Tensor:
     """P → I: the sum over `axis`; its gradient passes as it is. Moves the tensor's bytes."""
-    return _AllReduce.apply(x, axis_of(axis))
+    return applied(_AllReduce, x, axis_of(axis))
 
 
 def all_reduce_gradient(x: Tensor, axis: str) -> Tensor:
     """I → R: the tensor itself; its gradient is summed over `axis` (Megatron's f). Moves its bytes backward."""
-    return _AllReduceGradient.apply(x, axis_of(axis))
+    return applied(_AllReduceGradient, x, axis_of(axis))
 
 
 def all_gather(x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """S(dim) → R: the whole of `dim`, `size` long; the gradient is reduce-scattered. Moves the whole's bytes twice."""
-    return _AllGather.apply(x, axis_of(axis), dim, size, False, zigzag)
+    return applied(_AllGather, x, axis_of(axis), dim, size, False, zigzag)
 
 
 def all_gather_invariant(x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """S(dim) → I: the whole of `dim`, `size` long; the gradient is sliced. Moves the whole's bytes."""
-    return _AllGather.apply(x, axis_of(axis), dim, size, True, zigzag)
+    return applied(_AllGather, x, axis_of(axis), dim, size, True, zigzag)
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, zigzag: bool = False) -> Tensor:
     """P → S(dim): this rank's part of the sum; the gradient is gathered. Moves the whole's bytes twice."""
-    return _ReduceScatter.apply(x, axis_of(axis), dim, zigzag)
+    return applied(_ReduceScatter, x, axis_of(axis), dim, zigzag)
 
 
 def split(x: Tensor, axis: str, dim: int, zigzag: bool = False) -> Tensor:
     """I → S(dim): this rank's part; the gradient is gathered. Moves the whole's bytes backward."""
-    return _Split.apply(x, axis_of(axis), dim, False, zigzag)
+    return applied(_Split, x, axis_of(axis), dim, False, zigzag)
 
 
 def split_replicated(x: Tensor, axis: str, dim: int, zigzag: bool = False) -> Tensor:
     """R → S(dim): this rank's part; the gradient stands in its place among zeros. Moves nothing."""
-    return _Split.apply(x, axis_of(axis), dim, True, zigzag)
+    return applied(_Split, x, axis_of(axis), dim, True, zigzag)
 
 
 def scatter(x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """S(dim) → P: this rank's part in its place among zeros, `size` long; the gradient is sliced. Moves nothing."""
-    return _Scatter.apply(x, axis_of(axis), dim, size, zigzag)
+    return applied(_Scatter, x, axis_of(axis), dim, size, zigzag)
 
 
 def all_to_all(
@@ -355,22 +372,22 @@ def all_to_all(
     target_zigzag: bool = False,
 ) -> Tensor:
     """S(source_dim) → S(target_dim); `size` is the whole of `source_dim`. Moves the part's bytes twice."""
-    return _AllToAll.apply(x, axis_of(axis), source_dim, target_dim, size, (zigzag, target_zigzag))
+    return applied(_AllToAll, x, axis_of(axis), source_dim, target_dim, size, (zigzag, target_zigzag))
 
 
 def keep_on_first(x: Tensor, axis: str) -> Tensor:
     """I → P: the value on the first rank, zeros elsewhere; the gradient passes as it is. Moves nothing."""
-    return _OnFirst.apply(x, axis_of(axis), True, False)
+    return applied(_OnFirst, x, axis_of(axis), True, False)
 
 
 def keep_on_first_both(x: Tensor, axis: str) -> Tensor:
     """R → P: value and gradient on the first rank, zeros elsewhere. Moves nothing."""
-    return _OnFirst.apply(x, axis_of(axis), True, True)
+    return applied(_OnFirst, x, axis_of(axis), True, True)
 
 
 def replicated_to_invariant(x: Tensor, axis: str) -> Tensor:
     """R → I: the value as it is; the gradient on the first rank, zeros elsewhere. Moves nothing."""
-    return _OnFirst.apply(x, axis_of(axis), False, True)
+    return applied(_OnFirst, x, axis_of(axis), False, True)
 
 
 GATHERS = frozenset((all_gather, all_gather_invariant))

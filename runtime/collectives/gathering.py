@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.runtime.collectives.axes import Axis, axis_of, count
 from autopar.runtime.collectives.functions import rows_in_flight, waited_for
-from autopar.runtime.collectives.messages import joined, unpacked
+from autopar.runtime.collectives.messages import Part, joined, sent, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,22 @@ class InFlight:
     """Weights of a bucket on their way: a buffer per dtype, which is no one's to read before it is waited for."""
 
     recipe: Recipe
-    buffers: list[tuple[tuple[int, ...], list[torch.Size], Tensor]] = field(default_factory=list)
-    """Positions, shapes of their parts, and the parts of all ranks, one rank after the other."""
+    buffers: list[tuple[tuple[int, ...], list[Part], Tensor]] = field(default_factory=list)
+    """Positions, how their parts are sent, and the parts of all ranks, one rank after the other."""
 
     def arrived(self) -> tuple[Tensor, ...]:
         """The weights, once they are there; to be asked once, as the buffers are let go."""
-        axis, dims, sizes = self.recipe.axis, self.recipe.dims, self.recipe.sizes
-        whole: list[Tensor | None] = [None] * len(dims)
+        axis, sizes = self.recipe.axis, self.recipe.sizes
+        whole: list[Tensor | None] = [None] * len(sizes)
         while self.buffers:
-            numbers, shapes, buffer = self.buffers.pop(0)
+            numbers, parts, buffer = self.buffers.pop(0)
+            shapes, dims = [part.shape for part in parts], [part.dim for part in parts]
             message = waited_for(buffer)
             del buffer
             # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
-            found = unpacked(message, shapes, [dims[i] for i in numbers], [sizes[i] for i in numbers], axis.size)
-            for i, each in zip(numbers, found, strict=True):
-                whole[i] = each
+            found = unpacked(message, shapes, dims, [sizes[i] for i in numbers], axis.size)
+            for i, part, each in zip(numbers, parts, found, strict=True):
+                whole[i] = part.received(each) if part.first else each
         return tuple(whole)  # type: ignore[arg-type]
 
     def __del__(self) -> None:
@@ -82,13 +83,15 @@ def issued(recipe: Recipe, shards: Iterable[Tensor]) -> InFlight:
     found = InFlight(recipe)
     for dtype, numbers in groups.items():
         group = [each for each in map(parts.__getitem__, numbers) if each is not None]
-        shapes = [shard.shape for shard in group]
-        flat = joined(group, dtype)
+        how = sent(group, [recipe.dims[i] for i in numbers])
+        as_sent = [part.sent(each) if part.first else each for part, each in zip(how, group, strict=True)]
+        flat = joined(as_sent, dtype, writes=False)
+        del as_sent
         group.clear()
         for i in numbers:
             parts[i] = None  # parts that were gathered for this make room for the wholes
         count("all_gather", recipe.axis, flat.numel() * flat.itemsize * recipe.axis.size)
-        found.buffers.append((tuple(numbers), shapes, rows_in_flight(flat, recipe.axis, recipe.axis.gathering)))
+        found.buffers.append((tuple(numbers), how, rows_in_flight(flat, recipe.axis, recipe.axis.gathering)))
         del flat
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,14 +47,16 @@ class MovedGradients:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         of_node: dict[Node, _Bucket] = {}
+        known: dict[Node, tuple[Node, ...]] = {}
         for value, leaf, first_use in zip(moved, leaves, first_uses, strict=True):
             if leaf is not value and value.requires_grad:
-                self._add(value, leaf, first_use, of_node)
+                self._add(value, leaf, first_use, _last_waits(value.grad_fn, known), of_node)
         self._to_start = deque(sorted(self._buckets, key=lambda each: -each.first_use))
         self._results: list[tuple[GradientEdge, Tensor]] = []
 
-    def _add(self, value: Tensor, leaf: Tensor, first_use: int, of_node: dict[Node, _Bucket]) -> None:
-        waits = list(_last_waits(value.grad_fn))
+    def _add(
+        self, value: Tensor, leaf: Tensor, first_use: int, waits: Sequence[Node], of_node: dict[Node, _Bucket]
+    ) -> None:
         if not waits:
             self._others.values.append(value)
             self._others.leaves.append(leaf)
@@ -134,17 +136,17 @@ def _taken(bucket: _Bucket) -> tuple[list[Tensor], list[Tensor]]:
     return values, gradients
 
 
-def _last_waits(root: Node | None) -> Iterator[Node]:
-    """The nodes at and behind a node that wait for a bucket behind which there is no other one."""
-    seen: set[Node] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        before = [each for each, _ in node.next_functions]
-        if waits(node) and not any(next(_last_waits(each), None) for each in before):
-            yield node
-        else:
-            waiting.extend(before)
+def _last_waits(node: Node | None, known: dict[Node, tuple[Node, ...]]) -> tuple[Node, ...]:
+    """Return the nodes at and behind a node that wait for a bucket behind which there is no other one.
+
+    `known` has those of nodes visited before: all weights of a bucket have one node in common.
+    """
+    if node is None:
+        return ()
+    found = known.get(node)
+    if found is None:
+        behind: dict[Node, None] = {}
+        for before, _ in node.next_functions:
+            behind.update(dict.fromkeys(_last_waits(before, known)))
+        found = known[node] = tuple(behind) or ((node,) if waits(node) else ())
+    return found

@@ -158,7 +158,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         storage = x.untyped_storage()
         alive, bucket, number = self._buckets.get(storage._cdata, (None, None, 0))
         if alive is None or bucket is None or alive() is None:
-            return _without_graph(x)
+            return x.detach() if x.grad_fn is not None else x
         bucket.uses += 1
         self._saved.pop(bucket, None)
         self._saved[bucket] = None

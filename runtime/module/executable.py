@@ -10,7 +10,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.capture.numbers.marked import tensor_for
 from autopar.errors import InputError
@@ -25,6 +24,7 @@ from autopar.runtime.implementations.randomness import Randomness, use_randomnes
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
+from autopar.runtime.numbers.leaves import leaves_of
 from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.rewrite.layers import in_layers
@@ -54,24 +54,18 @@ class GraphParameter:
     local_shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def stored_in(self, root: nn.Module, device: str) -> torch.Tensor:
-        """The parameter as `root` stores it; InputError where it is no longer what the graph was made for."""
-        owner: nn.Module = root
-        for part in self.path[:-1]:
-            owner = owner._modules[part]  # pyright: ignore[reportAssignmentType]
-        parameter = owner._parameters[self.path[-1]]
-        assert parameter is not None
-        if parameter.is_meta:
+    def check(self, stored: torch.Tensor, device: str) -> None:
+        """Raise InputError where a parameter is no longer what the graph was made for."""
+        if stored.is_meta:
             raise InputError(
                 f"{self.name} is on the meta device and has no values; call "
                 f'model.to_empty(device="{device}") and load a state dict before the first step.'
             )
-        if parameter.dtype != self.dtype:
+        if stored.dtype != self.dtype:
             raise InputError(
-                f"{self.name} is {parameter.dtype} now and was {self.dtype} when the model was compiled; "
+                f"{self.name} is {stored.dtype} now and was {self.dtype} when the model was compiled; "
                 "convert the model before autopar.compile."
             )
-        return parameter
 
 
 class Captured(Protocol):
@@ -142,8 +136,16 @@ class Executable:
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
-        device = self.mesh.device_type
-        stored = [parameter.stored_in(root, device) for parameter in self.parameters]
+        stored: list[torch.Tensor] = []
+        for parameter in self.parameters:  # in every step, so without a call for each
+            owner: nn.Module = root
+            for part in parameter.path[:-1]:
+                owner = owner._modules[part]  # pyright: ignore[reportAssignmentType]
+            found = owner._parameters[parameter.path[-1]]
+            assert found is not None
+            if found.is_meta or found.dtype != parameter.dtype:
+                parameter.check(found, self.mesh.device_type)
+            stored.append(found)
         parts = local_parts(stored, [parameter.local_shape for parameter in self.parameters])
         return {parameter.placeholder: part for parameter, part in zip(self.parameters, parts, strict=True)}
 
@@ -170,7 +172,7 @@ class Executable:
     def inputs_of(self, arguments: Arguments) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each input that the graph takes; a number that is a tensor there as one."""
         program = self.program
-        leaves = zip(program.inputs, pytree.tree_leaves(arguments), program.input_values, strict=True)
+        leaves = zip(program.inputs, leaves_of(arguments)[0], program.input_values, strict=True)
         return {
             name: local_input(_as_tensor(leaf, value), self.local.layouts[name])
             for name, leaf, value in leaves
@@ -180,6 +182,8 @@ class Executable:
     def write_buffers(self, root: nn.Module, outputs: tuple[torch.Tensor, ...]) -> None:
         """Write what the graph has changed, from its flat output, into the buffers of `root`."""
         program = self.program
+        if not program.mutations:
+            return
         with torch.no_grad():
             for name, value in zip(program.mutations, outputs[program.num_results :], strict=True):
                 root.get_buffer(name).copy_(value)

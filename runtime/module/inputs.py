@@ -21,7 +21,7 @@ from autopar.capture.passes.autocast import Autocast
 from autopar.capture.static.arguments import StaticTensor
 from autopar.errors import InputError
 from autopar.program.program import Program, fault_of_form
-from autopar.runtime.numbers.leaves import Arguments, name_of
+from autopar.runtime.numbers.leaves import Arguments, leaves_of, name_of
 from autopar.runtime.ranks.calls import Values
 from autopar.runtime.ranks.checksums import checksums
 from autopar.sharding.layout import I, Layout, S, replicated
@@ -52,7 +52,7 @@ def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwa
 
 def _dense(arguments: Arguments) -> Arguments:
     """The same inputs; InputError where a tensor is not dense."""
-    faults = [isinstance(leaf, Tensor) and fault_of_form(leaf) for leaf in pytree.tree_leaves(arguments)]
+    faults = [isinstance(leaf, Tensor) and fault_of_form(leaf) for leaf in leaves_of(arguments)[0]]
     if any(faults):
         paths = pytree.tree_flatten_with_path(arguments)[0]
         raise InputError(
@@ -66,11 +66,11 @@ def kind_of(arguments: Arguments, device: str, tensors: Collection[int] = ()) ->
 
     `tensors` are the places of numbers that are tensors of the graph, of which only the type counts.
     """
-    leaves, spec = pytree.tree_flatten(arguments)
+    leaves, structure = leaves_of(arguments)
     kinds = [_kind_of_leaf(leaf) for leaf in leaves]
     for place in tensors:
         kinds[place] = type(leaves[place])
-    return str(spec), tuple(kinds), Autocast.around(device)
+    return structure, tuple(kinds), Autocast.around(device)
 
 
 def _kind_of_leaf(leaf: Any) -> object:

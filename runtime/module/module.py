@@ -98,11 +98,13 @@ class ParallelModule(StoredModule[Executable]):
                 outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
             return self._left(executable, outputs)
 
+    @uncompiled
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, micro-batch by micro-batch, and leave the gradients in `.grad`.
 
         The batch is split along dim 0 into as many micro-batches as `compile(..., microbatches=)` says. Weights are
-        gathered and gradients reduced once for all of them, but for weights that the plan gathers again.
+        gathered and gradients reduced once for all of them, but for weights that the plan gathers again. Its graphs are
+        compiled by `model.compile` alone: torch.compile around a caller leaves it out.
 
         Returns the mean of the micro-batches' losses (the model's only output, or what it calls "loss", or the first).
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.experimental import register_sharding
 
 from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.buckets import is_taken, run_at_once
+from autopar.runtime.collectives.buckets import run_at_once
+from autopar.runtime.collectives.direct import applied
 from autopar.sharding.layout import Layout
 
 
@@ -33,16 +34,26 @@ def placements_of(layout: Layout) -> tuple[Placement, ...]:
     return tuple(Shard(placement.dim) if placement.is_split else Replicate() for placement in layout)
 
 
-def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A tensor in a storage layout; rank 0's values count, and a meta tensor stays meta."""
+def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh, columns_first: bool = False) -> DTensor:
+    """A tensor in a storage layout; rank 0's values count, and a meta tensor stays meta.
+
+    With `columns_first`, the parts of a matrix that divides are stored transposed.
+    """
     placements = placements_of(layout)
     if tensor.is_meta:
         local = torch.empty(_unpadded_shape(tensor.shape, layout, mesh), dtype=tensor.dtype, device="meta")
-        return DTensor.from_local(
+        stored = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
         )
-    # A copy: what is not split would share memory with the original, which training must not change.
-    return distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
+    else:
+        # A copy: what is not split would share memory with the original, which training must not change.
+        stored = distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
+    if columns_first and layout.divides(tensor.shape, mesh.shape):
+        transposed = stored._local_tensor.T.contiguous().T
+        stored = DTensor.from_local(
+            transposed, mesh, placements, run_check=False, shape=stored.shape, stride=stored.stride()
+        )
+    return stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,8 @@ class Storage:
     """The values of a tensor that count; called for each one, of those left out too."""
     stores: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     """The dtype in which a parameter of a dtype is stored."""
+    columns_first: frozenset[str] = frozenset()
+    """Matrices whose parts are stored transposed (`rewrite.stored_order`)."""
 
     @property
     def splits(self) -> bool:
@@ -97,7 +110,7 @@ class Storage:
         values = self.agreed(given)
         if not self.wanted(name):
             return None
-        stored = distribute(values, layout, self.mesh)
+        stored = distribute(values, layout, self.mesh, distributed and name in self.columns_first)
         return stored if distributed else stored.to_local()
 
 
@@ -158,15 +171,15 @@ def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple
     """
     enabled = torch.is_grad_enabled()
     learning = [p for p in parameters if enabled and p.requires_grad and isinstance(p, DTensor)]
-    together = [p for p in learning if not is_taken(p)]
-    learned = iter(_LocalParts.apply(*together) if together else ())
+    together = [p for p in learning if not p._post_accumulate_grad_hooks]
+    learned = iter(applied(_LocalParts, *together) if together else ())
     parts = []
     for p, shape in zip(parameters, local_shapes, strict=True):
         if not isinstance(p, DTensor):
             part = p
         elif not (enabled and p.requires_grad):
             part = p._local_tensor.detach()
-        elif is_taken(p):
+        elif p._post_accumulate_grad_hooks:
             part = _taken_alone(p, shape)
         else:
             part = next(learned)
@@ -186,24 +199,58 @@ def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class _LocalParts(torch.autograd.Function):
-    """DTensors → their local tensors; gradients become DTensors that lie as their parameters do."""
+    """DTensors → their local tensors; gradients become DTensors that lie as their parameters do.
+
+    A gradient that nobody watches is added to `.grad` here: autograd would detach it first, and dispatch that for each
+    parameter in Python.
+    """
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.parameters = [(p._spec, p._local_tensor.stride()) for p in parameters]
-        return tuple(p._local_tensor.detach() for p in parameters)
+        ctx.parameters = parameters
+        return tuple([p._local_tensor.detach() for p in parameters])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        found: list[DTensor | None] = []
-        for grad, (spec, stride) in zip(grads, ctx.parameters, strict=True):
-            if grad is not None and grad.stride() != stride:
+        found: list[DTensor | None] = [None] * len(grads)
+        given: set[tuple[int, int]] = set()
+        for i, (grad, p) in enumerate(zip(grads, ctx.parameters, strict=True)):
+            if grad is None:
+                continue
+            stride = p._local_tensor.stride()
+            if grad.stride() != stride:
                 grad = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            place = grad.untyped_storage()._cdata, int(grad.storage_offset())
+            if place in given:  # as of two weights that are added: each gets a gradient of its own
+                grad = grad.clone()
+            given.add(place)
+            watched = p._backward_hooks or p._post_accumulate_grad_hooks
+            adds = p.is_leaf and not watched and not torch.is_grad_enabled()
+            if adds and _is_executed(ctx.next_functions[i][0]):
+                before = p.grad
+                if before is None:
+                    p.grad = DTensor.__new__(DTensor, grad, p._spec, requires_grad=False)
+                    continue
+                if (
+                    isinstance(before, DTensor)
+                    and before._spec == p._spec
+                    and (before.dtype == grad.dtype and before.device == grad.device)
+                ):
+                    before._local_tensor.add_(grad)
+                    continue
             # What `DTensor()` does, but for its `__init__`, which does nothing in twice the time.
-            found.append(None if grad is None else DTensor.__new__(DTensor, grad, spec, requires_grad=False))
+            found[i] = DTensor.__new__(DTensor, grad, p._spec, requires_grad=False)
         return tuple(found)
+
+
+def _is_executed(node: Any) -> bool:
+    """Return whether the backward that runs adds a gradient to this leaf, and does not return it."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad was asked for
+        return False
 
 
 def _padded(local: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:

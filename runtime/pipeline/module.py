@@ -34,6 +34,7 @@ from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
 from autopar.runtime.pipeline.shared_parameters import summed_over_holders
 from autopar.runtime.pipeline.step import ScheduledStep
 from autopar.runtime.ranks.backends import host_group
+from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.space.returned import Returned
@@ -96,6 +97,7 @@ class PipelineModule(StoredModule[Pipeline]):
             batches = split_batch(arguments, self._num_microbatches(arguments, self.training))
             return self._prepared(batches[0])
 
+    @uncompiled
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch through the pipeline, and leave the gradients in `.grad`.
 

@@ -325,7 +325,8 @@ class _Rewriter:
                 new = self._emit(gather_parameters, (step.axis, dims, sizes, *values), kwargs, None)
                 new.meta[LAYER] = self.layer_numbers[bucket.layer]
             else:
-                kwargs = {"in_place": True} if bucket.in_place else {}
+                gathered_later = any(each.gathers and each.number > step.number for each in bucket.steps)
+                kwargs = {"in_place": True} if bucket.in_place or gathered_later else {}
                 if bucket.reduced is not None and not any(casts):
                     kwargs["reduce"] = bucket.reduced
                 new = self._emit(reduce_gradients, (step.axis, *values), kwargs, None)

@@ -315,3 +315,12 @@ def test_features_of_an_mlp_in_tiles_are_whole(pattern: str, role: str, text: st
     model = annotate(Gated(), pattern, tp=role)
     with pytest.raises(AnnotationError, match=text):
         autopar.plan(model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, mlp_tiles=2)
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2, "tp": 2}, {"dp": 8, "tp": 8}], ids=str)
+def test_a_weight_that_is_stored_whole_on_an_axis_is_cast_whole_there(shape: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    options: dict[str, Any] = {"strategy": "fsdp_megatron", "precision": "bf16-mixed", "hardware": "h100"}
+    plan = autopar.plan(model, autopar.Mesh(shape), (torch.zeros(64, 64),), **options)
+    assert plan.choices["p_0_bias"] == "I S(0)"
+    assert not {each for each in plan.traffic if each[0] == "reduce_scatter" and each[1] == "tp"}

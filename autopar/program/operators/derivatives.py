@@ -25,11 +25,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if all(grad is None for grad in grads):
+        for grad in grads:
+            if grad is not None:
+                break
+        else:
             return (None,) * len(ctx.needs_input_grad)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in grads):
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in grads):
             return found
         outputs = found if isinstance(found, tuple) else (found,)
         given = [x.detach().requires_grad_() for x in outputs if x is not None]

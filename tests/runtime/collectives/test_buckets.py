@@ -357,3 +357,21 @@ def _compiled() -> tuple[list[Tensor], list[Tensor]]:
 def test_buckets_compile_into_one_graph(ranks: Ranks) -> None:
     for eager, compiled in ranks.run(_compiled, timeout=300):
         torch.testing.assert_close(eager, compiled)
+
+
+def _summed_in_own_buckets() -> tuple[Tensor, Tensor]:
+    """Gradients of a sum of two weights, each in a bucket of its own: autograd gives both the same tensor."""
+    line = mesh((2,), ("x",))
+    one, other = _weights(2)
+    with use_mesh(line):
+        moved = reduce_gradients("x", one)[0] + reduce_gradients("x", other)[0]
+        _forward(_input(line.get_rank()), (moved,)).backward()
+    assert one.grad is not None and other.grad is not None
+    return one.grad, other.grad
+
+
+def test_a_gradient_that_two_buckets_get_is_reduced_once_in_each(ranks: Ranks) -> None:
+    one, other = _weights(2)
+    sum((_forward(_input(rank), (one + other,)) for rank in range(2)), torch.zeros(())).backward()
+    for found in ranks.run(_summed_in_own_buckets):
+        torch.testing.assert_close(found, (one.grad, other.grad))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.moved_gradients import MovedGradients
 from tests.support.ranks import Ranks, mesh
+from tests.support.simulation.fake_mesh import fake_mesh
 
 SIZES = (2, 3, 5)
 
@@ -80,3 +83,26 @@ def _alive() -> bool:
 
 def test_leaves_are_let_go_of_with_the_step(ranks: Ranks) -> None:
     assert ranks.run(_alive) == [False, False]
+
+
+def _calls_for(num_weights: int) -> int:
+    """Python calls that find the way back of the gradients of one bucket."""
+    calls = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    weights = [torch.zeros(4, requires_grad=True) for _ in range(num_weights)]
+    with fake_mesh({"x": 2}) as devices, use_mesh(devices):
+        moved = reduce_gradients("x", *weights)
+        leaves = [each.detach().requires_grad_() for each in moved]
+        sys.setprofile(note)
+        MovedGradients(moved, leaves, first_uses=range(num_weights))
+        sys.setprofile(None)
+    return calls
+
+
+def test_twice_as_many_weights_of_a_bucket_take_twice_the_calls() -> None:
+    few, many = _calls_for(32), _calls_for(64)
+    assert many < 2.2 * few
