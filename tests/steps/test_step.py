@@ -19,7 +19,7 @@ from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
-from autopar.steps import step
+from autopar.steps import calls
 from autopar.steps.step import microbatch_seconds, step_tasks
 from autopar.steps.tasks import Tasks
 from autopar.timeline.simulation import simulate
@@ -163,7 +163,7 @@ def test_the_messages_of_a_long_ring_are_one_task_of_as_many_seconds(
     context = context_of(plan)
     apart, together = [], []
     for most, tasks in ((64, apart), (0, together)):
-        monkeypatch.setattr(step, "MOST_APART", most)
+        monkeypatch.setattr(calls, "MOST_APART", most)
         tasks += step_tasks(context.memory_model, context.choices, plan.recompute)
     assert len(together) < len(apart)
     assert sum(each.seconds for each in together) == pytest.approx(sum(each.seconds for each in apart))
