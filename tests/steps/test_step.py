@@ -62,6 +62,20 @@ def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
     assert plan.timeline().seconds == pytest.approx(plan.seconds, rel=LOCAL_MOVES)
 
 
+def test_nothing_of_a_loss_waits_for_the_host_that_comes_last() -> None:
+    (wire,) = BESIDE.links
+    late = replace(BESIDE, links=(replace(wire, straggling_s=1e3),))
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    plan = autopar.plan(
+        FAMILIES["llama"].build(), Mesh({"dp": 2}), args or kwargs, hardware=late, strategy="data_parallel"
+    )
+    context = context_of(plan)
+    assert plan.seconds < 1e3
+    assert plan.timeline().seconds < 1e3
+    assert sum(microbatch_seconds(context.memory_model, context.choices, plan.recompute)) < 1e3
+    assert plan.reprice().seconds == pytest.approx(plan.seconds)
+
+
 def _moved(timeline: Timeline) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for each in timeline.events:
