@@ -138,7 +138,7 @@ def _issued() -> list[bool]:
     """Whether the sum of the loss has been waited for: before the backward, behind it, and when it is read."""
     model = _compiled(Divided(), {"dp": 2}, strategy="data_parallel")
     with record_traffic() as traffic:
-        loss = model(torch.zeros(SAMPLES, POSITIONS, dtype=torch.int64), _labels())
+        loss: Any = model(torch.zeros(SAMPLES, POSITIONS, dtype=torch.int64), _labels())
     assert traffic.num_bytes["all_reduce", "dp"] == 8
     found = [loss._plain is not None]
     loss.backward()

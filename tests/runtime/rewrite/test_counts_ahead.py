@@ -20,6 +20,8 @@ X, TARGET = torch.zeros(4, 3, FEATURES), torch.zeros(4, 3, dtype=torch.int64)
 class Head(nn.Module):
     """A loss of a linear layer's outputs."""
 
+    weights: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(FEATURES, CLASSES)
