@@ -42,6 +42,7 @@ from autopar.runtime.module.inputs import Arguments, layouts_of, without_placeme
 from autopar.runtime.module.parameters import Storage
 from autopar.runtime.module.parts import Given
 from autopar.runtime.module.tree import Tree
+from autopar.runtime.outputs.sums import axes_of_sums
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
@@ -337,9 +338,15 @@ def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, r
             "again, or load the plan that was made for this model."
         )
     programs = split(request.program, blocks, plan.starts)
+    last, results = programs[-1], plan.stages[-1].plan
+    result_layouts = tuple(
+        results.layout_of(f"output:{number}") if isinstance(value, torch.fx.Node) else None
+        for number, value in enumerate(last.output[: last.num_outputs])
+    )
+    summed = axes_of_sums(result_layouts, inner.mesh_dim_names or (), inner.shape)
     executables: dict[int, Executable] = {}
     for each in plan.stages:  # all ranks make the groups of all stages, as NCCL splits off a group with all of them
-        join_axes(inner, sorted({axis for _, axis in each.plan.traffic}))
+        join_axes(inner, sorted({axis for _, axis in each.plan.traffic} | summed))
         gathering_groups(inner, gathering_axes(each.plan))
     for stage in plan.schedule.stages_of(rank):
         program, stage_plan = programs[stage], plan.stages[stage].plan
@@ -347,11 +354,6 @@ def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, r
         drawn = sum(is_random(node) for before in programs[:stage] for node in before.graph.nodes)
         local = rewrite(space, choices, stage_plan.recompute, drawn)
         executables[stage] = Executable.of(program, stage_plan, local, inner)
-    last, results = programs[-1], plan.stages[-1].plan
-    result_layouts = tuple(
-        results.layout_of(f"output:{number}") if isinstance(value, torch.fx.Node) else None
-        for number, value in enumerate(last.output[: last.num_outputs])
-    )
     return Pipeline(plan, programs, executables, result_layouts)
 
 

@@ -135,6 +135,10 @@ class _Ledger:
         calls = (n for n in numbers if kinds[n] == "call")
         for number, times in grouped(calls, lambda number: (self._same_decision(number), number in unused)):
             self._call(number, times, number in unused)
+        for number in (n for n in numbers if kinds[n] == "output"):
+            for transfer in self.space.decisions[number].menu.strategies[self.choices[number]].transfers:
+                self.seconds.add(Polynomial.of(1), self._seconds_of(transfer))
+                self._count(transfer, Polynomial.of(1))
         for wire, times in grouped(self.space.wires, lambda wire: (*self._same_wire(wire), wire.target in unused)):
             self._wire(wire, times, wire.target in unused)
         found = {"seconds": str(self.seconds), "flops": str(self.flops)}
@@ -363,6 +367,8 @@ class _Ledger:
         collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)
         mesh, hardware = self.space.mesh, self.space.hardware
         name = self._rate(collective, axis)
+        if transfer.ahead:
+            return f"{hardware.communication_share!r}*{name}({num_bytes})"
         if message is None:
             beside = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
             if any(link.straggling_s for link in hardware.links):

@@ -71,6 +71,8 @@ class Transfer:
     """Bytes that the device reads and writes to bring the message into order before it (`sharding.rearranged`)."""
     unpacked: int = 0
     """The same behind it."""
+    ahead: bool = False
+    """True if it begins long before its result is needed: it runs beside computing, and waits for no host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
     collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.num_bytes
     if message is None:
         alone = float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
+        if transfer.ahead:
+            return hardware.communication_share * alone
         return alone + rearranging_seconds(transfer, hardware) + lateness(mesh, axis, hardware)
     together = message.num_parameters
 

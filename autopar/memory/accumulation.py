@@ -57,8 +57,8 @@ class Accumulation:
         return self.space.decisions[number].name in self.space.weight_casts
 
     def once(self, number: int) -> bool:
-        """Whether a decision costs its seconds once a step: an optimizer's step, or a weight's cast."""
-        return self.space.decisions[number].kind == "parameter" or self.is_cast(number)
+        """Whether a decision costs its seconds once a step: an optimizer's step, a weight's cast, or a loss's sum."""
+        return self.space.decisions[number].kind in ("parameter", "output") or self.is_cast(number)
 
     def each_time(self, wire: Wire) -> np.ndarray:
         """For strategies at the ends of a weight's wire: whether each micro-batch gathers it and reduces its gradient.

@@ -122,7 +122,7 @@ def crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int,
 
 
 def block_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
-    """Return the block of every decision: of its call, of the call before a hub, or of the first use.
+    """Return the block of every decision: of its call, of the call before a hub or output, or of the first use.
 
     A value is sent in the layout of its hub: the stage that makes it has moved it there.
     """
@@ -134,6 +134,7 @@ def block_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None
             before = found[wire.source]
             found[wire.source] = target if before is None else min(before, target)
     for wire in space.wires:
-        if space.decisions[wire.target].kind == "hub" and space.decisions[wire.source].kind == "call":
+        ends = space.decisions[wire.source].kind, space.decisions[wire.target].kind
+        if ends == ("call", "hub") or ends[1] == "output":
             found[wire.target] = found[wire.source]
     return found

@@ -22,7 +22,8 @@ from autopar.sharding.rule import BoundRule, Choice, factors_of
 class Collective:
     """A collective that an implementation runs itself, once over each mesh axis that splits `factor`.
 
-    Where that is "+x", it runs once over all axes, joined, that split x together with another factor.
+    Where that is "+x", it runs once over all axes, joined, that split x together with another factor; where it is
+    "&x y", once over all axes, joined, that split one of these.
 
     `num_bytes` follows NCCL's convention: the tensor of an all_reduce, the output of an all_gather, the input of a
     reduce_scatter or all_to_all. `backward` says in which pass it runs.
@@ -32,6 +33,8 @@ class Collective:
     factor: str
     num_bytes: int
     backward: bool = False
+    ahead: bool = False
+    """True if the runtime begins it ahead of the call, at the start of the forward, and the call waits for it."""
 
 
 LocalSizes = Mapping[str, int]

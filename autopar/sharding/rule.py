@@ -33,7 +33,7 @@ from autopar.sharding.layout import I, P, Placement, R, S
 ELLIPSIS = "..."
 WHOLE = "_"
 ROLE_OF_FACTOR = {"o": "column", "k": "row", "x": "expert"}
-NONE, PASS_REPLICATED, PASS_PARTIAL, TOGETHER = "-", "R", "P", "+"
+NONE, PASS_REPLICATED, PASS_PARTIAL, TOGETHER, ANY_OF = "-", "R", "P", "+", "&"
 VIA = " via "
 """Stands between a choice and the name of the implementation that it is taken by."""
 

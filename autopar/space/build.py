@@ -37,7 +37,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.beside import beside_of
 from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, Turn, gathered_or_kept, hub_menu, menu_of, split_layouts, whole_menu
-from autopar.space.returned import AS_PLANNED, WHOLE, Returned
+from autopar.space.returned import AS_PLANNED, WHOLE, Returned, output_menu
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
@@ -202,7 +202,7 @@ class _Builder:
         return "alone" if len(alike) < 2 else "first" if alike[0] is call else "later"
 
     def _outputs(self) -> None:
-        """Add one sink per tensor the graph returns; scalars and mutated buffers are equal everywhere.
+        """Add one sink per tensor the graph returns; mutated buffers are equal everywhere.
 
         A cache that is written into stays as it lies, and what is made beside one, logits of the next token, is whole.
         What goes to the next stage is free to be split, whatever the layouts of the user's outputs.
@@ -216,17 +216,15 @@ class _Builder:
                 continue
             source, position = source_of(value)
             info = self.roled.infos[source.name, position]
-            layouts: tuple[Layout, ...] = (replicated(mesh.ndim),)
-            if info.shape and (number < sent or (number < self.program.num_results and leaves_free)):
-                layouts = split_layouts(info, mesh)
-            elif sent <= number < self.program.num_results:
-                layouts = (wanted[number - sent] or replicated(mesh.ndim),)
+            menu = whole_menu((replicated(mesh.ndim),))
             if source.target is WRITE_CACHE:
-                layouts = (self._layout_of_state(source),)
-            if number < sent:
-                layouts = self._dealt_layouts((source.name, position), info, layouts)
+                menu = whole_menu((self._layout_of_state(source),))
+            elif number < sent:
+                menu = whole_menu(self._dealt_layouts((source.name, position), info, split_layouts(info, mesh)))
+            elif number < self.program.num_results:
+                menu = output_menu(info, wanted[number - sent], leaves_free, mesh, self.space.hardware)
             roles = _roles_by_placement(self.roled.dims[source.name, position])
-            decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
+            decision = self.space.add(Decision(f"output:{number}", "output", menu, value, roles))
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
 
     def _layout_of_state(self, written: fx.Node) -> Layout:

@@ -12,7 +12,7 @@ from autopar.program.recompute_segments import SELECTIVE
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import ZIGZAG, Implementation
-from autopar.sharding.rule import TOGETHER, factors_of
+from autopar.sharding.rule import ANY_OF, TOGETHER, factors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,14 @@ class Strategy:
     def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
         """The mesh axes of more than one device that a collective over `factor` runs over, one after the other.
 
-        A factor with "+" before it stands for the axes that split it with another factor: one joined axis.
+        A factor with "+" before it stands for the axes that split it with another factor, and several behind "&" for
+        those that split any of them: one joined axis.
         """
+        if factor[:1] == ANY_OF:
+            names = set(factor.removeprefix(ANY_OF).split())
+            made = [not names.isdisjoint(factors_of(choice)) for choice in self.choices]
+            axes = [axis for axis, found in enumerate(made) if found and mesh.sizes[axis] > 1]
+            return (joined_name(mesh.names, axes),) if axes else ()
         together = factor[:1] == TOGETHER
         name = factor.removeprefix(TOGETHER)
         made = [factors_of(choice)[together:] for choice in self.choices]

@@ -18,18 +18,15 @@ takes at least where the device launches its calls itself. It is the step of one
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from autopar.cost.operations import backward_launches, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
-from autopar.sharding.operation import is_view
 from autopar.space.buckets import Bucket, axes_apart, late_casts
-from autopar.space.computing import num_launches
 from autopar.space.space import stores_dtensors, without_gradient
+from autopar.steps.calls import Calls
 from autopar.steps.host_copies import HostCopies
 from autopar.steps.host_steps import HostSteps
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
@@ -39,8 +36,6 @@ from autopar.steps.weights import Backward, Messages, Reductions, Regathered, of
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
 
-MOST_APART = 64
-"""Collectives of a call that are tasks of their own: as each is another event, a ring of thousands takes minutes."""
 END = -1
 
 
@@ -119,6 +114,7 @@ class _Step:
         for place, bucket in () if self.once else self._followed(order.entries):
             for messages, at_end in of_sums(self.space, bucket, casts, memory.microbatches.reduce_each):
                 self.held[END if at_end else place].append(messages)
+        self.calls = Calls(memory, choices, modes, self.tasks, self.unused)
         self.copies = HostCopies(memory, choices, modes, self.tasks)
         axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
         self.streams = {axis: f"{axis}, weights" for axis in axes}
@@ -172,6 +168,7 @@ class _Step:
     # Forward.
 
     def _forward(self) -> None:
+        self.calls.begin_ahead(self.places)
         ahead = self._ahead()
         on_their_way: dict[int, int] = {}
         for place, entry in enumerate(self.entries):
@@ -187,8 +184,10 @@ class _Step:
                     self.tasks.wait([self._gather(entry.bucket, transfer) if issued is None else issued])
             else:
                 self.copies.enter(entry.number)
-                self._call(entry.number, backward=False)
+                self.calls.run(entry.number, backward=False)
                 self.copies.send(entry.number)
+        if self.part != "microbatch":
+            self.calls.sum_losses()
 
     def _ahead(self) -> dict[int, list[Bucket]]:
         """Place in the order → the buckets whose gathers are issued there, ahead of their layer."""
@@ -247,7 +246,7 @@ class _Step:
                     for each in again.pop(self.memory.lifetimes.segment[entry.number], ()):
                         self._run_again(each, weights, kept_by)
                 self.tasks.wait(self.travelling.pop(entry.number, ()))
-                self._call(entry.number, backward=True)
+                self.calls.run(entry.number, backward=True)
             for messages in self.held.get(place, ()):
                 self._reduce(messages)
             for bucket in last_gradient.get(place, ()):
@@ -279,7 +278,7 @@ class _Step:
             for bucket in kept_by.get(entry.number, ()):
                 weights.use(bucket)
             self.tasks.phase = "recomputation"
-            self._call(entry.number, backward=False)
+            self.calls.run(entry.number, backward=False)
         self.tasks.phase = "backward"
 
     def _reduce(self, messages: Messages) -> None:
@@ -345,52 +344,5 @@ class _Step:
         for messages in (*self.messages.values(), *(each for held in self.held.values() for each in held)):
             yield from (each.transfer for each in messages.reductions)
 
-    # Calls.
-
-    def _call(self, number: int, backward: bool) -> None:
-        """What a call computes in a pass, beside or before what it moves itself."""
-        decision, choice = self.space.decisions[number], self.choices[number]
-        strategy = self.memory.second_forward.running(number, self.choices, self.modes)
-        call, op = decision.menu.call, decision.menu.op
-        bound = decision.menu.bound
-        share = self.space.share(self.space.rows.get(number), self.choices)
-        seconds = forward = float(decision.menu.forward_seconds[choice])
-        launches = 1
-        if backward:
-            chosen = decision.menu.strategies[choice]
-            seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(chosen.waits))
-            launches = backward_launches(call, op) if call is not None and op is not None else 0
-        if not launches:
-            return
-        if call is not None and is_view(call) and not self.space.hardware.launch_s:
-            seconds += self.space.hardware.op_latency_s
-        own = _together([each for each in strategy.transfers if each.backward == backward])
-        beside = 0.0
-        if strategy.implementation is not None and call is not None and bound is not None:
-            launches *= num_launches(strategy, call, bound.sizes, self.space.mesh)
-            local = strategy.local_sizes(bound.sizes, self.space.mesh)
-            beside = share_beside(strategy.implementation, call, local) if own else 0.0
-        running = [
-            self.tasks.issue(each, decision.name, times=share * beside * count, launches=count)
-            for each, count in own
-            if beside
-        ]
-        self.tasks.compute(_name(call), seconds * share, decision.name, launches)
-        self.tasks.wait(running)
-        if beside < 1 and not (backward and number in self.unused):
-            for each, count in own:
-                self.tasks.move([each], decision.name, share * (1 - beside) * count, 1 - beside, count)
-
     def _share(self, entry: Moved) -> float:
         return self.space.share(self.space.rows_on(entry.wire), self.choices)
-
-
-def _together(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
-    """Return the transfers of a call with a count: of many, as of a long ring, equal ones in a row are one task."""
-    if len(transfers) <= MOST_APART:
-        return [(each, 1) for each in transfers]
-    return [(each, len(list(equal))) for each, equal in itertools.groupby(transfers)]
-
-
-def _name(call: object) -> str:
-    return getattr(call, "name", "")

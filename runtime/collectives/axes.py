@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.sharding.mesh import joined_axes
+from autopar.sharding.mesh import joined_axes, joined_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,13 @@ IN_ORDER: Axes = MappingProxyType({})
 def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
     """Several axes, without those of size one, which do nothing."""
     return tuple(axis for axis in map(axis_of, names) if axis.size > 1)
+
+
+def one_axis_of(names: Iterable[str]) -> Axis | None:
+    """Several axes as one, in the order of the mesh, without those of size one; None where none is left."""
+    wanted = set(names)
+    found = [name for name, axis in _axes.items() if name in wanted and axis.size > 1]
+    return axis_of(joined_name(found, range(len(found)))) if found else None
 
 
 def part_of(axes: Sequence[Axis]) -> Any:

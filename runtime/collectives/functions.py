@@ -46,8 +46,13 @@ def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """The sum (or "max") over the axis, without a gradient."""
     if axis.size == 1:
         return x
+    return waited_for(all_reduce_in_flight(x, axis, op))
+
+
+def all_reduce_in_flight(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The same on its way; `waited_for` says when it is there."""
     count("all_reduce", axis, x.numel() * x.itemsize)
-    return waited_for(below_autograd(_c10d.all_reduce.default, x.contiguous(), op, axis.group))
+    return below_autograd(_c10d.all_reduce.default, x.contiguous(), op, axis.group)
 
 
 def raw_sum(x: Tensor, axes: Iterable[Axis]) -> Tensor:

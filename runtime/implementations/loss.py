@@ -1,9 +1,9 @@
 """Cross-entropy of logits of which each rank holds some rows, some classes, or both.
 
 Over the axes that split the classes ("v"), the ranks join the maximum and the sums of every row; over the axes that
-split rows, a mean joins the sum and what divides it in one message. Then all ranks have the same loss, but for a sum
-over rows, of which each has its part. The backward is local. Where no axis splits the classes, a rank's part is
-PyTorch's own loss, which is the faster one.
+split rows, a mean joins what divides it, which targets alone say: it is summed ahead of the loss, beside the forward
+(`start_count`). Of a sum or mean over rows each rank has its part. The backward is local. Where no axis splits the
+classes, a rank's part is PyTorch's own loss, which is the faster one.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -12,7 +12,7 @@ PyTorch's own loss, which is the faster one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
-from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, one_axis_of, part_of
+from autopar.runtime.collectives.functions import all_reduce_in_flight, raw_all_reduce, raw_sum, waited_for
 
 CLASSES = "v"
 """The factor of the classes; every other one is of rows."""
@@ -41,22 +41,25 @@ def cross_entropy(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
+    divisor: Tensor | None = None,
 ) -> Tensor:
     """As `aten.cross_entropy_loss.default` for targets that are classes; columns beyond `sizes["v"]` are padding.
 
     Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, b · rows ·
     (3 + [weight] + [smoothing] + [both]) by all-reduce (maximum, then sum, target logit, weight of the target,
-    weighted sum of the logits, sum of the weights); per axis that splits rows, 16 for a mean's sum and its divisor.
+    weighted sum of the logits, sum of the weights); over all axes that split rows, 8 for a mean's divisor, unless
+    `divisor` is that sum on its way (`start_count`).
     """
     assert not target.is_floating_point(), "no rule splits a cross-entropy whose targets are probabilities"
-    classes = axes_of(axes.get(CLASSES, ()))
-    rows = axes_of(name for factor, names in axes.items() if factor != CLASSES for name in names)
+    classes, rows = axes_of(axes.get(CLASSES, ())), rows_of(axes, CLASSES)
     if not classes and logits.dtype in WIDE:
         wanted = SUM if reduction == MEAN else reduction
         loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, wanted, ignore_index, label_smoothing)
-        return loss if reduction != MEAN else _Mean.apply(loss, _divisor(target, weight, ignore_index), rows)
+        if reduction != MEAN:
+            return loss
+        return _Mean.apply(loss, summed(divisor, lambda: _divisor(target, weight, ignore_index), rows))
     call = _Call(classes, rows, sizes[CLASSES], reduction, ignore_index, label_smoothing)
-    return _CrossEntropy.apply(logits, target, weight, call)
+    return _CrossEntropy.apply(logits, target, weight, divisor, call)
 
 
 def cross_entropy_of_rows(
@@ -69,10 +72,11 @@ def cross_entropy_of_rows(
     *,
     axes: Axes,
     sizes: Mapping[str, int],
+    divisor: Tensor | None = None,
 ) -> Tensor:
     """As `autopar.cross_entropy_loss`, classes last; moves what `cross_entropy` does."""
     given = logits.flatten(0, -2), target.flatten(), weight, reduction, ignore_index, label_smoothing
-    loss = cross_entropy(*given, axes=axes, sizes=sizes)
+    loss = cross_entropy(*given, axes=axes, sizes=sizes, divisor=divisor)
     return loss.view(target.shape) if reduction == NONE else loss
 
 
@@ -84,30 +88,48 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     return (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
 
 
-def _mean(total: Tensor, divisor: Tensor, rows: Sequence[Axis]) -> tuple[Tensor, Tensor]:
-    """The mean over all ranks' rows, of their sums and divisors, and the divisor of all; in double precision."""
-    total, divisor = raw_sum(torch.stack([total.double(), divisor.double()]), rows).unbind()
-    return total / divisor, divisor
+def rows_of(axes: Axes, classes: str) -> Axis | None:
+    """The axes that split rows, as one; None where none does."""
+    return one_axis_of(name for factor, names in axes.items() if factor != classes for name in names)
+
+
+def start_count(target: Tensor, ignore_index: int, *, axes: Axes, classes: str) -> Tensor:
+    """Begin to sum how many targets of all ranks are not ignored: the `divisor` of a mean, which waits for it.
+
+    Moves 8 bytes by all-reduce over all axes that split rows. Compiled graphs wait for it at once.
+    """
+    rows, own = rows_of(axes, classes), _divisor(target, None, ignore_index)
+    if rows is None:
+        return own
+    if torch.compiler.is_compiling():
+        return raw_all_reduce(own, rows)
+    return all_reduce_in_flight(own, rows)
+
+
+def summed(divisor: Tensor | None, own: Callable[[], Tensor], rows: Axis | None) -> Tensor:
+    """Return the divisor of all ranks' rows: the one on its way once it is there, or the sum of each one's `own`."""
+    if divisor is not None:
+        return waited_for(divisor)
+    return own() if rows is None else raw_all_reduce(own(), rows)
 
 
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, total: Tensor, divisor: Tensor, rows: Sequence[Axis]) -> Tensor:
-        mean, divisor = _mean(total, divisor, rows)
+    def forward(ctx: Any, total: Tensor, divisor: Tensor) -> Tensor:
         ctx.save_for_backward(divisor.to(total.dtype))
-        return mean.to(total.dtype)
+        return (total.double() / divisor).to(total.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (divisor,) = ctx.saved_tensors
-        return grad / divisor, None, None
+        return grad / divisor, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     classes: tuple[Axis, ...]
-    rows: tuple[Axis, ...]
+    rows: Axis | None
     num_classes: int
     reduction: int
     ignore_index: int
@@ -151,7 +173,9 @@ class _Columns:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target_N: Tensor, weight: Tensor | None, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target_N: Tensor, weight: Tensor | None, count: Tensor | None, call: _Call
+    ) -> Tensor:
         x_NV = _wide(logits)
         columns = _Columns.of(call, x_NV, weight)
         x_NV = columns.fill(x_NV, -math.inf)
@@ -162,15 +186,15 @@ class _CrossEntropy(torch.autograd.Function):
         x_NV = _less(x_NV, top_N, logits)
         zero = torch.zeros((), dtype=x_NV.dtype, device=x_NV.device)
         picked_N = torch.where(mine_N, x_NV.gather(-1, column_N.unsqueeze(-1)).squeeze(-1), zero)
-        joined = [picked_N]
+        sums = [picked_N]
         if weight is not None:
-            joined.append(torch.where(mine_N, columns.weight_V[column_N], zero))
+            sums.append(torch.where(mine_N, columns.weight_V[column_N], zero))
         if call.smoothing:
-            joined.append((columns.fill(x_NV, 0) * columns.weight_V).sum(-1))
+            sums.append((columns.fill(x_NV, 0) * columns.weight_V).sum(-1))
             if weight is not None:
-                joined.append(columns.weight_V.sum().expand_as(picked_N))
-        joined.insert(0, x_NV.exp_().sum(-1))
-        rest = list(raw_sum(torch.stack(joined), call.classes).unbind())
+                sums.append(columns.weight_V.sum().expand_as(picked_N))
+        sums.insert(0, x_NV.exp_().sum(-1))
+        rest = list(raw_sum(torch.stack(sums), call.classes).unbind())
         log_N, picked_N = rest.pop(0).log(), rest.pop(0)
         kept_N = target_N != call.ignore_index
         weight_N = torch.where(kept_N, rest.pop(0) if weight is not None else zero + 1, zero)
@@ -185,7 +209,8 @@ class _CrossEntropy(torch.autograd.Function):
         if call.reduction == SUM:
             loss = loss.sum()
         if call.reduction == MEAN:
-            loss, divisor = _mean(loss.sum(), weight_N.double().sum(), call.rows)
+            divisor = summed(count, lambda: weight_N.double().sum(), call.rows)
+            loss = loss.sum().double() / divisor
         ctx.call = call
         ctx.save_for_backward(logits, target_N, weight, log_N + top_N, weight_N, smooth_N, divisor.to(x_NV.dtype))
         return loss.to(logits.dtype)
@@ -209,7 +234,7 @@ class _CrossEntropy(torch.autograd.Function):
         # Padding may hold anything, even what overflows.
         grad_NV = columns.fill(grad_NV.mul_(grad_N.unsqueeze(-1)), 0)
         back = grad_NV.movedim(-1, 1) if logits.ndim > 1 else grad_NV
-        return back.to(logits.dtype), None, None, None
+        return back.to(logits.dtype), None, None, None, None
 
 
 def _wide(logits: Tensor) -> Tensor:

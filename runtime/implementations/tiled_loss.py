@@ -1,7 +1,8 @@
 """A linear layer with its cross-entropy in tiles on ranks, of which each has some rows, some classes, or both.
 
 Over the axes that split classes ("o") the ranks join the maximum and two sums of every row, tile by tile; over the
-axes that split rows, a mean joins its sum and its count in one message. The backward is local.
+axes that split rows, a mean joins its count, ahead of the loss (`loss.start_count`), and each rank has its part of the
+mean. The backward is local.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from autopar.program.operators.linear_cross_entropy import Alone, loss_in_tiles
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
 from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
+from autopar.runtime.implementations.loss import rows_of, summed
 
 CLASSES = "o"
 """The factor of the classes; every other one is of rows."""
@@ -33,14 +35,15 @@ def linear_cross_entropy(
     axes: Axes,
     sizes: Mapping[str, int],
     in_tiles: int,
+    divisor: Tensor | None = None,
 ) -> Tensor:
     """As `autopar.linear_cross_entropy` in so many tiles; classes beyond `sizes["o"]` are padding.
 
     Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, 3 · b · rows by
-    all-reduce, in two messages for each tile; per axis that splits rows, 16 for a mean's sum and its count.
+    all-reduce, in two messages for each tile; over all axes that split rows, 8 for a mean's count, unless `divisor`
+    is that sum on its way.
     """
-    rows = axes_of(name for factor, names in axes.items() if factor != CLASSES for name in names)
-    ranks = _Ranks(axes_of(axes.get(CLASSES, ())), rows, sizes[CLASSES])
+    ranks = _Ranks(axes_of(axes.get(CLASSES, ())), rows_of(axes, CLASSES), sizes[CLASSES], divisor)
     return loss_in_tiles(hidden, weight, bias, target, reduction, ignore_index, dtype, in_tiles, ranks)
 
 
@@ -49,8 +52,9 @@ class _Ranks(Alone):
     """The axes over which ranks have other classes, and other rows."""
 
     classes: tuple[Axis, ...]
-    rows: tuple[Axis, ...]
+    rows: Axis | None
     num_classes: int
+    divisor: Tensor | None
 
     def columns(self, target_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor | None]:
         if not self.classes:
@@ -73,5 +77,5 @@ class _Ranks(Alone):
     def sum_of_classes(self, sums: Tensor) -> Tensor:
         return raw_sum(sums, self.classes)
 
-    def sum_of_rows(self, sums: Tensor) -> Tensor:
-        return raw_sum(sums, self.rows)
+    def count_of_all(self, count: Tensor) -> Tensor:
+        return summed(self.divisor, lambda: count, self.rows)

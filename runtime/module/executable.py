@@ -25,6 +25,7 @@ from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
 from autopar.runtime.numbers.leaves import leaves_of
+from autopar.runtime.outputs.sums import axes_of_sums
 from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.rewrite.layers import in_layers
@@ -128,7 +129,9 @@ class Executable:
         draws = any("key" in node.kwargs for node in local.module.graph.nodes)
         graph = graph_of(local.module, program, plan)
         buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
-        moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
+        summed = axes_of_sums(local.output_layouts, mesh.mesh_dim_names or (), mesh.shape)
+        moved = sorted({axis for _, axis in plan.traffic} | summed)
+        moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *moved))
         joined = join_axes(mesh, moved_over)
         gathering = gathering_groups(mesh, gathering_axes(plan))
         axes = axes_on(mesh, joined, gathering)

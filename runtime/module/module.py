@@ -17,7 +17,7 @@ from autopar.program.program import Program
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
-from autopar.runtime.module.loss_scale import scale_of, with_scaled_gradient
+from autopar.runtime.module.loss_scale import scale_of
 from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
@@ -121,7 +121,7 @@ class ParallelModule(StoredModule[Executable]):
         scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
             loss = pytree.tree_leaves(self(*args, **kwargs))[position]
-            with_scaled_gradient(loss, scale).backward()
+            loss.backward(scale)
             return loss.detach()
         if executable not in self._stages:
             self._stages[executable] = Stage(executable, self, self.random_state)

@@ -19,6 +19,7 @@ from autopar.runtime.module.executable import Executable, graph_of
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.outputs.sums import Arriving, Sums
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.hoist import first_uses, hoist
 
@@ -42,6 +43,7 @@ class Stage(nn.Module):
         self._gradients: MovedGradients | None = None
         self._microbatches: Sequence[Arguments] = ()
         self._first_step = 0
+        self._sums = Sums(executable.mesh)
         self.microbatch = 0
         """Which micro-batch the next forward runs."""
 
@@ -70,6 +72,12 @@ class Stage(nn.Module):
         """Start the reduction of gradients in the backward that comes next: it is the step's last."""
         self._gradients = self._moved_gradients()
         self._gradients.start_in_next_backward()
+
+    def begin_sum(self, position: int, part: Tensor) -> Arriving:
+        """Begin to sum over ranks what the micro-batches have put out there, as far as each has a part of it."""
+        layout = self.executable.local.output_layouts[position]
+        assert layout is not None
+        return self._sums.begin(part, layout)
 
     def finish(self) -> None:
         """Give the gradients of the leaves, through the moves, to the parameters that the root stores."""
@@ -115,17 +123,21 @@ def accumulate(
 ) -> Tensor:
     """Train a step on one stage, one micro-batch after the other; the mean of their losses, output `position`.
 
+    What ranks have parts of is summed once for all, beside the last backward.
+
     Gradients are multiplied by `scale`.
     """
     stage.begin(microbatches, first_step)
-    total: Tensor | None = None
+    losses: list[Tensor] = []
+    total: Arriving | None = None
     for number in range(len(microbatches)):
         stage.microbatch = number
         loss = with_scaled_gradient(stage()[position], scale) / len(microbatches)
+        losses.append(loss.detach())
         if number == len(microbatches) - 1:
             stage.begin_last_backward()
+            total = stage.begin_sum(position, torch.stack(losses).sum())
         loss.backward()
-        total = loss.detach() if total is None else total + loss.detach()
     stage.finish()
     assert total is not None
-    return total
+    return total.arrived()

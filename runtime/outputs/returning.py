@@ -18,9 +18,11 @@ from autopar.program.program import Program
 from autopar.runtime.collectives.axes import Axis, axes_on, part_of
 from autopar.runtime.outputs.entering import Entrance, handed
 from autopar.runtime.outputs.relaid import relaid
-from autopar.runtime.outputs.unread import Reading, unread
+from autopar.runtime.outputs.sums import Sums
+from autopar.runtime.outputs.unread import Reading, arriving, unread
 from autopar.runtime.ranks.calls import THE_OUTPUT, Backwards, Calls
-from autopar.sharding.layout import Layout
+from autopar.runtime.recompute.graph import compiling
+from autopar.sharding.layout import Layout, P
 from autopar.sharding.mesh import Mesh
 from autopar.space.returned import Returned
 
@@ -41,6 +43,7 @@ class Returning:
 
     def __init__(self, returned: Returned, mesh: DeviceMesh, calls: Calls) -> None:
         self._returned, self._mesh, self._calls = returned, mesh, calls
+        self._sums = Sums(mesh)
 
     @property
     def averages(self) -> bool:
@@ -70,6 +73,8 @@ class Returning:
         def output(name: str, result: Result, wanted: Layout | None) -> Any:
             if result.layout is None or not isinstance(result.value, Tensor):
                 return result.value
+            if P in result.layout:
+                return self._sum(result.value, result.layout, self._entrance(name, backwards, result.layout))
             if wanted is None:
                 split = [axis for axis, each in zip(self._axes, result.layout, strict=True) if each.is_split]
                 return self._dtensor(result, Entrance(name, backwards, self._part(split)), padding)
@@ -84,6 +89,15 @@ class Returning:
         part = self._part(self._given)
         holds_own = any(placement.is_split for placement in wanted)
         return Entrance(name, backwards, part, self._given, holds_own)
+
+    def _sum(self, part: Tensor, layout: Layout, entrance: Entrance) -> Tensor:
+        """A loss of which this rank has a part; a plain one that is on its way, but for torch.compile and DTensors."""
+        total = self._sums.begin(part, layout)
+        found = arriving(handed(part, entrance), total.arrived)
+        if self._returned.outputs == "dtensor":
+            placements = [Replicate()] * len(layout)
+            return DTensor.from_local(found.plain, self._mesh, placements, run_check=False)
+        return found.plain if compiling() else found
 
     def _part(self, split: Sequence[Axis]) -> str | None:
         """The part that this rank holds of what some axes split; None if no other rank holds it."""

@@ -1,5 +1,6 @@
 """An output that is moved into the user's layout when it is first used: what nobody reads costs nothing.
 
+A loss that is summed beside the backward is waited for when it is first used, and `loss.backward()` does not use it.
 Functions of torch that take an `Unread` run on the plain tensor, which is made once. Shape, dtype, device and the like
 are known without it. An `Unread` has a place in the autograd graph of its own, in front of the plain tensor.
 """
@@ -49,6 +50,8 @@ class Unread(Tensor):
     _part: Tensor
     _reading: Reading
     _plain: Tensor | None
+    _start: Tensor | None
+    """Where a backward may begin that needs no values: at this rank's part of a sum."""
 
     @property
     def plain(self) -> Tensor:
@@ -68,6 +71,8 @@ class Unread(Tensor):
         if func in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is Tensor.backward and args[0]._plain is None and args[0]._start is not None:
+            return func(args[0]._start, *args[1:], **(kwargs or {}))
         args, named = pytree.tree_map_only(Unread, lambda x: x.plain, (args, kwargs or {}))
         return func(*args, **named)
 
@@ -82,16 +87,24 @@ class Unread(Tensor):
 
 class _Unread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, shape: torch.Size, reading: Reading) -> Tensor:
+    def forward(ctx: Any, part: Tensor, shape: torch.Size, reading: Reading, start: Tensor | None) -> Tensor:
         ctx.reading = reading
         made = Tensor._make_wrapper_subclass(Unread, shape, dtype=part.dtype, device=part.device)
-        made._part, made._reading, made._plain = part.detach(), reading, None
+        made._part, made._reading, made._plain, made._start = part.detach(), reading, None, start
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.reading.enter(grad), None, None
+        return ctx.reading.enter(grad), None, None, None
+
+
+class _Arriving(_Unread):
+    """As `_Unread` of a sum, whose gradient is that of the parts: it has a second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None, None
 
 
 class _Read(torch.autograd.Function):
@@ -107,4 +120,13 @@ class _Read(torch.autograd.Function):
 
 def unread(part: Tensor, shape: Sequence[int], reading: Reading) -> Unread:
     """Return the output of this shape of which a rank holds `part`."""
-    return _Unread.apply(part, torch.Size(shape), reading)
+    return _Unread.apply(part, torch.Size(shape), reading, None)
+
+
+def arriving(part: Tensor, arrived: Callable[[], Tensor]) -> Unread:
+    """Return the sum of all ranks' parts, for which its first use waits, as `arrived` does.
+
+    A backward that begins before begins at `part`.
+    """
+    reading = Reading(lambda _: arrived(), lambda grad: grad, lambda whole: whole)
+    return _Arriving.apply(part, part.shape, reading, part)

@@ -121,6 +121,8 @@ class PipeDream:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
+        if self._loss_position is not None:
+            total = self._stage.begin_sum(self._loss_position, total).arrived()
         dist.broadcast(total, group=self._group, group_src=self._last_rank)
         return total
 

@@ -36,7 +36,7 @@ class ScheduledStep:
             ScheduledStage(stage, number, schedule.num_stages, position if number == last else None, group, fuses)
             for number, stage in zip(pipeline.executables, self._stages, strict=True)
         ]
-        self._count = schedule.num_microbatches
+        self._count, self._position = schedule.num_microbatches, position
         self._scale: Tensor | None = None
         self._group, self._last_rank = group, schedule.rank_of(last)
         self._schedule = torch_class(
@@ -58,12 +58,12 @@ class ScheduledStep:
         losses: list[Tensor] = []
         numbers = torch.arange(self._count)
         self._schedule.step(target=numbers, losses=losses, return_outputs=False)
+        parts = torch.stack([loss.detach().float() for loss in losses]).sum() if losses else None
+        arriving = None if parts is None else self._stages[-1].begin_sum(self._position, parts)
         for stage in self.scheduled:
             stage.finish_sends()
         for stage in reversed(self._stages):
             stage.finish()
-        total = torch.zeros((), device=self._device)
-        if losses:
-            total = torch.stack([loss.detach().float() for loss in losses]).sum()
+        total = torch.zeros((), device=self._device) if arriving is None else arriving.arrived()
         dist.broadcast(total, group=self._group, group_src=self._last_rank)
         return total

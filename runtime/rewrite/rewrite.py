@@ -28,6 +28,7 @@ from autopar.program.recompute_segments import OFFLOAD, is_kept, leaving, moves_
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark, modes_of_calls
+from autopar.runtime.rewrite.counts_ahead import count_ahead
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
@@ -128,6 +129,7 @@ class _Rewriter:
         self.graph.output(tuple(value for value, _ in outputs))
         pack_products(self.graph, self._slice_widths())
         share_gathers(self.graph)
+        count_ahead(self.graph, self.weights)
         self.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.graph, "LocalProgram")
         names = tuple(node.name for node in placeholders)

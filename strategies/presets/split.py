@@ -47,7 +47,7 @@ class Split:
         for call in self.graph.learned:
             if not call.weight_only:
                 factor = wish(call)
-                if factor != FREE:
+                if factor != FREE and call.ruled.splittable:  # of numbers, the planner says where they are summed
                     self.factors[call.name][axis] = factor if factor and self._divides(call, axis, factor) else None
         for call in reversed([call for call in self.graph.learned if call.weight_only]):
             self.factors[call.name][axis] = self._wanted_factor(call, axis)

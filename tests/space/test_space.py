@@ -130,8 +130,13 @@ def test_outputs_come_back_split_only_where_they_need_not_be_whole() -> None:
     assert layouts(build_space(program, mesh, SLOW_LINKS, returned=WHOLE), "output:0") == ["I"]
 
 
-def test_a_scalar_comes_back_whole() -> None:
-    assert layouts(space_of(TwoLinears(), (X_BD,)), "output:0") == ["I"]
+def test_a_loss_may_stay_partial_and_every_other_scalar_comes_back_whole() -> None:
+    space = space_of(TwoLinears(), (X_BD,))
+    assert layouts(space, "output:0") == ["I", "P"]
+    whole, partial = space.decisions[space.index["output:0"]].menu.strategies
+    assert not whole.transfers and [each.num_bytes for each in partial.transfers] == [8]
+    without_gradient = TwoLinears().requires_grad_(False)
+    assert layouts(space_of(without_gradient, (X_BD,)), "output:0") == ["I"]
 
 
 def test_a_buffer_that_changes_stays_whole() -> None:

@@ -19,7 +19,7 @@ from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
-from autopar.steps import step
+from autopar.steps import calls
 from autopar.steps.step import microbatch_seconds, step_tasks
 from autopar.steps.tasks import Tasks
 from autopar.timeline.simulation import simulate
@@ -60,6 +60,20 @@ def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
     plan = _family(family, axes, **options)
     assert plan.timeline().hidden == pytest.approx(0.0, abs=1e-9)
     assert plan.timeline().seconds == pytest.approx(plan.seconds, rel=LOCAL_MOVES)
+
+
+def test_nothing_of_a_loss_waits_for_the_host_that_comes_last() -> None:
+    (wire,) = BESIDE.links
+    late = replace(BESIDE, links=(replace(wire, straggling_s=1e3),))
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    plan = autopar.plan(
+        FAMILIES["llama"].build(), Mesh({"dp": 2}), args or kwargs, hardware=late, strategy="data_parallel"
+    )
+    context = context_of(plan)
+    assert plan.seconds < 1e3
+    assert plan.timeline().seconds < 1e3
+    assert sum(microbatch_seconds(context.memory_model, context.choices, plan.recompute)) < 1e3
+    assert plan.reprice().seconds == pytest.approx(plan.seconds)
 
 
 def _moved(timeline: Timeline) -> Counter[tuple[str, str]]:
@@ -163,7 +177,7 @@ def test_the_messages_of_a_long_ring_are_one_task_of_as_many_seconds(
     context = context_of(plan)
     apart, together = [], []
     for most, tasks in ((64, apart), (0, together)):
-        monkeypatch.setattr(step, "MOST_APART", most)
+        monkeypatch.setattr(calls, "MOST_APART", most)
         tasks += step_tasks(context.memory_model, context.choices, plan.recompute)
     assert len(together) < len(apart)
     assert sum(each.seconds for each in together) == pytest.approx(sum(each.seconds for each in apart))

@@ -1,20 +1,21 @@
 """Losses: sums over the batch become partial, means are divided by the whole count.
 
 Cross-entropy of classes may be split along the batch n, along the classes v (vocabulary parallel: the function joins
-the maxima and sums itself), or both. Its mean counts only targets that are not ignored, so ranks join sum and count.
+the maxima and sums itself), or both. Its mean counts only targets that are not ignored: ranks join their counts, which
+depend on targets alone, and each has its part of the mean.
 Of class probabilities, as of all losses that compare vectors, the classes stay whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.sharding.rule import ANY_OF, WHOLE
 from autopar.strategies.notation import (
     Answer,
     Entry,
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
 FLOAT32_BYTES = 4
-MEAN_BYTES = 2 * 8  # a sum and what divides it, float64
+DIVISOR_BYTES = 8  # of a mean, float64
 
 
 def cross_entropy(call: Call) -> Answer:
@@ -52,12 +53,11 @@ def cross_entropy_of_rows(call: Call) -> OpRule:
 def _of_classes(call: Call, dims: list[str], function: str) -> OpRule:
     """Logits of these dims, of which "v" are the classes; what the function is called that joins parts."""
     kept = [name for name in dims if name != "v"]
-    joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
     classes = frozenset({"v"})
     vocabulary_parallel = Implementation(
         f"loss:{function}",
-        joined,
-        joined=joined,
+        frozenset(dims) if call["reduction"] == MEAN else classes,
+        joined=classes,
         padded=classes,
         traffic=cross_entropy_traffic,
         ordered=classes,
@@ -112,14 +112,19 @@ def _loss_text(call: Call, dims: list[str], kept: list[str], classes: str = "v",
 
 
 def cross_entropy_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Over classes, the maximum of every row, then sums, in fp32 or wider; over rows, a mean's sum and divisor."""
+    """Over classes, the maximum of every row, then sums, in fp32 or wider; over rows, a mean's divisor."""
     rows = [name for name in sizes if name != "v"]
     row_bytes = math.prod(sizes[name] for name in rows) * max(FLOAT32_BYTES, call["self"].dtype.itemsize)
     weighted, smoothed = call["weight"] is not None, call["label_smoothing"] > 0
     # Sum of exponentials and target logit; weight of the target, sum of the logits, sum of the weights.
     num_sums = 2 + weighted + smoothed + (weighted and smoothed)
-    means = [Collective("all_reduce", name, MEAN_BYTES) for name in rows if call["reduction"] == MEAN]
-    return (Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes), *means)
+    classes = (Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
+    return classes if call["reduction"] != MEAN else (*classes, divisor_over(rows, ahead=not weighted))
+
+
+def divisor_over(rows: Sequence[str], ahead: bool) -> Collective:
+    """Return the sum of what a mean over rows of these factors divides by, over all ranks that split them."""
+    return Collective("all_reduce", ANY_OF + " ".join(rows), DIVISOR_BYTES, ahead=ahead)
 
 
 def nll(call: Call) -> str:

@@ -14,12 +14,11 @@ from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_
 from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, names, rule, term
+from autopar.strategies.rules.layers.loss import DIVISOR_BYTES, divisor_over
 
 CLASSES = "o"
 OFFERED = (1, 4, 16, 64)
 """Numbers of tiles among which a plan chooses."""
-SUM_AND_COUNT_BYTES = 2 * 8  # of a mean, float64
-COUNT_BYTES = 8
 
 
 def linear_cross_entropy(call: Call) -> OpRule:
@@ -27,23 +26,22 @@ def linear_cross_entropy(call: Call) -> OpRule:
     rows = _rows(call)
     bias = [term([CLASSES])] if call["bias"] is not None else []
     text = rule([term([*rows, WHOLE]), term([CLASSES, WHOLE]), *bias, term(rows)], ["()"])
-    joined = frozenset({CLASSES, *rows} if call["reduction"] == MEAN else {CLASSES})
     tiles = OFFERED if call["tiles"] == CHOSEN else (call["tiles"],)
     passes = 1 + call["hidden"].requires_grad + call["weight"].requires_grad
     return OpRule(
         text,
-        tuple(_in_tiles(number, joined) for number in tiles),
+        tuple(_in_tiles(number) for number in tiles),
         flops=2 * passes * call["hidden"].num_elements * call["weight"].shape[0],
         backward=0.0,
     )
 
 
-def _in_tiles(number: int, joined: frozenset[str]) -> Implementation:
+def _in_tiles(number: int) -> Implementation:
     tiles = _Tiles(number)
     return Implementation(
         "tiled_loss:linear_cross_entropy",
         factors=None,
-        joined=joined,
+        joined=frozenset({CLASSES}),
         padded=frozenset({CLASSES}),
         ordered=frozenset({CLASSES}),
         traffic=tiles.traffic,
@@ -62,7 +60,7 @@ class _Tiles:
     number: int
 
     def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-        """Of each tile the maximum of every row, then two sums, over classes; over rows, a mean's sum and count."""
+        """Of each tile the maximum of every row, then two sums, over classes; over rows, a mean's count."""
         itemsize = wide(call["hidden"].dtype).itemsize
         each = [
             Collective("all_reduce", CLASSES, times * itemsize * rows)
@@ -70,7 +68,7 @@ class _Tiles:
             for times in (1, 2)
         ]
         if call["reduction"] == MEAN:
-            each += [Collective("all_reduce", name, SUM_AND_COUNT_BYTES) for name in _rows(call)]
+            each.append(divisor_over(_rows(call), ahead=True))
         return tuple(each)
 
     def moved_bytes(self, inputs: int, outputs: int) -> int:
@@ -94,7 +92,7 @@ def _saved_bytes(call: Call, sizes: LocalSizes) -> int:
     if not call.outputs[0].requires_grad:
         return 0
     of_weight = wide(weight.dtype).itemsize * sizes[CLASSES]
-    found = COUNT_BYTES + of_weight * _features(call) * weight.requires_grad
+    found = DIVISOR_BYTES + of_weight * _features(call) * weight.requires_grad
     if hidden.requires_grad:
         found += _num_rows(call, sizes) * _features(call) * hidden.dtype.itemsize
     return found + of_weight * (bias is not None and bias.requires_grad)

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
+from autopar.runtime.collectives.axes import join_axes, record_traffic, use_mesh
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations import mean as means
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.implementations.attention.explicit import attention_with_dropout
 from autopar.runtime.implementations.dropout import dropout
 from autopar.runtime.implementations.embedding import vocabulary_parallel_embedding
-from autopar.runtime.implementations.loss import cross_entropy
+from autopar.runtime.implementations.loss import cross_entropy, start_count
 from autopar.runtime.implementations.normalization import batch_norm
 from autopar.runtime.implementations.randomness import use_randomness
 from autopar.sharding.layout import I, Layout, P, R, S
@@ -41,8 +41,10 @@ def _seed() -> None:
 @contextmanager
 def grid() -> Iterator[None]:
     """Four simulated ranks on two axes of two."""
-    with simulate(4), use_mesh(init_device_mesh("cpu", SIZES, mesh_dim_names=AXES)):
-        yield
+    with simulate(4):
+        on_axes = init_device_mesh("cpu", SIZES, mesh_dim_names=AXES)
+        with use_mesh(on_axes, join_axes(on_axes, ["a_b"])):
+            yield
 
 
 def parts_of(x: Tensor, layout: Layout, filling: float = GARBAGE) -> list[Tensor]:
@@ -161,8 +163,7 @@ def loss_layouts(logits: Layout, reduction: int) -> tuple[Layout, Layout, Layout
     """The layouts of target, class weight and loss."""
     target = Layout(p if p is S(0) else I for p in logits)
     weight = Layout(S(0) if p is S(1) else I for p in logits)
-    summed = P if reduction == 2 else I  # a mean is joined
-    return target, weight, target if reduction == 0 else Layout(summed if p is S(0) else I for p in logits)
+    return target, weight, target if reduction == 0 else Layout(P if p is S(0) else I for p in logits)
 
 
 @pytest.mark.sample(15)
@@ -195,25 +196,32 @@ def test_cross_entropy(split: str, reduction: int, weighted: bool, smoothing: fl
     per_row = 8 * rows * (3 + weighted + bool(smoothing) + (weighted and bool(smoothing)))
     expected = {("all_reduce", axis): per_row for axis in axes.get("v", ())}
     if reduction == 1:
-        expected |= {("all_reduce", axis): 16 for axis in axes.get("n", ())}  # sum and divisor in one
+        expected |= {("all_reduce", "_".join(axes["n"])): 8 for _ in axes.get("n", ())[:1]}
     assert moved == expected
 
 
-def test_a_mean_cross_entropy_joins_its_sum_and_its_divisor_in_one_message() -> None:
+@pytest.mark.parametrize("axes", [{"n": ("a",)}, {"n": ("a",), "v": ("b",)}])
+def test_a_mean_cross_entropy_takes_a_divisor_that_is_on_its_way(axes: dict[str, tuple[str, ...]]) -> None:
     logits, target = wants_grad(4, 6), torch.tensor([1, 5, -100, 0])
-    parts, targets = parts_of(logits, on(S(0))), parts_of(target, on(S(0)))
+    expected = aten.cross_entropy_loss.default(logits, target)
+    parts = parts_of(logits, on(S(0), S(1) if "v" in axes else I))
+    targets = parts_of(target, on(S(0)))
     with grid(), record_traffic() as traffic:
-        cross_entropy(from_ranks(parts), from_ranks(targets), axes={"n": ("a",)}, sizes={"n": 4, "v": 6})
-    assert dict(traffic.calls) == {("all_reduce", "a"): 1}
+        local = from_ranks(targets)
+        divisor = start_count(local, -100, axes={"n": ("a",)}, classes="v")
+        assert dict(traffic.calls) == {("all_reduce", "a"): 1}
+        loss = cross_entropy(from_ranks(parts), local, axes=axes, sizes={"n": 4, "v": 6}, divisor=divisor)
+        torch.testing.assert_close(joined(local_values(loss), on(P), ()), expected)
+    assert traffic.calls["all_reduce", "a"] == 1
 
 
 def test_cross_entropy_of_many_places_splits_any_of_them() -> None:
     inputs = wants_grad(4, 6, 2), torch.randint(6, (4, 2))
     axes, sizes = {"n": ("a",), "v": ("b",)}, {"n": 4, "v": 6, "a": 2}
     function = lambda x, t: cross_entropy(x, t, axes=axes, sizes=sizes)  # noqa: E731
-    check(aten.cross_entropy_loss.default, function, inputs, (on(S(0), S(1)), on(S(0))), on(I))
+    check(aten.cross_entropy_loss.default, function, inputs, (on(S(0), S(1)), on(S(0))), on(P))
     axes = {"a": ("a",)}
-    check(aten.cross_entropy_loss.default, function, inputs, (on(S(2)), on(S(1))), on(I))
+    check(aten.cross_entropy_loss.default, function, inputs, (on(S(2)), on(S(1))), on(P))
 
 
 def test_cross_entropy_of_one_row() -> None:

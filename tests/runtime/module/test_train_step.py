@@ -220,8 +220,7 @@ def _counted(strategy: str, count: int) -> dict[tuple[str, str], int]:
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(ranks: Ranks, strategy: str) -> None:
     few, many = (Counter(ranks.run(_counted, strategy, count)[0]) for count in (2, 6))
     assert few.total() > 1
-    # The loss of a micro-batch is reduced with it.
-    assert many - few == {("all_reduce", "dp"): 4}
+    assert many == few
 
 
 def test_zero2_gathers_weights_once_and_reduces_gradients_of_every_micro_batch(ranks: Ranks) -> None:
