@@ -1,4 +1,4 @@
-"""What users call: `compile` and `plan`. Both read their options into one request, and hand it on."""
+"""Public functions `compile` and `plan`, which read their options into one request and pass it on."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ PRELOADED = ["autopar.demo"]
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What is trained, for how long, on which mesh."""
+    """Settings of the demonstration: mesh, number of steps, size of the model and of the data, and seed."""
 
     mesh: Mesh
     steps: int = 30
@@ -57,7 +57,7 @@ class DemoRun:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What rank 0 found: losses, seconds per step, bytes by (collective, axis), bytes per rank."""
+    """Measurements of rank 0: losses, seconds per step, bytes by (collective, axis), bytes per rank."""
 
     losses: list[float]
     seconds: list[float]

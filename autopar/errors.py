@@ -1,4 +1,7 @@
-"""What can go wrong for a user. Every message says what was found, what was needed and what to do."""
+"""Errors that autopar raises for users.
+
+Every message says what was found, what was needed and what to do.
+"""
 
 
 class AutoparError(Exception):

@@ -78,6 +78,6 @@ def _tick(bar: tqdm, over: Event) -> None:
 
 
 def _options(description: str) -> dict[str, Any]:
-    """How all bars look; `disable=None` is off where stderr is no terminal."""
+    """Return the options of all progress bars; `disable=None` turns them off if stderr is no terminal."""
     times = {"delay": DELAY_SECONDS, "mininterval": MIN_INTERVAL_SECONDS}
     return {"desc": description, "leave": False, "disable": None, "file": sys.stderr, **times}

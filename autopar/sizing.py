@@ -36,7 +36,7 @@ from autopar.units import format_bytes, format_count, format_seconds, parse_coun
 DAY = 86400.0
 MOST_DEVICES = 2**17
 MOST_SAMPLES, MOST_TOKENS = 2**20, 2**24
-"""Of a batch, and of a sequence, that are tried at most."""
+"""Largest batch and longest sequence that are tried."""
 NO_SHORTER = 0.98
 """Times the step on half of the devices: where it is longer, more devices do not help."""
 
@@ -48,9 +48,9 @@ class Attempt:
     size: int
     is_enough: bool
     seconds: float | None = None
-    """Of a step; None if it has no plan."""
+    """Seconds of a step; None if there is no plan."""
     num_bytes: int | None = None
-    """Of tensors on a device at the peak."""
+    """Bytes of tensors per device at the peak; None if there is no plan."""
     mesh: Mesh | None = None
     reason: str = ""
     """Why it has no plan."""

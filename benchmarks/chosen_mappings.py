@@ -1,10 +1,10 @@
-"""What the solver chooses for Qwen3-235B-A22B on 64 H100s, beside mappings that people publish for it.
+"""Plans that the solver chooses for Qwen3-235B-A22B on 64 H100s, next to published mappings.
 
-Predicted with the `h100` profile from the meta device: bf16 weights with fp32 copies, 64 sequences of 4,096 tokens, no
-pipeline, within the memory of a device, recomputation as that asks for. Published are tensor parallelism of 2 with
-experts over all 64 GPUs (Megatron-Bridge, docs/performance-summary-archive.md, 25.09, 64 GB200s), which is MoE Parallel
-Folding; and experts inside a node, as EP 8 of that paper's tables. Their parameters lie in parts over data-parallel
-ranks, gathered once per step (ZeRO-2). The solver is free on each mesh.
+Plans are predicted with the `h100` profile from the meta device: bf16 weights with fp32 copies, 64 sequences of 4,096
+tokens, no pipeline, within the memory of a device, with as much recomputation as that needs. Two published mappings are
+compared. Tensor parallelism of 2 with experts over all 64 GPUs (Megatron-Bridge, docs/performance-summary-archive.md,
+25.09, 64 GB200s) is MoE Parallel Folding. Experts inside a node are EP 8 of that paper's tables. Both shard their
+parameters over data-parallel ranks and gather them once per step (ZeRO-2). The solver is free on each mesh.
 
     python -m benchmarks.chosen_mappings                          all 94 layers, within 80 GB
     python -m benchmarks.chosen_mappings --layers 2 --recompute none      no limit either
@@ -82,7 +82,7 @@ def planned(axes: dict[str, int], strategy: str | None, given: argparse.Namespac
 
 
 def choices(plan: Plan) -> str:
-    """How the calls of the last layer's experts and attention are divided, over the axes of the mesh."""
+    """Return how the calls of the last layer's experts and attention are sharded over the mesh axes."""
     found = {}
     for row in plan.rows:
         for name in ("q_proj", "sdpa", "dispatch", "grouped_mm"):

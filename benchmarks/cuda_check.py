@@ -54,7 +54,7 @@ from benchmarks.families import FAMILIES, MESH, batch, build
 STRATEGIES = ("zero3", "megatron")
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 CAPABILITY = (9, 0)
-"""Of an H100, which PyTorch would ask the driver for."""
+"""Compute capability of an H100; without it PyTorch would query the driver."""
 OPERATIONS: Mapping[str, Callable[[Tensor], Any]] = {
     "linear": lambda x: F.linear(x, x),
     "matmul": lambda x: x @ x,
@@ -140,7 +140,10 @@ def of_family(family: str, strategies: Sequence[str]) -> list[tuple[str, str, st
 
 
 def _forms_of_itself(model: nn.Module, inputs: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
-    """What the model gives without autopar; None where it reads values, as transformers do to look for padding."""
+    """Return the shapes and dtypes of the model's own outputs, without autopar.
+
+    Returns None if the model reads values, as transformers models do to look for padding.
+    """
     try:
         return _forms(model(**inputs))
     except READS_VALUES:

@@ -38,7 +38,7 @@ FEW = 4
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     folder: str
     num_ranks: int

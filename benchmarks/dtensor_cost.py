@@ -1,12 +1,12 @@
-"""What DTensors cost a training step on the host, for each parameter: `python -m benchmarks.dtensor_cost`.
+"""Host time that DTensors cost a training step per parameter: `python -m benchmarks.dtensor_cost`.
 
     steps     AdamW of 10 to 200 parameters in each of its implementations, on DTensors and on plain tensors
     training  steps of chains of small linear layers that no benchmark suite has, on two gloo ranks: the preset
-              data_parallel, whose parameters are plain, beside the same with one bias stored in parts, which makes all
-              of them DTensors. The slope over the number of parameters is what each costs, wrapping of gradients
+              data_parallel, whose parameters are plain, next to the same with one sharded bias, which makes all of
+              them DTensors. The slope over the number of parameters is the cost of each, wrapping of gradients
               included; the bias's own collectives are the same for all lengths.
 
-Both take the least CPU time of several runs in turns, which others on the machine disturb less than the clock.
+Both take the least CPU time of several interleaved runs, which is less sensitive to other load than the wall clock.
 """
 
 from __future__ import annotations

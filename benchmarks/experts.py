@@ -57,12 +57,12 @@ CHOICES: Mapping[str, Mapping[Any, frozenset[str]]] = {
     "t+x": {DISPATCH: frozenset({"a0+x"})},
     "o/k": {DISPATCH: frozenset({"-"}), GROUPED_MM: frozenset({"o", "k"})},
 }
-"""What a plan is pinned to: operator → its choices on the axis."""
+"""Choices that each plan is pinned to: name → operator → its allowed choices on the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     tokens: tuple[int, ...]
     steps: int
@@ -83,7 +83,7 @@ class Line:
     seconds: tuple[float, ...]
     predicted: float | None
     took: str
-    """What the plan does to the experts."""
+    """Choices that the plan takes for the experts; empty for the peers."""
     loss: float
 
     @property
@@ -158,7 +158,7 @@ class Trained(TimedTraining):
 
 
 def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any, frozenset[str]]) -> Trained:
-    """By autopar, with these choices pinned."""
+    """Compile the model with autopar, with the choices in `wanted` pinned, and return it ready to train."""
     inputs, pins_of = batch_of(options, tokens), request.pins_of
 
     def pinned(said: Any, space: Any, *given: Any) -> dict[int, np.ndarray]:
@@ -266,7 +266,7 @@ def _line(name: str, trained: Trained) -> Line:
 
 
 def _taken(plan: Any) -> str:
-    """What a plan does where tokens go to their experts, and in the products."""
+    """Return the plan's choices for dispatching tokens to experts and for the grouped products."""
     ends = [row.name for row in plan.rows if row.kind == "call" and row.name.startswith(("dispatch", "grouped_mm"))]
     return ", ".join(dict.fromkeys(plan.choices[name].split(" by ")[-1].strip() for name in ends))
 
@@ -291,7 +291,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def order(lines: Sequence[Line]) -> str:
-    """How far the predicted order of the pinned plans is the measured one."""
+    """Return a line that compares the predicted order of the pinned plans with the measured one."""
     pinned = [line for line in lines if line.name in CHOICES]
     predicted = np.argsort(np.argsort([line.predicted for line in pinned]))  # type: ignore[arg-type]
     measured = np.argsort(np.argsort([line.median for line in pinned]))

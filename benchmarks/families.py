@@ -60,7 +60,7 @@ SIZES: dict[str, Any] = {
     "layerdrop": 0.0,
     "sliding_window": 4,
 }
-"""What is set where a config has it."""
+"""Sizes that are set in a config if it has the field: field → value."""
 
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     "AutoModelForCausalLM": {

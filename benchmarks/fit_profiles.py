@@ -45,7 +45,7 @@ CHECKS = {"check": 3.2e-4}
 """Seconds of the host for each rank of a collective's group."""
 MOST = {"product": 0.95, "elementwise": 1.0, "network": 1.0, "gathered": 1.0}
 FIRM = {"product": 1.0, "elementwise": 0.6}
-"""How firmly a number stays where it begins, in rows that are 100% off."""
+"""Strength with which a fitted number is tied to its starting value, in units of rows with a 100% error."""
 LOOSE = 0.25  # of all others
 STEPS, STEP = 4, 0.05
 FAR, FARTHEST = 0.1, 0.6  # an error from which on rows count less; the most that a step moves a logarithm

@@ -164,7 +164,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """How a row is said to autopar."""
+    """Mesh axes and preset that express a published row in autopar."""
 
     axes: dict[str, int]
     strategy: str
@@ -213,7 +213,7 @@ def language_model(config: Any, num_layers: int) -> LanguageModel:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a plan says of a row."""
+    """Predicted step time, peak memory and planning time of a row."""
 
     seconds: float
     peak_bytes: float
@@ -257,7 +257,10 @@ def planned(row: Published, layers: int) -> tuple[float, int]:
 
 
 def flops_per_token(name: str) -> float:
-    """Of forward and backward, as Megatron counts: 6 per weight that a token meets, and attention of all positions."""
+    """Return the FLOPs of forward and backward per token, counted as Megatron does.
+
+    The count is 6 per weight that a token uses, plus attention over all positions.
+    """
     config = MODELS[name]()
     layers, heads, hidden = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     width = heads * (getattr(config, "head_dim", None) or hidden // heads)

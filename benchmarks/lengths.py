@@ -1,8 +1,8 @@
-"""What a length costs that was not met before: with buckets, and planned anew as without them.
+"""Cost of a sequence length that was not seen before: with buckets, and with a new plan per length without them.
 
-Two gloo ranks train a small Llama on texts of lengths that come up once each. Measured is the first call of each
-length beside the second one of the same length: the difference is what the new length costs. The clock counts, in the
-median, so nothing else should run; seconds of CPU stand beside it.
+Two gloo ranks train a small Llama on texts of lengths that come up once each. The first call of each length is compared
+with the second one of the same length: the difference is the cost of the new length. The figure is the median of wall
+clock seconds, so nothing else should run; CPU seconds are printed next to it.
 
     python -m benchmarks.lengths                 40 lengths in one bucket: a minute
     python -m benchmarks.lengths --lengths 10
@@ -43,7 +43,7 @@ def _llama() -> Any:
 
 
 def _seconds(step: Callable[[int], None], length: int) -> tuple[float, float]:
-    """Of a step, of the clock and of this rank's CPU."""
+    """Return the wall clock seconds and this rank's CPU seconds of a step."""
     clock, cpu = time.perf_counter(), time.process_time()
     step(length)
     return time.perf_counter() - clock, time.process_time() - cpu

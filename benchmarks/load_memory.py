@@ -1,7 +1,8 @@
-"""What a rank needs to load a checkpoint: `autopar.load` beside a model that every rank reads whole, on gloo ranks.
+"""Memory that a rank needs to load a checkpoint: `autopar.load` against reading the whole model on every rank.
 
-A Llama is written as safetensors, and loaded on all ranks with `zero3`, by either way. Peaks are of the resident memory
-of the process, from when its weights are laid out (or read whole), above what it had then; the largest rank counts.
+A Llama is written as safetensors, and loaded on all gloo ranks with `zero3` in either way. Peaks are those of the
+process's resident memory from when its weights are laid out (or read whole), above its memory before; the largest rank
+counts.
 
     python -m benchmarks.load_memory            4 ranks, 107 M parameters
 """

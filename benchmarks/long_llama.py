@@ -46,7 +46,7 @@ VOCABULARY = 1024
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is trained, as its ranks need it."""
+    """Options of a training run, passed to each rank."""
 
     positions: int
     layers: int

@@ -59,7 +59,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     positions: int
     num_ranks: int
@@ -185,14 +185,14 @@ class TorchRing(torch.autograd.Function):
 
 
 def torch_ring(mesh: DeviceMesh) -> Callable[..., Tensor]:
-    """As users of `context_parallel` would have it, if it served a CPU."""
+    """Return PyTorch's ring attention over the mesh, as `context_parallel` would run it if it supported CPUs."""
     group = mesh.get_group()
     return lambda q, k, v: TorchRing.apply(q, k, v, group)
 
 
 @dataclass(slots=True)
 class Contestant:
-    """What runs on this rank's part of the inputs, and what it took."""
+    """An attention implementation on this rank's shard of the inputs, with its measurements."""
 
     run: Callable[..., Tensor]
     given: Tensors

@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[Callable[[], Made], dict[str, int], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one limit."""
+    """Outcome of planning under one memory limit."""
 
     limit: int
     peak: int | None
@@ -109,7 +109,7 @@ class Answer:
     seconds: float | None
     took: float
     text: str = ""
-    """Of the refusal."""
+    """Message of the refusal; empty if there is a plan."""
 
     @property
     def holds(self) -> bool:

@@ -54,7 +54,7 @@ AUTOPAR, EQUAL = "autopar", "equal layers"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     size: Size
     num_ranks: int
@@ -94,7 +94,6 @@ class Line:
     loss: float
 
     def cells(self) -> tuple[object, ...]:
-        """What the table shows of it."""
         return (
             self.name,
             " | ".join(self.stages),
@@ -143,7 +142,7 @@ class Trained(TimedTraining):
         super().__init__(optimizer, lambda: self.model.train_step(*self.inputs))
 
     def line(self, name: str) -> Line:
-        """What is known of it; runs on every rank, and is the same on all."""
+        """Gather the measurements of all ranks into a line; call it on every rank, the line is the same on all."""
         plan = self.model.plan
         assert isinstance(plan, PipelinePlan)
         ranks: list[Any] = [None] * dist.get_world_size()

@@ -30,7 +30,7 @@ from benchmarks.wide_models import NAMES, wide_model
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
 IN_STAGES = ("pp", "dp", "tp")
-"""Those of a pipeline."""
+"""Axes of a mesh with a pipeline."""
 CAPTURE = {"trace": offline_planner}
 STAGES = {**CAPTURE, "build_space": request, "best_plan_of": request}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""

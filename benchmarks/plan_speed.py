@@ -101,7 +101,6 @@ class Line:
     failure: str = ""
 
     def cells(self) -> tuple[object, ...]:
-        """What the table shows of it."""
         mesh = "×".join(map(str, self.row.mesh)) + (" devices" if self.row.is_searched else "")
         limit = "-" if self.row.memory is None else f"{self.row.memory / 1e9:.1f}"
         layers = "all" if self.row.layers is None else self.row.layers

@@ -42,7 +42,7 @@ BATCH, SEQUENCE, CLASSES, LAYERS = 8, 64, 512, 4
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     policies: tuple[str, ...]
     steps: int
@@ -165,7 +165,7 @@ def furthest(one: Run, other: Run) -> float:
 
 
 def distance(found: Run, precise: Run) -> float:
-    """How far gradients are apart, over how large they are."""
+    """Return the L2 distance of all gradients from the precise ones, relative to the norm of the precise ones."""
     pairs = [(found.gradients[name].float(), each) for name, each in precise.gradients.items()]
     apart = sum(float((a - b).square().sum()) for a, b in pairs)
     return (apart / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5

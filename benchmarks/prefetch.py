@@ -31,7 +31,7 @@ WARM_UP = 2  # steps; the first one plans
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     depths: tuple[int, ...]
     layers: int

@@ -73,7 +73,7 @@ class Recipe:
     device: str
     """A shipped profile."""
     memory: str
-    """Of the device."""
+    """Memory of a device, as a text such as "80GB"."""
     gpus: int
     sequence: int
     batch: int
@@ -100,7 +100,7 @@ class Recipe:
     """Measured peak of a device, in GiB."""
     source: str
     assumed: str
-    """What the source leaves open, or autopar has otherwise."""
+    """Assumptions about values that the source leaves open, and differences between the source and autopar."""
     dispatcher: str = ""
     """`PER_DEVICE`, or "" for rows that travel once per expert."""
 
@@ -119,7 +119,7 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `autopar.plan` is asked beside the model, the mesh and the inputs."""
+        """Arguments of `autopar.plan` besides the model, the mesh and the inputs."""
         asked: dict[str, Any] = {
             "strategy": self.strategy,
             "recompute": self.recompute,
@@ -131,7 +131,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What autopar answers to a recipe."""
+    """Answer of autopar to a recipe."""
 
     name: str
     verdict: str

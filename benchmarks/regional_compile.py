@@ -39,7 +39,7 @@ CONTESTANTS = ("eager", "whole", "by layers")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     layers: int
     hidden: int
@@ -105,7 +105,7 @@ def _forward_and_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of the compilers that it has called."""
+    """Return the CPU seconds of this process and of the compilers that it has started."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 

@@ -47,7 +47,7 @@ WARM_UP = 3  # steps; the first ones plan, compile and fill the optimizer's stat
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     sizes: tuple[str, ...]
     only: tuple[str, ...]
@@ -72,7 +72,6 @@ class Line:
     memory_goal: float | None
 
     def cells(self) -> tuple[object, ...]:
-        """What the table shows of it."""
         return (
             self.size,
             f"{self.ours} / {self.theirs}",
@@ -129,7 +128,7 @@ class Trained(TimedTraining):
         )
 
     def held(self) -> list[torch.Tensor]:
-        """What is there between steps; gradients may lie in buffers that stay."""
+        """Return the tensors that are resident between steps; gradients may lie in persistent buffers."""
         return held_in_training(self.contestant.model, self.optimizer)
 
 

@@ -52,7 +52,7 @@ def measured(model: str, strategies: Sequence[str], steps: int) -> dict[tuple[st
 
 
 def _processor_seconds(trainer: Trainer) -> float:
-    """Of a step, all ranks together."""
+    """Train one step and return its CPU seconds, summed over all ranks."""
     dist.barrier()
     start = time.process_time()
     trainer.step()

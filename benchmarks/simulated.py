@@ -67,7 +67,11 @@ def lines(hardware: Sequence[str]) -> Iterator[Line]:
 
 
 def table(found: Sequence[Line]) -> str:
-    """For each profile, how the sum orders plans as the timeline does, and how far it is from it."""
+    """Return a table that compares the summed step time with the timeline's, per profile.
+
+    It shows the rank correlation of plans, how far the sum is from the timeline, and the time lost by choosing by the
+    sum.
+    """
     rows = []
     for name in dict.fromkeys(each.hardware for each in found):
         of = [each for each in found if each.hardware == name]

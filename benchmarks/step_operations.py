@@ -158,7 +158,7 @@ class Case:
     theirs: Build
     peer: str
     any_number: bool = True
-    """Whether it runs on more than TENSOR ranks."""
+    """True if the case also runs on more than TENSOR ranks."""
     recomputes: bool = True
     """Whether it is counted with full recomputation, too."""
     layers: int = 1

@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is run, as its ranks need it."""
+    """Options of a run, passed to each rank."""
 
     tiles: tuple[int, ...]
     presets: tuple[str, ...]

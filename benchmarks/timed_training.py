@@ -17,7 +17,7 @@ class TimedTraining:
         self.optimizer = optimizer
         self._forward_and_backward = forward_and_backward
         self.seconds: list[tuple[float, float]] = []
-        """By the clock and of the processor."""
+        """Wall clock seconds and CPU seconds of each step."""
         self.loss = 0.0
 
     def step(self) -> tuple[float, float]:

@@ -50,7 +50,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def _met(predicted: Sequence[float], steps: Sequence[float]) -> str:
-    """How predictions order and meet what was measured."""
+    """Return, as text, the rank correlation of predicted and measured steps and the median measured / predicted."""
     ratio = statistics.median(theirs / ours for ours, theirs in zip(predicted, steps, strict=True))
     order = f"Spearman {spearman(predicted, steps):.3f} of {len(steps)} plans"
     return f"{order}, measured / predicted {ratio:.2f} in the median"

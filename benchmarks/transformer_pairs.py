@@ -195,7 +195,7 @@ Build = Callable[[Size, DeviceMesh, bool], Contestant]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What autopar does and what it is held against; its goal in time, and in memory where it has one."""
+    """A training by autopar and the one it is compared with, with a goal in time and, optionally, in memory."""
 
     ours: Build
     theirs: Build

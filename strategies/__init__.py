@@ -1,4 +1,4 @@
-"""What may be chosen: one table of rules per family of operations, users' own rules, and the lookup."""
+"""Strategies that may be chosen: a table of rules per family of operations, users' own rules, and the lookup."""
 
 if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")

@@ -14,7 +14,7 @@ from autopar.sharding.operation import Call, OpRule
 from autopar.sharding.rule import WHOLE
 
 Answer = str | OpRule | None
-"""What a table may say of a call: a rule's text, more than a text, or that no rule fits."""
+"""Answer of a table for a call: a rule's text, an `OpRule`, or None if no rule fits."""
 Entry = str | OpRule | Callable[[Call], Answer]
 
 LETTERS = "abcdefghijlmnpqrstuvwyz"
@@ -92,7 +92,7 @@ def tensor_arguments(call: Call) -> Iterator[tuple[str, TensorInfo]]:
 
 
 def is_bool(info: object) -> bool:
-    """Whether it is a tensor of truth values, which cannot be partial."""
+    """Return whether an argument is a tensor of truth values, which cannot be partial."""
     return isinstance(info, TensorInfo) and info.dtype is torch.bool
 
 

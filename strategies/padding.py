@@ -1,7 +1,7 @@
-"""Which dims of every tensor of a program may be split unevenly: those that come from parameters alone, all the way.
+"""Dims of a program's tensors that may be split unevenly: those that come from parameters alone, all the way.
 
-A parameter may be padded in every dim, what is given from outside in none, and what a call makes where its rule lets
-the padding of its inputs through (see `sharding.padding`).
+A parameter may be padded in every dim, an input from outside in none. The output of a call may be padded if its rule
+lets the padding of its inputs through (see `sharding.padding`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autopar.strategies.ruled import RuledCall
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What may be padded in a program."""
+    """Dims and factors of a program that may be padded."""
 
     dims: Mapping[Value, frozenset[int]]
-    """Of every tensor."""
+    """Dims of every tensor that may be padded."""
     factors: Mapping[str, frozenset[str]]
-    """Of every call."""
+    """Factors of every call that may be padded."""
 
     @classmethod
     def of(cls, graph: RoledProgram) -> Padding:
-        """What is found in one pass over a program, made once."""
+        """Return the padding of a program, found in one pass and cached."""
         facts = graph.program.facts
         if "padding" not in facts:
             facts["padding"] = _followed(graph)

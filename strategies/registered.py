@@ -53,11 +53,11 @@ class Registered:
 
 
 REGISTERED: dict[object, Registered] = {}
-"""By operator, or by the class of an autograd.Function."""
+"""Users' rules, by operator, or by the class of an autograd.Function."""
 
 
 def registered(target: object) -> Registered | None:
-    """What the user has registered for the target of a call."""
+    """Return the rule that the user has registered for the target of a call; None if there is none."""
     return REGISTERED.get(target.function if isinstance(target, FunctionCall) else target)
 
 
@@ -67,7 +67,7 @@ def tensor_arguments(operator: torch._ops.OpOverload) -> list[str]:
 
 
 def tensor_returns(operator: torch._ops.OpOverload) -> int:
-    """How many of an operator's results are tensors or lists of them."""
+    """Return the number of an operator's results that are tensors or lists of them."""
     return sum("Tensor" in str(result.type) for result in operator._schema.returns)
 
 
@@ -79,7 +79,7 @@ def _tensor_arguments(call: Call) -> list[Any]:
 
 
 def _outputs_of(call: Call) -> list[int]:
-    """How many tensors each result has."""
+    """Return the number of tensors in each result."""
     if isinstance(call.target, torch._ops.OpOverload) and tensor_returns(call.target) == 1:
         return [len(call.outputs)]
     return [1] * len(call.outputs)

@@ -124,7 +124,7 @@ class RoledProgram:
 
     @classmethod
     def of(cls, program: Program) -> RoledProgram:
-        """What is found in one pass over a program, made once."""
+        """Return the roles of a program's calls and tensors, found in one pass and cached."""
         if "roles" not in program.facts:
             program.facts["roles"] = _Reader(program).read()
         return program.facts["roles"]
@@ -140,12 +140,12 @@ class RoledProgram:
         return frozenset(call.node for call in self.calls.values() if is_product(call.op, call.bound))
 
     def is_activation(self, value: Value) -> bool:
-        """Whether a tensor depends on a parameter and on an input."""
+        """Return whether a tensor depends on both a parameter and an input."""
         call = self.calls.get(value[0])
         return call is not None and call.learned and not call.weight_only
 
     def is_weight(self, value: Value) -> bool:
-        """Whether a tensor is a parameter or made from parameters alone."""
+        """Return whether a tensor is a parameter or made from parameters alone."""
         call = self.calls.get(value[0])
         return value[0] in self.parameters or (call is not None and call.learned and call.weight_only)
 
@@ -179,7 +179,7 @@ class RoledProgram:
 
 
 class _Reader:
-    """What is known of each tensor so far, in one pass over the nodes."""
+    """Reader of a program in one pass over its nodes, with the facts found so far about each tensor."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

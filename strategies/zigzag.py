@@ -1,13 +1,13 @@
-"""Which dims of a program are dealt by zigzag: those of positions whose later ones do more work, and what shares them.
+"""Dims of a program that are zigzag-sharded: positions whose later ones do more work, and dims tied to them.
 
 A causal attention computes for a late query more keys than for an early one. Its positions run through the program
 along the factors of the rules, and a factor that a rule lets be split is independent of the order of its parts. So all
-dims that positions run through are dealt alike, from where they are made up to where they are summed, or an operation
-needs them whole, and in order; and results are what they would be in order.
+dims that positions run through are zigzag-sharded alike, from the call that makes them up to one that sums them, or
+that needs them whole, and in order; results are what they would be in order.
 
-They stay in order where one of them is a class, or anything else whose parts an implementation must tell apart; and on
-axes over which no causal attention divides its queries, as those that divide its heads: blocks in order are what a
-message brings, and need no copy.
+They stay in order if one of them is a class, or anything else whose parts an implementation must tell apart. They also
+stay in order on axes over which no causal attention divides its queries, as those that divide its heads: blocks in
+order are what a message brings, and need no copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUTE = 3
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """What is dealt by zigzag."""
+    """Zigzag-sharded dims of a program's tensors."""
 
     dims: Mapping[Value, frozenset[int]]
 
@@ -66,7 +66,7 @@ def dealt(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
 
 
 def dealt_in_stage(stage: Program, whole: Program, sizes: Sequence[int]) -> Dealt:
-    """What is dealt in a stage: what is in the whole program, whose names its nodes have."""
+    """Return the zigzag-sharded dims of a stage: those of the whole program, whose names the stage's nodes have."""
     found = dealt(RoledProgram.of(whole), sizes)
     nodes = {node.name: source_of(node) for node in whole.graph.nodes if node.name in stage.received}
     arriving = {(name, 0): found.of((source.name, position)) for name, (source, position) in nodes.items()}
@@ -119,7 +119,7 @@ def num_pieces(sizes: Sequence[int]) -> int:
 
 
 def later_see_more(call: RoledCall) -> bool:
-    """Whether an attention computes more keys for later queries."""
+    """Return whether an attention computes more keys for later queries."""
     said = "rising" if call.call.target is ATTENTION_BY_MASK else "is_causal"
     return call.call.target in ATTENTION and call.call[said]
 

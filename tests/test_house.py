@@ -199,7 +199,7 @@ def _as_it_runs(tree: ast.Module) -> ast.Module:
 
 
 def _runs(module: str, imported: str) -> bool:
-    """Whether an import is one as the module runs."""
+    """Return whether the module imports `imported` at run time, not only for type checkers."""
     found = _imports(_as_it_runs(ast.parse(MODULES[module].read_text())))
     return any(imported in (name, f"{name}.{each}") for _, name, each in found)
 

@@ -40,7 +40,7 @@ class Plans:
 
 MODEL, INPUTS = built_in("tiny-llama", 12, 16, 1)
 TOKENS = 12 * 16 * 1e6
-"""Of a million steps."""
+"""Tokens of a million steps."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a user says about a model → masks over menus, or the reason why not.
+"""Annotations, foreign plans and presets, translated to masks over candidate strategies or to errors.
 
-Decides which choices are left by annotations, foreign plans and presets. Knows nothing of memory limits or solvers.
+Decides which choices annotations, foreign plans and presets leave. Knows nothing of memory limits or solvers.
 """

@@ -1,4 +1,4 @@
-"""How tokens reach their experts by Hugging Face's expert parallelism, in autopar's words.
+"""Token exchange of Hugging Face's expert parallelism, translated to autopar annotations.
 
 A plan marks a module of experts with "ep_dispatch_experts"; `config.distributed_config.ep_implementation` says how:
 
@@ -23,7 +23,7 @@ FACTORS: Mapping[str, str | None] = {"auto": None, "all_to_all": "+x", "all_redu
 
 
 def exchange_of(model: nn.Module, pattern: str) -> Iterator[tuple[str, Said]]:
-    """What is said of a module of experts: of the two ends, or of all that experts may divide.
+    """Yield the annotations of a module of experts: one for each of dispatch and combine, or "expert" for "auto".
 
     Raises AnnotationError for an implementation that autopar has no layout for.
     """

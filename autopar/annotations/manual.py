@@ -1,4 +1,6 @@
-"""What manual mode says of everything that no annotation names, so that the solver has nothing left to search.
+"""Default annotations of manual mode, which fix every decision that no annotation names.
+
+They leave the solver nothing to search.
 
 axes        an axis on which an annotation splits something other than samples is the annotations' own: nothing else is
             split there. On every other axis calls are data parallel

@@ -1,6 +1,6 @@
-"""Which decisions of a space a pattern names.
+"""Lookup of the decisions that an annotation pattern names.
 
-Names are dotted. `*` stands for anything, dots included (fnmatch). In this order, the first that finds something:
+Names are dotted. `*` stands for anything, dots included (fnmatch). The first of these steps that finds something wins:
 whole names of modules and parameters, whole names of operations, then both again as the end of a name.
 "%name" is one node of the graph: a call, or the placeholder of a parameter.
 """
@@ -23,7 +23,7 @@ from autopar.space.space import Decision, Space
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a pattern matches, as positions in `Space.decisions`."""
+    """Matches of a pattern, as positions in `Space.decisions`."""
 
     kind: Literal["module", "parameter", "operation"]
     calls: tuple[int, ...]
@@ -52,7 +52,7 @@ class Catalog:
         return module_of(self.space.decisions[number].node)
 
     def find(self, annotation: Annotation) -> Found | None:
-        """What an annotation is about; None where no name matches."""
+        """Return the modules, parameters or operations that an annotation names; None if no name matches."""
         if annotation.pattern.startswith(NODE):
             return self._node(annotation.pattern.removeprefix(NODE))
         within = annotation.within
@@ -105,7 +105,7 @@ class Catalog:
         return Found("module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named]))
 
     def _leaves(self, number: int, modules: set[str]) -> bool:
-        """Whether the value of a call is used outside one of the modules that make it."""
+        """Return whether a call's value is used outside at least one of `modules` that contain the call."""
         inside = modules.intersection(ancestors(self.module(number)))
         users = list(_users_of(self.space.decisions[number].node))
         return any(user.op == "output" or not is_below(module_of(user), path) for path in inside for user in users)

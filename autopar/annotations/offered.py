@@ -1,4 +1,4 @@
-"""What the menu of a decision offers, in the words of annotations."""
+"""Candidate strategies of a decision, described by the roles and slices that annotations use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def offered_roles(decision: Decision) -> np.ndarray:
 
 
 def is_weighted(decision: Decision) -> bool:
-    """Whether the rule names a column or a row, as those of linear, matmul, convolution and embedding do."""
+    """Return whether the rule has a column or row factor, as linear, matmul, convolution and embedding do."""
     bound = decision.menu.bound
     return bound is not None and not {"o", "k"}.isdisjoint(bound.rule.factors)
 

@@ -1,8 +1,8 @@
-"""From annotations to pins: which strategies of each decision are left.
+"""Conversion of annotations to pins, which say what strategies of each decision remain.
 
-A pin is a mask over a decision's menu. A role or a dim pins one mesh axis, slices pin the input layouts, storage pins
-parameters, a call of `constrain` its output; pins on one decision intersect. In manual mode everything that nothing was
-said about is pinned, too (`manual`).
+A pin is a mask over a decision's candidate strategies. A role or a dim pins one mesh axis, slices pin the input
+layouts, storage pins parameters, a call of `constrain` its output; pins on one decision intersect. In manual mode
+everything that no annotation mentions is pinned, too (`manual`).
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class _Pins:
             self._cast_in_parts(number, annotation)
 
     def _narrows(self, cast: int) -> bool:
-        """Whether a cast makes a weight smaller, so that it is made before the weight moves."""
+        """Return whether a cast shrinks a weight, so that the cast runs before the weight is communicated."""
         call = self._decision(cast).menu.call
         assert call is not None, "a cast is a call"
         return call.outputs[0].dtype.itemsize < call.inputs[0].dtype.itemsize
@@ -322,9 +322,10 @@ def _mask(decision: Decision, allowed: Callable[[Strategy], bool]) -> Mask:
 
 
 def _splits(strategy: Strategy, axis: int, named: str) -> bool:
-    """Whether the choice on an axis is the one named, or, where "+x" is named, splits x together with another factor.
+    """Return whether a strategy splits an axis as named: by that factor, and by that implementation if one is given.
 
-    Where an implementation is named, too, the strategy runs by that; some stand for a factor alone.
+    A name "+x" matches every choice that splits x together with another factor. An implementation that stands for its
+    last factor alone matches the name of that factor.
     """
     choice, (factor, _, implementation) = strategy.choices[axis], named.partition(VIA)
     runs = strategy.implementation
@@ -340,7 +341,10 @@ def _has_dim(decision: Decision, dim: int) -> bool:
 
 
 def _gives(strategy: Strategy, decision: Decision, axis: int, said: int | None) -> bool:
-    """Whether all outputs that have the dim are split along it on an axis, or, without a dim, are equal everywhere."""
+    """Return whether a strategy splits all outputs that have dim `said` along it on a mesh axis.
+
+    Without a dim, return whether all outputs are equal on every device of the axis.
+    """
     placements: list[tuple[Placement, int]] = [
         (layout[axis], len(shape)) for layout, shape in zip(strategy.outputs, output_shapes(decision), strict=True)
     ]
@@ -351,7 +355,10 @@ def _gives(strategy: Strategy, decision: Decision, axis: int, said: int | None) 
 
 
 def _fits(decision: Decision, slices: Sequence[Sequence[int]]) -> bool:
-    """Whether there is a tuple for each input, of the input's rank; that of an operation's bias may be left out."""
+    """Return whether `slices` has one tuple of matching rank per input; a weighted operation's last may be absent.
+
+    The optional input is the bias.
+    """
     call = decision.menu.call
     assert call is not None
     optional = 1 if is_weighted(decision) else 0

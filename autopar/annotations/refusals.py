@@ -1,4 +1,4 @@
-"""What the menu of a decision offers in the words of annotations, and why it does not offer what was asked for.
+"""Error messages for annotations that no candidate strategy of a decision satisfies.
 
 Every `why_…` gives the end of an error: what was found, what was needed, what to do.
 """
@@ -167,7 +167,7 @@ def why_no_layout(space: Space, decision: Decision, dims: Mapping[str, int | Non
 
 
 def contradiction(space: Space, decision: Decision, text: str, other: str) -> str:
-    """What to say of two annotations that leave a decision no strategy."""
+    """Return the error message for two annotations that together leave a decision no strategy."""
     if text == other:
         return (
             f"{text} says things of {_place(decision)} that exclude each other on the mesh {space.mesh}: "
@@ -180,7 +180,7 @@ def contradiction(space: Space, decision: Decision, text: str, other: str) -> st
 
 
 def _not_dealt(space: Space, decision: Decision) -> str:
-    """That positions of causal attention are dealt by zigzag, into more pieces than all axes have devices."""
+    """Return a hint to pad causal positions if they do not split into two zigzag shards per device, else ""."""
     dealt = sorted({factor for strategy in decision.menu.strategies for factor in strategy.zigzag})
     pieces = 2 * space.mesh.num_devices
     sizes = [decision.menu.bound.sizes[factor] for factor in dealt] if decision.menu.bound is not None else []
@@ -194,7 +194,7 @@ def _not_dealt(space: Space, decision: Decision) -> str:
 
 
 def _place(decision: Decision) -> str:
-    """Where a decision stands in the model: its module, a parameter's placeholder, or the operation itself."""
+    """Return a decision's location for messages: its module, a parameter's placeholder, or the operation itself."""
     if decision.menu.call is None:
         return decision.name
     return module_of(decision.node) or operation_of(decision)

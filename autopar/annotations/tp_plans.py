@@ -30,7 +30,7 @@ from autopar.sharding.annotation import Said
 
 ForeignPlan = Mapping[str, str | ParallelStyle] | Literal["auto", "ep"]
 BROUGHT = {"auto": "tp_plan", "ep": "ep_plan"}
-"""What a Hugging Face model brings along, by the word that asks for it."""
+"""Model attribute that holds a Hugging Face model's own plan, by the word that requests it."""
 EXAMPLES = {
     "tp_plan": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}',
     "ep_plan": '{"layers.*.mlp.experts": "ep_dispatch_experts"}, or annotate the experts, as in ep="expert"',
@@ -132,5 +132,5 @@ def _names_something(model: nn.Module, pattern: str) -> bool:
 
 
 def _matches(pattern: str, names: list[str]) -> bool:
-    """Whether one of the names is meant, whole or by its end."""
+    """Return whether the pattern matches one of the names, as a whole or as its end."""
     return any(fnmatchcase(name, each) for each in (pattern, f"*.{pattern}") for name in names)

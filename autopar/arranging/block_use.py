@@ -54,7 +54,7 @@ class BlockUse:
     """Seconds and bytes of every block of a model, arrays of one entry for each; and what no block has."""
 
     forward: Floats
-    """Of one micro-batch."""
+    """Seconds of each block's forward for one micro-batch."""
     backward: Floats
     weights: Floats
     """Of a backward, in which calls compute gradients of weights."""
@@ -65,11 +65,14 @@ class BlockUse:
     leaving: Floats
     """More than `backward`, of a stage's first block."""
     once: Floats
-    """Of a step, by the sum of costs: where stages of a pipeline do it behind their last micro-batch."""
+    """Seconds of each block's work once a step, as a sum of costs.
+
+    Pipeline stages do this work after their last micro-batch.
+    """
     reductions: Floats
-    """Of gradients, once a step, beside the last backward."""
+    """Seconds of each block's gradient reductions, done once a step and overlapped with the last backward."""
     step: Floats
-    """Of a step of one micro-batch with all that is done once, as it is simulated."""
+    """Simulated seconds of each block in a step of one micro-batch, including all work done once a step."""
     rest: float
     """Seconds of that step beside its blocks: what it waits for behind the last."""
     rest_of_each: float
@@ -89,7 +92,7 @@ class BlockUse:
 
     @property
     def step_seconds(self) -> float:
-        """Of all blocks on the same devices, one micro-batch."""
+        """Seconds of a step of one micro-batch if all blocks run on the same devices."""
         return float(self.step.sum()) + self.rest
 
     @property
@@ -124,7 +127,7 @@ class StageBytes:
     ending: Floats
     """Gradients, and what they are reduced to, at the end of a step."""
     saved: Floats
-    """For the backward of one micro-batch."""
+    """Bytes that one micro-batch saves for its backward."""
     running: Floats
     """At the fullest moment of a backward, beside what is stored, added up and saved for other micro-batches."""
     accumulates: bool

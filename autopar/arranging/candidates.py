@@ -1,4 +1,4 @@
-"""What `mesh="auto"` compares: plans in one piece and in stages, by the step of all their micro-batches."""
+"""Candidates of `mesh="auto"`: plans in one piece and in stages, compared by the step of all their micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.program.recompute_segments import MODES
 PARAMETERS = "parameters"
 NOT_SPLIT = ("", "-", "replicated", "partial")
 SHOWN = 0.05
-"""Of the time of calls that an axis splits: what it splits for less is left out."""
+"""Share of the time of split calls below which a role of an axis is left out of the description."""
 
 
 def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
@@ -51,7 +51,7 @@ def of_pipeline(plan: PipelinePlan) -> Candidate[Plan | PipelinePlan]:
 
 
 def _axes_split(plans: Sequence[Plan]) -> str:
-    """What each axis splits for most of the time of the calls that it splits: data, sequence, column, row, expert …"""
+    """Describe what each axis splits for most of its calls' time: data, sequence, column, row, expert, etc."""
     found = []
     for number, name in enumerate(plans[0].mesh.names):
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -70,7 +70,7 @@ def _stored(plan: Plan) -> int:
 
 
 def _again(recompute: Mapping[Any, str]) -> str:
-    """How many segments are computed again, and how."""
+    """Describe how many segments are recomputed, by mode."""
     modes = Counter(recompute.values())
     found = [f"{mode} in {modes[mode]} of {len(recompute)}" for mode in MODES[1:] if modes[mode]]
     return ", ".join(found)

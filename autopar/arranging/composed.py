@@ -39,7 +39,10 @@ SIMPLER = 5e-3
 """Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
 TIMES = ("forward", "backward", "weights", "once", "reductions")
 ROOM = 0.92
-"""Of the limit, that stages are composed within: the search cuts between blocks, and others of a rank keep theirs."""
+"""Share of the memory limit within which stages are composed.
+
+The rest is a margin: the search cuts only between blocks, and the other stages of a rank keep their memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ class Part:
     once: Floats
     reductions: Floats
     sending: Floats
-    """Of the message that comes from the stage before."""
+    """Seconds of the message from the previous stage."""
     num_bytes: Floats
     num_blocks: NDArray[np.intp]
 

@@ -66,10 +66,10 @@ class Subject:
     request: PlanRequest
     meshes: Sequence[Mesh]
     axis: str | None
-    """Of a pipeline."""
+    """Mesh axis of the pipeline; None without a pipeline."""
     schedules: Sequence[str]
     samples: Callable[[Mesh], int]
-    """Of a whole batch, for the devices of one stage."""
+    """Number of samples of a whole batch, given the mesh of one stage's devices."""
     short: Callable[[int, Mesh], Iterator[tuple[Shortened, Mapping[str, Layout]]]]
     """Shorter programs of one of so many micro-batches on the devices of a stage, and layouts of their inputs.
 

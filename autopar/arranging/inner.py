@@ -39,7 +39,7 @@ from autopar.space.dealing import deals, is_worth_another_search, may_deal
 from autopar.space.space import Space
 
 PRICES = (1e-4, 0.1, 2.0)
-"""Of the whole limit, in micro-batches at the least they can take."""
+"""Prices of the whole memory limit, as multiples of the least seconds that a micro-batch can take."""
 FEW_AXES = 2
 """Of a stage, on which all that may be chosen is looked at."""
 GAP = 1e-3
@@ -74,9 +74,9 @@ class Inner:
     request: PlanRequest
     short: Shortened
     mesh: Mesh
-    """Of a stage."""
+    """Mesh of one stage."""
     num_devices: int
-    """Of all stages."""
+    """Number of devices of all stages together."""
     microbatches: int
     arriving: Mapping[str, Layout]
     deadline: float

@@ -38,7 +38,7 @@ LEAST_ERROR = 0.01
 """Relative to the step: what an estimate may be off by, where plans so far were closer."""
 ABOUT_AS_GOOD = 1.1
 SHARE = 0.5
-"""Of the time that is left, for each candidate."""
+"""Share of the remaining time that each candidate may take."""
 Exact = Callable[[Estimate, Turn], Candidate[Any]]
 
 

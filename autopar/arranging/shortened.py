@@ -35,7 +35,7 @@ class Shortened:
 
     program: Program
     blocks: tuple[Block, ...]
-    """Of the shorter program."""
+    """Blocks of the shorter program."""
     origin: tuple[int, ...]
     """Block of the whole program → the block of the shorter one that stands for it."""
 

@@ -1,9 +1,9 @@
-"""What people use today, through its own interface: DDP, FSDP2, and DTensor's tensor and sequence parallelism.
+"""Baselines through their own interfaces: DDP, FSDP2, and DTensor's tensor and sequence parallelism.
 
 ddp             DistributedDataParallel over all ranks
 fsdp2           fully_shard of every layer and of the root, over all ranks
 dtensor-tp      parallelize_module over the last axis; over the axes before it, fully_shard as torchtitan combines them
-dtensor-tp+sp   the same with norms on parts of the sequence
+dtensor-tp+sp   the same, with norms sharded over the sequence
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Baseline:
     model: nn.Module
     inputs: tuple[Tensor, ...]
     context: Context = contextlib.nullcontext
-    """What forward and backward run in."""
+    """Context manager in which forward and backward run."""
 
 
 def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:

@@ -1,4 +1,4 @@
-"""What users call to compare strategies: `bench` measures them on ranks of this machine, beside their predictions."""
+"""Public entry point to compare strategies: `bench` measures them on ranks of this machine, next to predictions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BenchResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether all losses are those of one process, as far as they are compared."""
+        """True if all compared losses agree with those of one process."""
         return all(each.agrees for each in self.measurements)
 
     def save_json(self, path: str | Path) -> None:
@@ -151,7 +151,11 @@ def bench(
 def _terms(
     meshes: Sequence[Mesh], device: str, hardware: str | None, fake: bool, limit: int | None
 ) -> dict[Mesh, Terms]:
-    """For what each mesh is planned: the profile given, that of the mesh in a fake world, else one measured on it."""
+    """Return the planning terms of each mesh.
+
+    The hardware is the given profile, in a fake world the profile of the mesh, and otherwise a profile measured on the
+    mesh.
+    """
     if hardware or fake:
         return {mesh: Terms(load(hardware or mesh.hardware), limit) for mesh in meshes}
     # Ranks that share cores wait for each other: a group of two among four ranks takes longer than one of two ranks.
@@ -192,7 +196,7 @@ def _check(
 
 
 def _about(cells: Sequence[Cell], load_before: float) -> dict[str, str]:
-    """What the numbers depend on beside the strategies."""
+    """Return the conditions of the run that affect the numbers: machine, torch, date, step, profile, memory limit."""
     cell = cells[0]
     names = {"cpu": "CPU, one thread per rank, gloo", "cuda": "GPUs, NCCL"}
     kind = "one rank of a fake world, collectives do nothing" if cell.fake else names[cell.device]

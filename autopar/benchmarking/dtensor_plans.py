@@ -1,11 +1,11 @@
-"""Which modules DTensor's `parallelize_module` splits how, for the families of models it can split as they are.
+"""Plans for DTensor's `parallelize_module`: the style of each module, for the model families that it can split.
 
 Llama-like       q, k, v, gate and up by columns, o and down by rows, embedding and head by the vocabulary
 vision encoder   q, k, v and fc1 by columns, o and fc2 by rows
 perceptron       the layers in pairs: by columns, then by rows
 
-With the sequence split, norms and residuals take parts of the sequence; embeddings stay whole, as Hugging Face models
-derive positions from them.
+With sequence parallelism, norms and residuals are sharded over the sequence. Embeddings stay whole, because Hugging
+Face models derive positions from them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TensorParallelPlan:
 def tensor_parallel_plan(
     model: nn.Module, num_parts: int, inputs: Sequence[Tensor], sequence: bool
 ) -> TensorParallelPlan | str:
-    """How to split the model over `num_parts` ranks, or the reason why it cannot be split."""
+    """Return the split of the model over `num_parts` ranks, or the reason why it cannot be split."""
     names = {name for name, _ in model.named_modules()}
     for family in (_llama, _vision_encoder, _perceptron):
         found = family(model, names, num_parts, inputs, sequence)

@@ -1,4 +1,4 @@
-"""What a strategy costs for one model on one mesh, as predicted and as measured; as JSON and as CSV."""
+"""Predicted and measured costs of a strategy for one model on one mesh, stored as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Measurement:
     mesh: str
     strategy: str
     measured: Costs | None = None
-    """Of the rank that takes or holds most; the median of the steps."""
+    """Costs of the slowest rank (median of the steps) and of the rank with the highest peak memory."""
     predicted: Costs | None = None
-    """By autopar's plan, seconds being the sum that the solver makes least; a peer has none."""
+    """Costs predicted by autopar's plan, whose `seconds` the solver minimizes; None for a peer."""
     timeline_seconds: float | None = None
     """The predicted step as the plan's timeline has it."""
     reason: str = ""
@@ -53,9 +53,9 @@ class Measurement:
     quartiles: tuple[float, float] = (0.0, 0.0)
     """Seconds that a quarter of the steps stay below, and above."""
     num_steps: int = 0
-    """How many steps that is of."""
+    """Number of steps behind the median and the quartiles."""
     setup_seconds: float = 0.0
-    """To plan and rewrite the model, or to wrap it."""
+    """Seconds to plan and rewrite the model, or to wrap it."""
     same_as: str = ""
     """Another strategy that makes the same program of the model: its steps are those of this one, too."""
     apart: float | None = None
@@ -68,7 +68,7 @@ class Measurement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the losses are those of one process, as far as they are compared."""
+        """True if the losses agree with those of one process, or were not compared."""
         return self.apart is None or self.apart <= TOLERANCE  # False for a loss that is no number
 
     @property
@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def moved_as_predicted(self) -> bool | None:
-        """Whether each collective moved the bytes that were predicted; None without both."""
+        """True if each collective moved the predicted bytes; None unless both are known."""
         if self.measured is None or self.predicted is None:
             return None
         return _without_zeros(self.measured.traffic) == _without_zeros(self.predicted.traffic)
@@ -100,7 +100,10 @@ def to_json(measurements: Sequence[Measurement], about: Mapping[str, str]) -> st
 
 
 def from_json(text: str) -> tuple[list[Measurement], dict[str, str]]:
-    """What `to_json` wrote; InputError where the text is something else."""
+    """Read the measurements and the description of the run that `to_json` wrote.
+
+    Raises InputError if the text is anything else.
+    """
     try:
         values = json.loads(text)
         if values["format"] != FORMAT:

@@ -1,8 +1,7 @@
-"""What a training step moves and holds: collectives of any origin, and bytes of tensors at the highest moment.
+"""Meters of a training step: bytes moved by collectives of any origin, and bytes of tensors at the peak.
 
-Collectives are counted where torch dispatches them, so that those of DDP, FSDP2 and DTensor are seen alike, in the
-convention of `runtime.collectives.axes`: the bytes of the whole tensor (an all-gather's output, a reduce-scatter's
-input).
+Collectives are counted at torch dispatch, so that those of DDP, FSDP2 and DTensor are counted alike. The convention is
+that of `runtime.collectives.axes`: the bytes of the whole tensor (an all-gather's output, a reduce-scatter's input).
 """
 
 from __future__ import annotations

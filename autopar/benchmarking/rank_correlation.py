@@ -1,4 +1,4 @@
-"""Whether two lists of numbers are in the same order: Spearman's rank correlation.
+"""Spearman's rank correlation: agreement of the order of two lists of numbers.
 
 The correlation of the ranks, equal numbers sharing the mean of theirs (Spearman, American Journal of Psychology 1904).
 """

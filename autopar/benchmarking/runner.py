@@ -1,12 +1,12 @@
-"""What each rank runs: the contestants of one cell, first each alone, then in turns, step by step.
+"""Program of each rank in a benchmark: the contestants of one cell run alone first, then in turns, step by step.
 
-Where the machine was calibrated, what its devices compute is measured again first, on the ranks that then train: on a
-machine that is shared, one program may take a quarter longer some minutes later.
+On a calibrated machine, the compute rates are measured again first, on the ranks that then train. On a shared machine,
+one program may take a quarter longer some minutes later.
 
-Alone, in its first steps, a contestant shows its losses, what it moves and what it holds. Then all take turns, in
-another order each time, so that what else the machine does, and who came before, weighs on all alike; a step begins
-together, takes as long as its slowest rank, and no longer changes the weights. Strategies that make the same program of
-a model run it once: the difference of two measurements of one program would say nothing of the strategies.
+A contestant's first steps run alone; they give its losses, its traffic and its peak memory. Then all contestants take
+turns, in a new order each round, so that other load and the preceding contestant affect all alike. A step begins on all
+ranks together, takes as long as its slowest rank, and no longer changes the weights. Strategies that make the same
+program of a model run it once: the difference of two measurements of one program says nothing about the strategies.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Cell:
         return trainable(self.model, self.batch, self.sequence, self.layers, self.device, self.seed)
 
     def measurement(self, strategy: str, **found: Any) -> Measurement:
-        """What was found about a strategy here."""
+        """Build the measurement of a strategy in this cell from what was found."""
         return Measurement(self.model, str(self.mesh), strategy, **found)
 
 
@@ -132,7 +132,7 @@ def _entered(cell: Cell, name: str, mesh: DeviceMesh, subject: Subject) -> tuple
 
 
 def _tried(cell: Cell, work: Callable[[], Any]) -> tuple[Any, str]:
-    """What the work gives; or None, on all ranks, and the reason of the first rank where it fails."""
+    """Return the result of `work`; if any rank fails, return None and the first such rank's reason on all ranks."""
     result, reason = None, ""
     try:
         result = work()

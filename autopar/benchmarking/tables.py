@@ -41,7 +41,7 @@ def cell_table(measurements: Sequence[Measurement]) -> str:
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
-    """Those that were measured, with their seconds."""
+    """Return the measurements of strategies that ran, each with its seconds per step."""
     return [(each, each.measured.seconds) for each in measurements if each.measured is not None]
 
 
@@ -78,7 +78,7 @@ def _shortened(reason: str) -> str:
 
 
 def summary(measurements: Sequence[Measurement]) -> str:
-    """How predictions compare with measurements over all cells, and whether autopar's plan is the fastest."""
+    """Compare predictions with measurements over all cells, and autopar's plan with the fastest alternatives."""
     pairs = [(each.predicted, each.measured) for each in measurements if each.predicted and each.measured]
     timelines = [
         (each.timeline_seconds, each.measured.seconds)
@@ -107,7 +107,7 @@ def summary(measurements: Sequence[Measurement]) -> str:
 
 
 def _beside(name: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """How predicted seconds order measured ones, and how far they are from these."""
+    """Return lines on how well predicted seconds order the measured ones, and on the ratios between them."""
     predicted, measured = zip(*pairs, strict=True)
     factors = sorted(theirs / ours for ours, theirs in pairs)
     middle = factors[len(factors) // 2]

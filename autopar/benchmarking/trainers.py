@@ -41,12 +41,12 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What autopar's plans are made with."""
+    """Terms of autopar's plans: the hardware, the memory limit in bytes, and the measured profile."""
 
     hardware: Hardware
     memory: int | None = None
     profile: Mapping[str, Any] | None = None
-    """What the hardware was read from, where it was measured here: each model is planned for it as it computes then."""
+    """Profile measured on this machine, if any; its compute rates are measured again before each model is planned."""
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Trainer:
         self.inputs = inputs
         self.plan = plan
         self.program = program
-        """What a rank runs, as code, and the layouts of what it takes; equal where two do the same. A peer has none."""
+        """Code that a rank runs and the layouts of its inputs, equal for equal programs; None for a peer."""
         self.setup_seconds = setup_seconds
         self._context = context
         # A peer may leave parameters plain that it does not split; a fused step takes the kinds in groups of their own.

@@ -44,14 +44,14 @@ class CalibrationError(AutoparError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """What was measured of one link: samples by collective, and their fit."""
+    """Measurements of one link: samples by collective, and their fit."""
 
     name: str
     axes: str
     samples: Mapping[str, list[Sample]]
     fit: Fit
     few: Protocol | None
-    """How an all-reduce of a few numbers runs, where that is clearly faster than the fit."""
+    """Protocol of an all-reduce of a few numbers, if that is clearly faster than the fit; otherwise None."""
 
     def protocols(self, names: Sequence[str]) -> tuple[Protocol, ...]:
         """The protocols of the link, those of the fit by these names."""
@@ -98,7 +98,7 @@ def measured_anew(profile: Profile, device: str, effort: Effort) -> Profile:
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
@@ -172,7 +172,10 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: s
 
 
 def _stamp(device: str) -> Stamp:
-    """Where and when the running ranks measure, and the load of others: later it is their own."""
+    """Return the origin of measurements: device, number of ranks, load and date.
+
+    The load is read before measuring; later it includes the ranks' own.
+    """
     ranks, load_before, today = dist.get_world_size(), os.getloadavg()[0], datetime.date.today().isoformat()
     return Stamp(
         f"measured: {device_name(device)}, {ranks} rank{'s' * (ranks > 1)} (load {load_before:.1f}), {today}, "

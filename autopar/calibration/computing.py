@@ -18,7 +18,10 @@ from autopar.units import format_bytes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_OF_LENGTH = 0.5
-"""Where a longer sequence is as much faster as it is longer, its rate tells of no limit: at most this share of it."""
+"""Cap on the speedup of the longer sequence, as a share of the ratio of lengths.
+
+A speedup equal to that ratio would leave the asymptotic rate undetermined.
+"""
 Profile = dict[str, Any]
 
 
@@ -125,7 +128,7 @@ def _host_bytes() -> int:
 
 
 def device_name(device: str) -> str:
-    """What the device is, in words."""
+    """Return the name of the GPU, or the model of the CPU and its number of cores."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")

@@ -1,16 +1,16 @@
-"""From the seconds of messages to the numbers of a link: a line, or the lower of two, with the least relative error.
+"""Fit of a link's coefficients to measured message times: one line, or the lower of two.
 
     seconds = base latency + steps · step latency + bytes sent · seconds per byte
 
 A least-squares fit in relative error, so that a message of a kilobyte counts as much as one of a megabyte, and with no
-coefficient below zero. Three refinements are made where they explain the times clearly better:
+coefficient below zero. Three refinements are made if they explain the times clearly better:
 
-- Collectives share the latencies and differ in the seconds per byte (gloo scatters more slowly than it gathers): what
-  each reaches of the best one's bandwidth is its efficiency.
-- Collectives differ in the latency, too (gloo's all-to-all sends to all at once): each has that of the fit, so many
-  times.
-- Libraries carry small messages differently from large ones (NCCL's protocols): one line for the messages up to a size
-  and one for those above both become protocols, the first with its share of the second's bandwidth.
+- Collectives share the latencies and differ in the seconds per byte (gloo scatters more slowly than it gathers). The
+  efficiency of each is its share of the best one's bandwidth.
+- Collectives differ in the latency, too (gloo's all-to-all sends to all at once). Each has the latency of the fit,
+  times a factor of its own.
+- Libraries carry small messages differently from large ones (NCCL's protocols). One line for the messages up to a size
+  and one for those above it become two protocols, the first with its share of the second's bandwidth.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Line:
         return self.base_s + sample.steps * self.step_s
 
     def seconds(self, sample: Sample, slowdown: float = 1.0) -> float:
-        """What the line predicts for a sample whose latency is so many times that of the line."""
+        """Predict the seconds of a sample whose latency is `slowdown` times that of the line."""
         return self.latency(sample) * slowdown + sample.num_bytes * self.seconds_per_byte
 
 
@@ -83,7 +83,7 @@ class Fit:
         )
 
     def seconds(self, sample: Sample) -> float:
-        """What the fit predicts for a sample."""
+        """Predict the seconds of a sample by the faster line, given its collective's efficiency and latency factor."""
         scaled = _scaled(sample, self.efficiencies)
         return min(line.seconds(scaled, self.latencies.get(sample.collective, 1.0)) for line in self.lines)
 

@@ -1,4 +1,4 @@
-"""How sure a median is: its standard error, if what it is the median of varies normally."""
+"""Standard error of a median, if the values vary normally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = TypeVar("Values", float, Tensor)
 
 
 def standard_error(between_quartiles: Values, count: int) -> Values:
-    """That of the median of `count` values, in their unit, from the distance of their quartiles.
+    """Return the standard error of the median of `count` values, in their unit, from their interquartile range.
 
     >>> round(standard_error(1.349, 100), 4)
     0.1253

@@ -16,16 +16,16 @@ EPSILON = 1e-5
 
 
 def norm(x_ND: Tensor, weight_D: Tensor) -> Tensor:
-    """As transformers' RMSNorm."""
+    """Compute the norm as transformers' RMSNorm does."""
     wide = x_ND.float()
     return weight_D * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x_ND.dtype)
 
 
 def counted_bytes(x_ND: Tensor) -> int:
-    """What `cost.forward_seconds` counts for a norm, forward and backward, but for what has one number for each row.
+    """Return the bytes that `cost.forward_seconds` counts for a norm, forward and backward.
 
-    Inputs and outputs of each operation, once more for each input with a gradient: the casts, the square and the mean
-    have one, the products two.
+    Tensors with one number per row are left out. Each operation counts its inputs and outputs, once more for each input
+    with a gradient: the casts, the square and the mean have one such input, the products two.
     """
     narrow, wide = x_ND.itemsize, torch.float32.itemsize
     casts, square, mean = 2 * 2 * (narrow + wide), 2 * 2 * wide, 2 * wide

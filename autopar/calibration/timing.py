@@ -54,7 +54,7 @@ LAYERS = 8  # and large ones
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured; the sizes of messages are in bytes, those of matmuls in rows."""
+    """Amount of measuring; the sizes of messages are in bytes, those of matmuls in rows."""
 
     message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
     matmul_sizes: tuple[int, ...] = (512, 1024, 2048)
@@ -286,7 +286,7 @@ class Timer:
         return dict(zip(cases, median.maximum(error).clamp(min=SHORTEST).tolist(), strict=True))
 
     def hidden_share(self, group: dist.ProcessGroup) -> float:
-        """Which share of a large reduction hides behind matmuls that take about as long."""
+        """Measure the share of a large all-reduce that overlaps with matmuls taking about as long."""
         num_bytes = _fitting(self.effort.message_bytes[-1], group.size())
         whole = torch.zeros(num_bytes // 4, device=self.device)
 

@@ -1,4 +1,4 @@
-"""From an `nn.Module` to a `Program`: export, normalize, guard.
+"""Capture of an `nn.Module` as a `Program`: export, normalize, guard.
 
 Decides what the graph is that everything after it plans and runs. Knows nothing of meshes, layouts or costs.
 """

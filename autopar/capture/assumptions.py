@@ -31,13 +31,13 @@ from autopar.errors import CaptureError, InputError
 
 TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep
 TRACING = tuple(TORCH + part for part in ("fx/", "_export/", "export/", "_subclasses/", "_functorch/", "overrides.py"))
-"""Of torch what runs between a branch and what is asked for its value."""
+"""Path prefixes of the torch code that runs between a branch in the model and the query for its truth value."""
 _SAID = re.compile(r"(?P<file>.+\.py):(?P<line>[0-9]{1,9})(=(?P<value>True|False))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """That the branch at a line takes a value; None: that of a check that passes."""
+    """Assumed outcome of the branch at a line: the value of its test, or None for a check that passes."""
 
     file: str
     line: int
@@ -52,7 +52,10 @@ class Assumption:
 
 
 def assumptions_of(said: object) -> tuple[Assumption, ...]:
-    """What `assume=` says; InputError where it is not a list of texts such as "model.py:12" and "model.py:12=True"."""
+    """Parse the option `assume=` to assumptions.
+
+    Raises InputError unless it is None or a list of texts such as "model.py:12" and "model.py:12=True".
+    """
     if said is None:
         return ()
     if not isinstance(said, list | tuple):
@@ -98,11 +101,11 @@ class Branches:
     model: str
     assumptions: Sequence[Assumption]
     taken: dict[str, None] = field(default_factory=dict)
-    """What was assumed, as text."""
+    """Assumptions that were applied, as text, in the order of their use."""
     open: dict[Place, bool | None] = field(default_factory=dict)
-    """Those of which nothing is said, with the value that lets a check pass; None where it is no check."""
+    """Branches that no assumption covers, with the value that lets a check pass; None if it is not a check."""
     origins: dict[object, Place] = field(default_factory=dict)
-    """Where a truth value was read that is tested elsewhere, by its expression."""
+    """Place where a truth value was read that is tested elsewhere, by the value's expression."""
 
     def said(self, place: Place, passing: bool | None) -> bool | None:
         """The value that `assume=` gives to the branch at a place."""

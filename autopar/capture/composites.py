@@ -56,7 +56,10 @@ def layer_by_layer(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
-    """Where each place of an output of `size` (n, c, spatial) is read, by the affine maps theta (n, d, d + 1)."""
+    """Return the input coordinates for each position of an output of `size` (n, c, spatial).
+
+    The coordinates follow from the affine maps theta (n, d, d + 1).
+    """
     along = []
     for number in size[2:]:
         ends = 1.0 if align_corners else (number - 1) / number
@@ -70,7 +73,10 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tens
 def covariance(
     x: Tensor, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """Of the rows of x (variables, observations); PyTorch's own looks at the values of the weights, none included."""
+    """Return the covariance of the rows of x (variables, observations), or NotImplemented if weights are given.
+
+    PyTorch's own implementation reads the values of the weights even if none are given.
+    """
     if fweights is not None or aweights is not None:
         return NotImplemented
     rows = x if x.ndim > 1 else x.unsqueeze(0)
@@ -88,9 +94,10 @@ def correlation(x: Tensor) -> Tensor:
 
 
 def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """How often each number is in x, or the sum of its weights, where no number is above `minlength` - 1.
+    """Return the count of each number in x, or the sum of its weights; no number may exceed `minlength` - 1.
 
-    PyTorch's own gives more counts where one is, so that its shape depends on values; this one raises when it runs.
+    PyTorch's own returns more counts for a larger number, so that its shape depends on values; this one raises at run
+    time. Return NotImplemented if `minlength` is 0.
     """
     if not minlength:
         return NotImplemented
@@ -161,6 +168,6 @@ def composites_taken_apart(device: str | None = None) -> Iterator[None]:
 
 
 def _casts_as_one(op: torch._ops.OpOverload, device: str | None) -> bool:
-    """Whether autocast is on and casts the inputs of the whole, on the type of device that a trace is for."""
+    """Return whether autocast is on and casts a composite's inputs as a whole, on the device type of the trace."""
     on = Autocast.around("cpu") or Autocast.around("cuda")
     return on is not None and Autocast(device or on.device, on.dtype).casts_whole(op)

@@ -74,7 +74,7 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether it is a tensor with values."""
+    """Return whether a value is a plain tensor with data, neither fake nor on the meta device."""
     return type(value) is Tensor and not isinstance(value, FakeTensor) and not value.is_meta
 
 
@@ -101,7 +101,7 @@ OF_MASKS = frozenset(
         *(getattr(owner, f"logical_{name}") for owner in (torch, Tensor) for name in ("not", *CONNECTIVES)),
     )
 )
-"""What masks are made with: of constants alone, a constant."""
+"""Functions that build masks; applied to constants alone, they give a constant."""
 
 ANSWERS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Call]] = {
     Tensor.__getitem__: _indexed,

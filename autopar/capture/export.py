@@ -1,7 +1,7 @@
-"""From an nn.Module and example inputs to a Program: `torch.export` on fake tensors, then the passes of `normalize`.
+"""Conversion of an nn.Module and example inputs to a Program by `torch.export` on fake tensors and `normalize`.
 
-Nothing of the model is computed or copied: a skeleton with fake parameters is traced. What the trace would change in
-silence is guarded in `guards`; what it cannot follow is a CaptureError.
+Nothing of the model is computed or copied: a skeleton with fake parameters is traced. `guards` prevents what the trace
+would change in silence; what the trace cannot follow raises a CaptureError.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def trace(
     capacity_factor: float | None = None,
     precision: Precision = AS_IT_IS,
 ) -> Traced:
-    """What `capture` makes programs of, arguments and errors as there."""
+    """Trace a model to the graph that `capture` turns into a program; arguments and errors are those of `capture`."""
     autocast = Autocast.around(None if device is None else device.type)
     check_not_beside_autocast(precision, autocast)
     options = training, device, capacity_factor, precision, autocast
@@ -232,7 +232,7 @@ def _traced(
 
 
 def _equal(one: Program, other: Program) -> bool:
-    """Whether two programs compute the same."""
+    """Return whether two programs compute the same: equal fingerprints and equal constants."""
     constants = zip(one.constants.values(), other.constants.values(), strict=False)
     return one.fingerprint == other.fingerprint and all(torch.equal(a, b) for a, b in constants)
 
@@ -337,7 +337,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 def _sources(
     exported: torch.export.ExportedProgram, traced: nn.Module, leaves: Sequence[Any]
 ) -> tuple[dict[str, Source], dict[str, Tensor], dict[str, str]]:
-    """What each tensor placeholder stands for, its fake value, and the further names of tied tensors."""
+    """Return the source and fake value of each tensor placeholder, and the further names of tied tensors."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}

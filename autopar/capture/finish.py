@@ -1,4 +1,4 @@
-"""From a graph that all passes have rewritten to a Program: placeholders in order, values in plain descriptions."""
+"""Conversion of a fully rewritten graph to a Program: placeholders in order, values as plain descriptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDER = ("parameter", "buffer", "constant", "input")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a model is called, and what a graph of it does not say."""
+    """Call interface of a model, and facts about the model that its graph does not record."""
 
     tied: dict[str, str]
     """Further names of tied tensors."""

@@ -23,7 +23,7 @@ from autopar.errors import CaptureError
 from autopar.program.functions import applied
 
 OF_CUSTOM_OPERATORS = "torch._library.autograd"
-"""Where the Functions live that are the backward of a custom operator, which is kept whole by itself."""
+"""Module of the autograd Functions that are the backward of a custom operator, which is kept whole by itself."""
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def kept_functions(uses: list[KeptUse]) -> Iterator[None]:
 
 
 def _outputs(cls: type[torch.autograd.Function], args: Any, tensors: list[Tensor], tracer: Any) -> Any:
-    """What the Function gives, by its own forward on tensors without values, none of it in the graph."""
+    """Return the outputs of a Function's own forward on tensors without values, kept out of the graph."""
     shapes = getattr(detect_fake_mode(tensors), "shape_env", None)
     aside = contextlib.ExitStack()
     with aside:
@@ -108,7 +108,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_part(self, value: Any) -> bool:
-        """Whether it is an argument of the Function or a view of one."""
+        """Return whether a value is an argument of the Function or a view of one."""
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
 
 

@@ -1,4 +1,4 @@
-"""What must hold while a model is traced: without these, `torch.export` records another computation in silence."""
+"""Guards around tracing, without which `torch.export` silently records another computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what `torch.export` records to what the planner reads: fewer kinds of calls, nothing hidden, nothing in place.
+"""Normalization of what `torch.export` records for the planner: fewer kinds of calls, none hidden or in place.
 
 The order matters: in-place operations go first, while views still say whose memory they share; gradients come last,
 when the graph is the one that will run.
@@ -118,7 +118,7 @@ def detach_dead_ends(draft: TracedGraph) -> None:
 
 
 def _records(node: fx.Node) -> bool:
-    """Whether autograd follows a value."""
+    """Return whether autograd records any tensor that a node gives."""
     found = node.meta["val"]
     return any(
         isinstance(x, Tensor) and x.requires_grad for x in (found if isinstance(found, list | tuple) else [found])

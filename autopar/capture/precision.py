@@ -32,7 +32,7 @@ def check_not_beside_autocast(precision: Precision, autocast: Autocast | None) -
 
 
 def in_compute_dtype(leaf: Any, precision: Precision) -> Any:
-    """What the forward sees of a parameter or an input: where it is cast, a tensor on the meta device in its place."""
+    """Return a leaf as the forward sees it: if it is cast, a meta tensor of the compute dtype in its place."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, Number) or precision.computes(leaf.dtype) == leaf.dtype:
         return leaf
     dtype = precision.computes(leaf.dtype)

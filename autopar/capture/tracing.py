@@ -41,14 +41,14 @@ from autopar.errors import CaptureError
 
 @dataclass(slots=True, eq=False)
 class Observed:
-    """What is noticed while a model is traced, beside its graph."""
+    """Observations made while a model is traced, apart from its graph."""
 
     branches: Branches
     """On the values of tensors."""
     recorder: Recorder
-    """Of what the forward reads and writes of Python."""
+    """Record of the Python state that the forward reads and writes."""
     hooks: TensorHooks
-    """That the forward registers on its tensors."""
+    """Gradient hooks that the forward registers on its tensors."""
     called: Sequence[FunctionType]
     """The user's functions that the forward may call."""
     functions: list[KeptUse] = field(default_factory=list)
@@ -56,16 +56,16 @@ class Observed:
     gradients: list[GradientCall] = field(default_factory=list)
     """Uses of torch.autograd.grad, in order."""
     modes: dict[str, bool] = field(default_factory=dict)
-    """What the forward asks of PyTorch's own state."""
+    """Gradient modes of PyTorch that the forward queries, with the answers, by name of the query."""
     layers: EqualLayers = field(init=False)
-    """Those that are traced once."""
+    """Layers that are traced once for all their equals."""
 
     def __post_init__(self) -> None:
         self.layers = EqualLayers(self.recorder, self._noticed)
 
     @classmethod
     def of(cls, traced: nn.Module, model: nn.Module, assume: Sequence[Assumption]) -> Observed:
-        """For a trace of `traced`, a copy of `model`."""
+        """Build the observations for a trace of `traced`, a copy of `model`."""
         called = called_functions(traced)
         recorder = Recorder(traced, globals_read(traced, called))
         return cls(Branches(type(model).__name__, assume), recorder, TensorHooks(traced, model), called)
@@ -89,7 +89,7 @@ class Observed:
             yield
 
     def _noticed(self) -> tuple[int, ...]:
-        """How much has been noticed that is not in the graph."""
+        """Return the counts of all observations that are not in the graph."""
         branches = self.branches
         of_branches = len(branches.taken), len(branches.open), len(branches.origins)
         return *of_branches, len(self.functions), len(self.gradients), len(self.hooks.hooks)
@@ -104,7 +104,7 @@ def export(
     statics: StaticValues,
     device: str | None = None,
 ) -> torch.export.ExportedProgram:
-    """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
+    """Return the result of `torch.export` for a model on fake tensors; CaptureError if it cannot be followed.
 
     An UndecidedError says which branches on values are open.
 
@@ -154,7 +154,7 @@ def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
 
 
 _UNKNOWN = re.compile(r"Found <class '([^']+)'> in output|Unsupported input type <class '([^']+)'>")
-"""What torch.export says of an object that is no container that it knows."""
+"""Pattern of torch.export's messages about an object that is no container that it knows."""
 
 
 def _explained(name: str, error: Exception) -> CaptureError:

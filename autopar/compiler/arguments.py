@@ -1,4 +1,4 @@
-"""What a user gave to `compile`, `plan` or `attach`, read and checked before anything is captured."""
+"""Arguments of `compile`, `plan` and `attach`, read and checked before anything is captured."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a compiled module runs, beside its plan: `plan` is one that was made before."""
+    """Options for running a compiled module, besides its plan; `plan` is one that was made before."""
 
     plan: Plan | PipelinePlan | None = None
     deterministic: bool = False
     seed: int | None = None
     check_inputs: bool | None = None
     buckets: Buckets | None = None
-    """To which sizes inputs are padded; None: they are not."""
+    """Sizes to which inputs are padded; None for no padding."""
 
     def __post_init__(self) -> None:
         check_options({each.name: getattr(self, each.name) for each in fields(self)})
@@ -146,7 +146,7 @@ USUAL: Mapping[str, tuple[object, ...]] = {
     "offload": ("none",),
     "host_memory": (None,),
 }
-"""What options that are of training alone say where nothing is said of them."""
+"""Training option → the values that are accepted with training=False."""
 
 
 def check_forward_alone(given: Mapping[str, Any]) -> None:

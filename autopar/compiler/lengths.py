@@ -1,4 +1,4 @@
-"""Whether padding to buckets changes what a model returns, found out on small sizes before the first call is padded."""
+"""Check on small sizes, before the first padded call, that padding to buckets does not change a model's outputs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ ADVICE = {
 
 
 class Counting:
-    """What the outputs of one model count, found out once for each mode and each kind of input but for sizes."""
+    """Positions and samples in the outputs of one model, found once per mode and per kind of inputs (sizes aside)."""
 
     def __init__(self, tree: Tree, request: PlanRequest, mesh: DeviceMesh) -> None:
         self._tree, self._request, self._mesh = tree, request, mesh
         self._known: dict[Hashable, tuple[Counted, ...]] = {}
 
     def of(self, arguments: Arguments, training: bool, buckets: Buckets) -> tuple[Counted, ...]:
-        """That of inputs such as these, in a mode; called by all ranks. Raises as `SmallSizes.counted`."""
+        """Return the `Counted` of each output for inputs such as these, in a mode.
+
+        All ranks call this together. Raises as `SmallSizes.counted`.
+        """
         leaves, spec = pytree.tree_flatten(arguments)
         kinds = ((leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         kind = str(spec), tuple(kinds), roles_of(arguments, buckets), self._tree.state(training)
@@ -65,9 +68,10 @@ class SmallSizes:
     request: PlanRequest
 
     def counted(self, arguments: Arguments, buffers: Mapping[str, Tensor]) -> tuple[Counted, ...]:
-        """What the outputs count; InputError where one of a padded call would be another than without padding.
+        """Return which dims of each output count positions and samples.
 
-        Of `arguments` names, numbers of dims and dtypes count.
+        Only names, numbers of dims and dtypes of `arguments` matter. Raises InputError if padding would change an
+        output.
         """
         buckets = self.buckets
         short, long = buckets.check_lengths

@@ -33,7 +33,7 @@ from autopar.solver.deadline import after, interruptible, is_over, seconds_until
 from autopar.units import format_bytes, format_seconds
 
 ESTIMATING = 0.4
-"""Of the time limit, at most, in which candidates are estimated."""
+"""Share of the time limit that estimating candidates may take, at most."""
 
 
 def plan_offline(

@@ -57,7 +57,7 @@ USUAL_AXES, MOST_AXES = 2, 3
 """Axes of a mesh that is searched for, beside that of a pipeline."""
 USUAL_PIPELINE = "pp"
 SHRINKING = 0.9
-"""Of what a batch takes beside what is stored, at least, goes down as micro-batches do: half of it for half of them."""
+"""Share of a batch's bytes, stored state aside, that shrinks at least in proportion to the micro-batch size."""
 WORTH = 2
 """Times as many nodes as in its shorter form has a model whose arrangements are estimated, at least."""
 
@@ -73,11 +73,11 @@ class OfflinePlanner:
         self.traces: dict[tuple[int, int], Traced] = {}
         self.programs: dict[tuple[int, int, Tiles], Program] = {}
         self.shorter: dict[tuple[int, int, Tiles], Shortened] = {}
-        """As `programs`, in their shorter form."""
+        """Shorter forms of `programs`, by the same keys."""
         self.fewer: dict[tuple[int, int], Traced | None] = {}
-        """As `traces`, of the model with fewer layers; None where that is no shorter form of the model."""
+        """Traces of the model with fewer layers, keyed as `traces`; None if it cannot be traced so."""
         self.warned = False
-        """Whether it was said that statistics are those of micro-batches."""
+        """True if the user was warned that batch statistics are those of micro-batches."""
 
     def captured(self, count: int, num_parts: int, tiles: Tiles) -> Program:
         """The program of one of so many micro-batches, of a batch of so many times the example."""
@@ -121,10 +121,10 @@ class OfflinePlanner:
         return self.request.space(program, self.request.named(Mesh({"dp": 1})))
 
     def usual_axes(self, devices: int | None) -> int:
-        """How many axes a mesh has beside a pipeline's, at most: a third one where the second has two things to do.
+        """Return the most axes of a searched mesh, besides a pipeline's: a third one if the second has two purposes.
 
-        That is where there are experts, and where the batch has too few samples for the devices, so that positions are
-        split, too.
+        A third axis serves models with experts. It also serves batches with fewer samples than devices, whose positions
+        are sharded, too.
         """
         has_experts = any(node.target is DISPATCH for node in self.single.program.graph.nodes)
         is_whole = self.request.inputs == "whole"
@@ -142,7 +142,7 @@ class OfflinePlanner:
         return other
 
     def samples(self, mesh: Mesh) -> int:
-        """Of the whole batch, of which ranks along some axes of a mesh may be given parts."""
+        """Return the samples of the whole batch; ranks along some axes of a mesh may each be given a part of it."""
         return batch_size(self.batch) * math.prod(map(mesh.size, axes_of_parts(self.request.inputs, mesh)))
 
     @property

@@ -1,7 +1,7 @@
-"""What the arguments of `compile`, `plan` and `attach` may be: a table of kinds, checked before anything is captured.
+"""Allowed arguments of `compile`, `plan` and `attach`: a table of kinds, checked before anything is captured.
 
-What words and numbers mean together (a preset that is not known, a schedule that does not fit) is checked by those who
-read them.
+The meaning of words and numbers (an unknown preset, a schedule that does not fit) is checked by the code that reads
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
 
 @dataclass(frozen=True, slots=True)
 class _Satisfying:
-    """What a function says yes to."""
+    """Schema of the values that a predicate accepts."""
 
     accepts: Callable[[Any], bool]
     needed: str

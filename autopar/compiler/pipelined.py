@@ -92,16 +92,16 @@ class _Compiler:
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
         self.warned = False
-        """Whether it was said that statistics are those of micro-batches."""
+        """True if the user was warned that batch statistics are those of micro-batches."""
         self.storage: dict[str, Layout] = {}
         """Parameter → the layout in which it is stored, on whichever stage, since the first plan."""
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
         self.schedule = None if plan is None else plan.schedule
         self.tiles = tiles_asked(request)
-        """In which the model is captured, since the first plan."""
+        """Tiles in which the model is captured: the requested ones, then those of the first plan."""
         self.allowance: Allowance | None = None
-        """What the choice of a schedule has left of the time limit, for the first plan."""
+        """Time that the choice of a schedule has left of the limit, for the first plan."""
         self.counting = Counting(self.tree, request, mesh)
 
     def make_module(self, random_state: RandomState) -> PipelineModule:
@@ -135,7 +135,7 @@ class _Compiler:
         return other.make_module(self.module.random_state.copied())
 
     def num_microbatches(self, arguments: Arguments, training: bool) -> int:
-        """Of a batch; schedule and micro-batches are chosen for the first one."""
+        """Return the number of micro-batches of a batch; the first batch decides it, together with the schedule."""
 
         def request_of(schedule: Schedule, tiles: Tiles | None = None) -> PipelineRequest:
             part = split_batch(arguments, schedule.num_microbatches)[0]
@@ -212,7 +212,10 @@ class _Compiler:
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
-        """What is to be planned; parameters that are laid out stay where they are, whatever the limit."""
+        """Build the planning request of a pipeline for micro-batches such as these.
+
+        Once parameters are laid out, they keep their layouts, and no memory limit applies.
+        """
         settings = self.request.settings if self.original is not None else replace(self.request.settings, memory=None)
         return PipelineRequest.of(
             replace(self.request, settings=settings),

@@ -70,7 +70,7 @@ class PlanCache:
     def plan(
         self, request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
     ) -> Plan:
-        """What `_planned` gives, from the folder where it is there; such a plan has no context."""
+        """Return the plan of `_planned`, read from the folder if it is there; a plan that was read has no context."""
 
         def check(plan: Plan) -> None:
             tiles = tiles_of(plan, space.program, tiles_asked(request), space.mesh)
@@ -82,7 +82,7 @@ class PlanCache:
             return self._kept(key, Plan.from_json, check, lambda: _planned(request, space, spaces, storage))
 
     def pipeline_plan(self, request: PipelineRequest) -> PipelinePlan:
-        """What `plan_pipeline` gives, from the folder where it is there."""
+        """Return the plan of `plan_pipeline`, read from the folder if it is there."""
 
         def check(plan: PipelinePlan) -> None:
             blocks = blocks_of(request.program, plan.schedule.num_stages)
@@ -157,7 +157,7 @@ def _key(*parts: Any) -> str:
 
 
 def _of_space(space: Space) -> list[Any]:
-    """What there is to decide, with its costs."""
+    """Return all of a space that its plans depend on: program, mesh, hardware, and decisions with their costs."""
     menus: dict[int, str] = {}
     decisions = []
     for each in space.decisions:
@@ -175,12 +175,12 @@ def _of_menu(menu: Menu) -> str:
 
 
 def _of_program(program: Program) -> list[Any]:
-    """What a plan says of a program beside its graph."""
+    """Return the properties of a program, besides its graph, that a plan depends on."""
     return [program.parameters, program.buffers, program.assumed, program.tileable, program.mlp_tileable]
 
 
 def _of_request(request: PlanRequest) -> PlanRequest:
-    """What was asked for; the profile is that of the space, whatever it was called."""
+    """Return the request without its profile: the space has the same profile, under whatever name it was given."""
     return replace(request, hardware=None)
 
 

@@ -47,7 +47,7 @@ Spaces = Callable[[Tiles], Space]
 
 
 def tiles_asked(request: PlanRequest) -> Tiles:
-    """Those that the user asked for."""
+    """Return the tiles that the user requested."""
     return Tiles(request.loss_tiles, request.mlp_tiles)
 
 
@@ -89,7 +89,7 @@ class _Turns:
         self._refused: InfeasibleError | None = None
         """Why the model as it is has no plan."""
         self._late: TimeLimitError | None = None
-        """What ended the turns: time for another there is none."""
+        """Error of the time limit that ended the turns; no other model is planned after it."""
         self._at_least = math.inf
         """Seconds that models take at least that were found to be no faster than a cut-off."""
         self._stated: dict[int, Statements] = {}
@@ -98,7 +98,7 @@ class _Turns:
 
     @property
     def seconds(self) -> float:
-        """Those of the best plan so far, or of one that is known elsewhere."""
+        """Seconds per micro-batch of the best plan so far, or of a faster one known elsewhere (`cutoff`)."""
         known = self._request.settings.cutoff
         return known if self.best is None else min(known, seconds_of_microbatch(self.best.plan))
 
@@ -229,7 +229,7 @@ def _bytes_of_logits_in(plan: Plan) -> int:
 
 
 def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
-    """In which tiles a plan's model is captured, where `program` is the model as it was asked for."""
+    """Return the tiles in which a plan's model is captured; `program` is the model captured in the requested tiles."""
     return _tiles_of(plan.descriptions.values(), program, asked, mesh)
 
 

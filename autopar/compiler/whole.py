@@ -79,7 +79,7 @@ class _Compiler:
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
         self.warned = False
-        """Whether it was said that statistics are those of micro-batches."""
+        """True if the user was warned that batch statistics are those of micro-batches."""
         self.storage: dict[str, Layout] = {}
         """Parameter → the layout in which it is stored, since the first plan."""
         self.counting = Counting(self.tree, request, mesh)

@@ -1,4 +1,4 @@
-"""What a plan assumes that a framework holds in memory besides the tensors of the model's graph.
+"""Conventions on the memory that a framework holds in addition to the tensors of the model's graph.
 
     autopar     what autopar's runtime holds: tensors, and on a GPU the allocator's gaps, CUDA's context, NCCL's buffers
                 and cuBLAS's workspaces, as the hardware profile says
@@ -6,7 +6,7 @@
     megatron    what Megatron-LM holds at the same layouts, for comparisons with it
     deepspeed   what Megatron-DeepSpeed holds
 
-A limit on memory is one on the device: it counts all of this.
+A memory limit applies to the device: it counts all of these parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sets for deterministic products."""
 
 @dataclass(frozen=True, slots=True)
 class MemoryConventions:
-    """What counts as memory of a device; None takes the number of the hardware profile, 0 leaves a part out."""
+    """Parts of device memory that a plan counts; None takes the hardware profile's number, 0 leaves a part out."""
 
     allocator_factor: float | None = None
     """Bytes that the caching allocator reserves for each byte of tensors at the peak; 1 leaves its gaps out."""

@@ -1,18 +1,18 @@
-"""How many parameters share a message of the runtime, and so the latency of the collective that carries it.
+"""Number of parameters that share a message of the runtime, and so the latency of the collective that carries it.
 
-Weights are gathered in one message per layer, and those that the backward gathers again in one more. What lies outside
-of numbered layers and is small travels with what is used next (`joined_layers`): a final norm with the head.
-Gradients are reduced in few messages of about equal bytes, in the order in which the parameters are used first. So
-`space.buckets` makes them of a plan; before there is one, gradients count as whole, and parameters pay
-equal parts:
+Weights are gathered in one message per layer. Weights that the backward gathers again share one more message per
+layer. A small module outside the numbered layers travels with the layer that is used next (`joined_layers`): a final
+norm with the head. Gradients are reduced in a few messages of about equal bytes, in the order in which the parameters
+are used first. `space.buckets` forms these messages once there is a plan. Before that, gradients count as whole, and
+parameters pay equal parts of the latency:
 
     parameters that share a message = parameters / messages, at least 1
 
-which adds up to the latency of the step, and is equal for layers that are equal. What travels with another layer's
-weights adds no message and pays least, so that this layer stays equal to others. What computing hides of messages
-(`hardware.beside`) it hides of all but those of the first layer.
-A weight that is gathered in a message of its own (`gathered_alone`) pays no more: that latency is less than the time of
-the copy that it saves, and that copy is not priced either.
+These parts add up to the latency of the step, and they are equal for equal layers. Weights that travel in another
+layer's message add no message. They pay the least, so that the other layer stays equal to its peers. Computation
+overlaps all messages (`hardware.beside`) except those of the first layer.
+A weight that is gathered in a message of its own (`gathered_alone`) pays no more: the extra latency is less than the
+time of the copy that it saves, and that copy is not priced either.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MESSAGES_PER_STEP = 2  # each costs a rank a millisecond with gloo, while few st
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many parameters share a message: one that gathers weights, and one that reduces gradients."""
+    """Number of parameters that share a message: `gathered` for weight gathers, `reduced` for gradient reductions."""
 
     gathered: int = 1
     reduced: int = 1
     beside: Beside = NOTHING
-    """What computes beside them."""
+    """Computation that overlaps the messages."""
 
 
 ALONE = Sharing()
@@ -79,9 +79,10 @@ def first_layer(program: Program) -> str:
 
 
 def gathered_alone(before: Layout, after: Layout, num_bytes: int, mesh: Mesh, hardware: Hardware) -> bool:
-    """Whether a weight, of so many bytes once it is whole, is gathered in a message of its own.
+    """Return whether a weight, of `num_bytes` bytes once gathered, is gathered in a message of its own.
 
-    It is where its parts lie as calls read them, one behind the other in its first dim, and it is `worth_a_message`.
+    This holds if its shards lie contiguously as calls read them, that is, if all axes split its first dim, and if the
+    weight is `worth_a_message`.
     """
     axes = [axis for axis, placement in enumerate(before) if placement.is_split and after[axis] in (R, I)]
     if not axes or any(before[axis].dim for axis in axes):
@@ -90,19 +91,19 @@ def gathered_alone(before: Layout, after: Layout, num_bytes: int, mesh: Mesh, ha
 
 
 def worth_a_message(num_bytes: Count, axes: Sequence[int], mesh: Mesh, hardware: Hardware) -> Count:
-    """Whether weights of so many bytes (one or an array), gathered over these axes, are worth a message of their own.
+    """Return whether weights of `num_bytes` (one or an array), gathered over these axes, get messages of their own.
 
-    They are where they are large, and where to copy them out of a message that they share (once read, once written)
-    would take longer than the latency of one more.
+    They do if they are large, and if a copy out of a shared message (one read, one write) would take longer than the
+    latency of one more message.
     """
     latency, _ = pieces("all_gather", mesh, joined_name(mesh.names, axes), hardware)[-1]
     return (num_bytes >= LARGE) & (2 * num_bytes / hardware.memory_bytes_per_s > latency)
 
 
 def joined_layers(program: Program) -> dict[str, str]:
-    """For each layer of parameters, the layer in whose message it is gathered: itself, or one that is used later.
+    """Map each layer of parameters to the layer whose message gathers it: itself, or one that is used later.
 
-    At most `SMALLEST_MESSAGE` joins a layer, since it is whole as long as this is.
+    At most `SMALLEST_MESSAGE` bytes join a layer, since they stay gathered as long as that layer does.
     """
     layers = layers_read(program)
     num_bytes: Counter[str] = Counter()
@@ -133,7 +134,7 @@ def layers_in_order(joined: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def messages(sizes: Sequence[int]) -> list[list[int]]:
-    """Which gradients of so many bytes each, given in their order, travel in one message."""
+    """Group gradients of these byte sizes, given in order, into messages; return the indices in each message."""
     together = [number for number, size in enumerate(sizes) if size < LARGE]
     total = sum(sizes[number] for number in together)
     most = min(LARGEST_MESSAGE, max(SMALLEST_MESSAGE, -(-total // MESSAGES_PER_STEP)))

@@ -32,9 +32,10 @@ def model_flops(program: Program) -> Mapping[torch.dtype, float]:
 
 
 def _operands(each: RoledCall) -> list[TensorInfo]:
-    """What a call multiplies and sums: inputs of fractions with a factor that is no longer there in the outputs.
+    """Return the operands that a call multiplies and sums.
 
-    A loss, of which no factor is left, is none.
+    These are the floating-point inputs with a factor that is absent from the outputs. A call whose outputs have no
+    factor, such as a loss, has none.
     """
     kept = {factor for term in each.out_terms for factor in term.factors}
     if not kept:

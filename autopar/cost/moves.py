@@ -51,7 +51,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MovedTensor:
-    """What the cost of a move depends on."""
+    """Properties of a tensor that determine the cost of a move."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,13 +68,16 @@ class MovedTensor:
     view: bool = False
     """Such a view: the weight is gathered before it is taken, never its views."""
     sharing: Sharing = ALONE
-    """With how many it shares its messages, and what is computed beside these, where it is bucketed."""
+    """Number of parameters that share its messages and the computation that overlaps them, if it is bucketed."""
     ragged: bool = False
     """Rows of experts: what dim 0 holds, and how much, each device knows alone, so that no move splits or joins it."""
     reduced: torch.dtype | None = None
     """A parameter whose gradient is summed in another dtype than its own."""
     fixed: bool = False
-    """What says where such rows are: true only where it was made, so that no move exists."""
+    """True if the tensor describes where expert rows are.
+
+    It is valid only on the device that made it, so that no move exists.
+    """
 
     @property
     def is_of_weights(self) -> bool:
@@ -86,7 +89,10 @@ class MovedTensor:
         return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
 
     def allows(self, layout: Layout, sizes: Sequence[int]) -> bool:
-        """Whether every split dim divides evenly, or is split once and may be padded."""
+        """Return whether the layout is valid: split dims divide evenly, or one axis splits them with padding.
+
+        Dims of ragged and fixed tensors may always divide unevenly.
+        """
         for dim, size in enumerate(self.shape):
             axes = layout.axes_of(dim)
             parts = math.prod(sizes[axis] for axis in axes)
@@ -96,7 +102,7 @@ class MovedTensor:
         return True
 
     def can_move(self, source: Placement, target: Placement) -> bool:
-        """Whether one axis's placement may change so."""
+        """Return whether one axis may change its placement from `source` to `target`."""
         if self.view and source.is_split and not target.is_split:
             return False
         if self.viewed and self.regather and self.requires_grad:
@@ -158,7 +164,7 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
 
 
 def is_gather(move: Move, tensor: MovedTensor) -> bool:
-    """Whether the move gathers a parameter for use, its gradient (if it has one) being reduce-scattered."""
+    """Return whether the move gathers a parameter for use and reduce-scatters its gradient (if it has one)."""
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
@@ -180,9 +186,9 @@ def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | 
 
 
 def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:
-    """Which moves gather a weight that is freed after use and gathered again for the backward.
+    """Return for each move whether it gathers a weight that is freed after use and gathered again for the backward.
 
-    Those are the gathers that end a path: what the backward keeps is then the gathered weight itself, not a copy.
+    These are the gathers at the end of a path: the backward then needs the gathered weight itself, not a copy.
     """
     found: list[bool] = []
     last = tensor.regather

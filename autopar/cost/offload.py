@@ -1,14 +1,14 @@
-"""What a step on the host takes of each element of a parameter (`autopar.optim.OffloadedAdamW`).
+"""Cost per parameter element of an optimizer step on the host (`autopar.optim.OffloadedAdamW`).
 
     down    the gradient, and the weight where there is no master copy      bytes / the link's bandwidth
     host    AdamW goes through gradient, weight and moments; with a master copy the gradient is cast before, and the
             weight behind                                       bytes / the device's share of host memory's bandwidth
     up      the weight                                                      bytes / the link's bandwidth
 
-A GPU's copies run beside the host's step, of other pieces of parameters, and go through host memory, too: a step takes
-as long as the longest of the three. Where the device is the host itself, it takes all three one after the other.
-Gradients that leave in the backward (`Optimizer.sends_gradients`) come down beside that, and not in the step; on a
-device that is the host they take what they would take there.
+A GPU's copies overlap with the host's step on other pieces of parameters, and they use host memory bandwidth, too. A
+step takes as long as the longest of the three parts. If the device is the host itself, the parts run one after another.
+Gradients that are offloaded in the backward (`Optimizer.sends_gradients`) are copied down then, and not in the step. If
+the device is the host, their copies still take the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 
 STAGING, ACTIVATIONS, GRADIENTS = "staging", "activations", "gradients"
-"""Of what is on the host: what a step passes through, and what waits there for a backward, and for the step."""
+"""Kinds of host memory: a step's staging buffers, activations for the backward, gradients for the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class HostStep:
     """Seconds of an element on its way down, on the host, and on its way up; whether these pass beside each other."""
 
     before: float
-    """Of its gradient on its way down, where that leaves in the backward."""
+    """Seconds of the gradient's copy to the host, if it is offloaded in the backward."""
     down: float
     host: float
     up: float
@@ -41,13 +41,16 @@ class HostStep:
 
     @property
     def seconds(self) -> float:
-        """What the step takes of it; what leaves before is hidden, or taken where nothing passes beside anything."""
+        """Seconds that the step takes per element.
+
+        The gradient's earlier copy (`before`) is hidden in the backward, and counts only if no parts overlap.
+        """
         each = (self.down, self.host, self.up)
         return max(each) if self.beside else self.before + sum(each)
 
 
 def host_step(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> HostStep:
-    """What the step of an optimizer whose state is on the host takes of an element of a parameter."""
+    """Return the host-step seconds per parameter element of an optimizer whose state is on the host."""
     assert optimizer.offload is not None, "a step on the device"
     size, master, state = info.dtype.itemsize, optimizer.master_bytes(info), optimizer.state_bytes(info)
     before = size if optimizer.sends_gradients else 0

@@ -1,4 +1,4 @@
-"""What an optimizer keeps and moves per parameter: its state, and a copy of the weights in float32 where asked for.
+"""State that an optimizer keeps per parameter and the bytes it moves, including float32 master copies if requested.
 
 adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 beside master copies
 adamw-8bit   two moments of one byte, a float32 scale per block of 256 and a table of its values (Dettmers et al., ICLR
@@ -9,8 +9,8 @@ galore       of each matrix m×n, m ≥ n, a basis n×r and two moments m×r (Zh
              AdamW's of all else
 none         nothing, and no step
 
-Which parameters are matrices their names say (`optim.matrices`). All that is kept is split as the parameter is, and is
-on the device, or, of AdamW, on its host (`cost.offload`).
+Parameter names decide which parameters are matrices (`optim.matrices`). All state is split as the parameter is. It is
+on the device or, for AdamW only, optionally on the host (`cost.offload`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RANK = 128  # of GaLore's reference implementation
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What an optimizer keeps is on the host, which steps there; so many devices share it."""
+    """Optimizer state on the host, which also runs the step; `devices` is the number of devices that share the host."""
 
     devices: int = 1
 
@@ -104,16 +104,16 @@ class Optimizer:
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether gradients leave for the host as soon as the backward has made them."""
+        """True if gradients are sent to the host as soon as the backward has made them."""
         return self.offload is not None and self.gradients == "host"
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether a gradient is taken, and freed, as soon as the backward has made it."""
+        """True if each gradient is consumed and freed as soon as the backward has made it."""
         return self.in_backward or self.sends_gradients
 
     def takes(self, name: str, info: TensorInfo) -> bool:
-        """Whether it is an optimizer of matrices, and the parameter `name` is one."""
+        """Return whether a matrix optimizer ("muon" or "galore") takes the parameter `name` as a matrix."""
         if not info.requires_grad or self.name not in ("muon", "galore"):
             return False
         if self.name == "muon":

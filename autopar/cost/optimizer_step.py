@@ -1,12 +1,12 @@
-"""What the step of an optimizer computes and moves of one parameter in its storage layout.
+"""Computation and communication of an optimizer step for one parameter in its storage layout.
 
-A step goes through gradient, weight and state at the bandwidth of memory. Of matrices (`autopar.optim`) it is, besides,
+A step reads and writes gradient, weight and state at memory bandwidth. For matrices (`autopar.optim`) it adds
 
     muon     five iterations of 4 s²l + 2 s³ FLOPs, s ≤ l, on the whole matrix, which is gathered in bfloat16
     galore   4 mnr FLOPs divided as the matrix is; the basis is gathered over axes that split the long dim; what is
              projected is reduce-scattered over those that split the short one, and gathered to go back
 
-A renewal of GaLore's basis, one of many steps, is left out. What a step on the host takes, `offload` says.
+The renewal of GaLore's basis, which happens once in many steps, is not counted. `offload` prices a step on the host.
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
-"""How long a product takes at the full rate of a device, in FLOPs, by its shape; and attention, by its length.
+"""Time of a matrix product at the full rate of a device, in FLOPs, by its shape; and of attention, by its length.
 
 A device makes an output in tiles, as many at once as it has multiprocessors: a wave of elements. The last wave is half
 full on average, whatever the size, so that b products of m × k by k × n take
 
     2 (b·m·n + wave/2) k      of their FLOPs at the full rate, 2·b·m·n·k
 
-where `wave` is the hardware's `product_wave`. Their backward makes outputs of m × k and of k × n; each pass is priced
+where `wave` is the hardware's `product_wave`. Their backward makes outputs of m × k and of k × n. Each pass is priced
 at the mean of the three, which is right for all of them together:
 
     FLOPs + wave · (m + n + k) / 3
 
-So few rows, narrow outputs and short sums reach little of the peak. Batches of products whose rows are not aligned
-reach the hardware's `product_unaligned` of their rate. Fused attention goes through its queries in tiles
-that begin and end, and through the features of a head: it takes
+Few rows, narrow outputs and short sums therefore reach little of the peak. Batches of products whose rows are not
+aligned reach the hardware's `product_unaligned` of their rate. Fused attention goes through its queries in tiles that
+begin and end, and through the features of a head. It takes
 
     FLOPs · (1 + length / queries) · (1 + head / features)
 
-`length` being the hardware's `attention_length`, at which it reaches half of its rate under a causal mask, and `head`
-its `attention_head`. Without a mask no tile is half full and all take as long: the length is `WITHOUT_MASK` times that.
+`length` is the hardware's `attention_length`, at which attention reaches half of its rate under a causal mask. `head`
+is its `attention_head`. Without a mask no tile is half full and all take equally long: the length is then
+`WITHOUT_MASK` times that.
 
-What states its own FLOPs (a convolution, experts, a loss in tiles) is no single product, and goes at the full rate.
-All of it holds for sizes with symbols, too: see `formulas`.
+Calls that state their own FLOPs (a convolution, experts, a loss in tiles) are no single product, and run at the full
+rate. All formulas also hold for symbolic sizes: see `formulas`.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ ROW = 8
 QUERIES = "s"
 """The factor of queries in the rules of attention."""
 WITHOUT_MASK = 0.3
-"""From published curves, forward and backward, that rise to half of their rate at 180 queries without a mask and 495
+"""Ratio of the attention length without a mask to that under a causal mask.
+
+Published curves, forward and backward, rise to half of their rate at 180 queries without a mask and 495
 under one on an A100, and at 195 and 540 on an H100: 0.36 (Dao-AILab/flash-attention@0251105, assets/
 flash2_a100_fwd_bwd_benchmark.png and flash2_h100_fwd_bwd_benchmark.png). Their rate is 10% and 3% higher without a
-mask, which the profile's is not: 0.3 stands for both."""
+mask, which the profile's is not: 0.3 stands for both.
+"""
 
 
 def full_rate_flops(

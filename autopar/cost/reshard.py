@@ -39,14 +39,17 @@ class ReshardPath:
 
     moves: tuple[Move, ...]
     regathered: tuple[bool, ...]
-    """For each move, whether it is done again in the backward."""
+    """True for each move that runs again in the backward."""
     seconds: float
-    """As the planner prices it: a gather that another kind of move follows counts twice, though it runs once."""
+    """Seconds as the planner prices the path.
+
+    A gather that another kind of move follows counts twice, though it runs once.
+    """
     transfers: tuple[Transfer, ...]
     together: bool
-    """Whether all moves run in buckets: the runtime leaves a path that has a move of another kind out of them."""
+    """True if all moves run in buckets; the runtime keeps paths with another kind of move out of the buckets."""
     messages: tuple[Message | None, ...]
-    """For each transfer, the message that it shares with others; None where it runs alone."""
+    """Message that each transfer shares with others; None if the transfer runs alone."""
 
     def __str__(self) -> str:
         if not self.moves:

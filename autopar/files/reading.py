@@ -29,7 +29,10 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(text: str) -> Any:
-    """What a text says; Malformed where it is no JSON, is nested too deep, or has a number that no float can hold."""
+    """Parse JSON text.
+
+    Raises Malformed if the text is not JSON, is nested too deeply, or has a number that no float can represent.
+    """
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
     except Malformed:

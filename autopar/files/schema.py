@@ -1,4 +1,4 @@
-"""What JSON must look like, as a value that reads like a table: kinds of fields, and `check`, which names the field.
+"""Schemas of JSON as values that read like a table: kinds of fields, and `check`, which names the faulty field.
 
 LINK = Record({"name": Text(), "devices": Maybe(Whole(1))}, optional={"latency_s": Real(0)})
 LINK.check({"name": "wire", "devices": "two"}, "links[0]")
@@ -18,7 +18,7 @@ MAX_LENGTH = 10**6
 
 
 class Malformed(ValueError):
-    """What was read is not what was needed; the message begins with where it stands."""
+    """Error for input that does not fit its schema; the message begins with the position of the fault."""
 
 
 class Schema(Protocol):
@@ -111,7 +111,7 @@ class Real:
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """What may be null."""
+    """Schema of a value that may be null."""
 
     kind: Schema
 

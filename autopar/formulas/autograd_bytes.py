@@ -1,11 +1,11 @@
-"""How what autograd keeps beside inputs and outputs grows: the mask of a dropout, the sums of a softmax, statistics.
+"""Growth of the bytes that autograd saves besides inputs and outputs: dropout masks, softmax sums, statistics.
 
-It is known as a number of bytes alone. So autograd is asked again at multiples of the batch and the sequence, and
+These are known only as a number of bytes. So autograd is queried again at multiples of the batch and the sequence, and
 
     bytes = Σ c_ij · batch^i · sequence^j      i ≤ 1, j ≤ 2
 
-goes through its answers. A coefficient that is 4, 8, 1 or 2 bytes for each element of further dims of the largest input
-grows with these. Where autograd does not take other sizes, the bytes grow with the largest input.
+is fitted through its answers. A coefficient that is 4, 8, 1 or 2 bytes for each element of further dims of the largest
+input grows with these dims. If autograd does not accept other sizes, the bytes grow with the largest input.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Equations:
                 self._apply(equation)
 
     def settle_groups(self) -> None:
-        """Of a group whose factors do not follow, let the inner ones be numbers: the outermost follows."""
+        """Fix the inner factors of each group whose factors are not determined; the outermost factor then follows."""
         self.solve()
         for equation in self.products:
             for part in reversed(equation.parts[1:]):

@@ -1,4 +1,4 @@
-"""What a plan costs, as expressions in batch, sequence, hidden, layers and the mesh axes: text that sympy reads.
+"""Cost of a plan as expressions in batch, sequence, hidden, layers and the mesh axes: text that sympy reads.
 
     seconds          Σ count · (Max(flops / peak, bytes / bandwidth) + latency) + count · all_reduce_over_tp(bytes) + …
     all_reduce       bytes per device and step, in NCCL's convention; "all_reduce/tp" those over one axis; so for the
@@ -12,10 +12,10 @@
                      what computes, and is moved, beside one another, whole, on one device (see `hardware.beside`)
     whole            what must be whole numbers for the plan to fit: dims, and their parts
 
-The cost is that of `cost` and `hardware.collectives`, of which the functions that count bytes run here on sizes that
-remember their symbols (`symbols.Size`). Equal terms are joined, so that a formula is as long as one layer.
-`all_reduce_over_tp` is the time of a collective by its `bytes`: the least of its pieces on the plan's links.
-The choices, and the moves between layouts, are those of the plan; at other sizes another plan may be better.
+The cost is that of `cost` and `hardware.collectives`. Their functions that count bytes run here on sizes that remember
+their symbols (`symbols.Size`). Equal terms are joined, so that a formula is as long as one layer.
+`all_reduce_over_tp` is the time of a collective as a function of its `bytes`: the least of its pieces on the plan's
+links. The choices and the moves between layouts are those of the plan; at other sizes another plan may be better.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def with_formulas(plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a call computes and moves itself, per device."""
+    """FLOPs, time and collectives of one call itself, per device."""
 
     flops: Polynomial
     roofline: str
     transfers: tuple[Transfer, ...]
     launches: int = 1
     hidden: float = 0.0
-    """Of its collectives' seconds, as far as it computes as long."""
+    """Largest share of its collectives' seconds that its own computation can hide, given that it lasts as long."""
     whole: str = ""
     """Seconds of the whole call on one device, without the latency."""
 
@@ -340,7 +340,10 @@ class _Ledger:
         self.beside["num_weights"].add(count)
 
     def _beside(self) -> dict[str, str]:
-        """What hides and is hidden; of a stage it is what the whole model computes and moves, as it is now."""
+        """Return the formulas of the computation and moves that overlap.
+
+        For a pipeline stage these are constants: the whole model's values at its current sizes.
+        """
         known = self.space.beside
         if replace(known, waited=()) == beside_of(self.space.program, self.space.hardware):
             return {name: str(each) for name, each in self.beside.items()}

@@ -20,9 +20,9 @@ def full_rate_formula(
     hardware: Hardware,
     chosen: Implementation | None = None,
 ) -> str:
-    """What a device makes at its full rate while a call computes `flops`; `local` are its own sizes.
+    """Return the FLOPs that a device makes at its full rate while a call computes `flops`; `local` are its local sizes.
 
-    Rows of products are taken to be as aligned as at the sizes of the plan.
+    Rows of products are assumed to be as aligned as at the sizes of the plan.
     """
     found = str(flops)
     if is_attention(op, chosen):

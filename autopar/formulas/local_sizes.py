@@ -1,4 +1,4 @@
-"""What a device holds of a tensor in a layout, in symbols."""
+"""Local sizes, in symbols, of the tensors that a device holds in a layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LocalSizes:
         return Size.of(math.prod(local))
 
     def share(self, rows: ExpertRows | None, choices: Sequence[int]) -> str:
-        """How many times its share of rows of experts the busiest device has; "" where it has its share alone."""
+        """Return the ratio of the busiest device's expert rows to an equal share, as a formula; "" if it is 1."""
         if self._space.excess(rows, choices) == 0:
             return ""
         assert rows is not None, "uneven, and no rows of experts"

@@ -1,9 +1,9 @@
-"""What fills a device at the peak of a plan, in symbols: the tensors of `memory` and `peak`, at the same moment.
+"""Memory of a device at the peak of a plan, in symbols: the tensors of `memory` and `peak`, at the same moment.
 
     memory                     bytes per device, while the call runs (forward or backward) at which they are most now
     memory/activations, …      its parts, as `Plan.memory` names them
 
-Moment other sizes another moment may be the fullest.
+Another moment may be the fullest at other sizes.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What leaves for the host on account of a call or wire."""
+    """Bytes that a call or edge offloads to the host, and the exposed seconds per byte."""
 
     num_bytes: Polynomial
     seconds: float
-    """Of a byte's copies there and back, as far as nothing hides them."""
+    """Exposed seconds per byte of the copies to the host and back."""
 
 
 def leaving(
@@ -122,7 +122,7 @@ def leaving(
 
 
 def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:
-    """Which of `count` arrays by mode is that of a decision."""
+    """Return the index of a decision's mode among `count` arrays per mode; 0 if there is only one."""
     return memory.lifetimes.mode_of(number, modes) if count > 1 else 0
 
 
@@ -193,7 +193,7 @@ class _Moment:
                 self._add(name, elements.polynomial * Fraction(int(array[choice]), int(elements)), count)
 
     def _call(self, number: int) -> None:
-        """What a call keeps, and what it works on if it is the one that runs."""
+        """Count the bytes that a call saves, and its working set if it is the call that runs."""
         decision, choice, count = (
             self.space.decisions[number],
             self.choices[number],
@@ -219,7 +219,7 @@ class _Moment:
             self._add("working set", self._forward_bytes(number) or Size.of(0), count)
 
     def _is_kept(self, place: int) -> bool:
-        """Whether what is kept for the backward of the call at that place is there."""
+        """Return whether tensors saved for the backward of the call at this position are resident."""
         return place <= self.at.place and not self.at.has_run(place)
 
     def _worked_on(self, number: int, computes: bool) -> None:
@@ -237,7 +237,7 @@ class _Moment:
             self._add("working set", elements * info.dtype.itemsize, count)
 
     def _uneven_rows_worked_on(self, number: int, computes: bool) -> None:
-        """What of that are rows of experts beside a share of them."""
+        """Count the working-set bytes of expert rows beyond an equal share."""
         rows, decision = self.space.rows.get(number), self.space.decisions[number]
         share = self.sizes.share(rows, self.choices)
         if rows is None or not share:
@@ -283,13 +283,13 @@ class _Moment:
         raise AssertionError(f"{decision.name} keeps {kept} bytes, which are not its outputs and hidden tensors")
 
     def leaving(self, number: int) -> Size | None:
-        """What leaves for the host of what a call keeps by itself."""
+        """Return the bytes that a call itself offloads to the host; None if there are none."""
         left = self.memory.host_copies.bytes_of(number) if self._leaves(number) else None
         kept = 0 if left is None else int(left[self.choices[number]])
         return self._kept(number, kept) if kept else None
 
     def leaving_on(self, wire: Wire) -> Size | None:
-        """What leaves for the host on account of a wire."""
+        """Return the bytes that are offloaded to the host for an edge; None if there are none."""
         left = self.memory.host_copies.bytes_on(wire) if self._leaves(wire.target) else None
         ends = self.choices[wire.source], self.choices[wire.target]
         return self._kept_on(wire, int(left[ends])) if left is not None and left[ends] else None
@@ -327,14 +327,14 @@ class _Moment:
         return -(-self._hidden_bytes[key] * self._local(shapes[largest], strategy.inputs[largest]) // elements)
 
     def _forward_bytes(self, number: int) -> Size | None:
-        """What a call works on in the forward, where that makes its gradients."""
+        """Return the working bytes of a call's forward if its implementation computes gradients there; else None."""
         decision = self.space.decisions[number]
         implementation = decision.menu.strategies[self.choices[number]].implementation
         said = implementation.forward_bytes if implementation is not None else None
         return None if said is None else self._said(decision, said)
 
     def _worked_on_beside(self, number: int) -> Size:
-        """What a call works on in the backward beside its outputs and gradients."""
+        """Return the working bytes of a call's backward in addition to its outputs and gradients."""
         decision = self.space.decisions[number]
         implementation = self.memory.second_forward.running(number, self.choices, self.modes).implementation
         if implementation is not None and implementation.backward_bytes is not None:

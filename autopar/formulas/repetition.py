@@ -27,7 +27,7 @@ class Stack:
     numbers: tuple[str, ...]
 
     def place(self, name: str) -> tuple[int, str] | None:
-        """Which layer a module or parameter belongs to, and its name inside; None outside the stack."""
+        """Return the layer of a module or parameter, and its name inside the layer; None if it is outside the stack."""
         found = split_at_number(name)
         if found is None or found[0] != self.prefix or found[1] not in self.numbers:
             return None
@@ -59,14 +59,14 @@ def _alike(layers: dict[str, set[Hashable]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a decision stands: its layer (None: in no stack), and a name that is equal in every layer."""
+    """Position of a decision: its layer (None: in no stack), and a name that is equal in every layer."""
 
     layer: int | None
     name: Hashable
 
 
 class Repetition:
-    """How often decisions and wires count: one of three polynomials in `layers` that are one at the layers of now."""
+    """Counts of decisions and edges: one of three polynomials in `layers` that equal one at the current depth."""
 
     def __init__(self, space: Space, stacks: Sequence[Stack]) -> None:
         self._space = space

@@ -61,11 +61,12 @@ def _least_of(found: Sequence[tuple[float, float]], num_bytes: str) -> str:
 
 
 def formula(plan: Plan, name: str) -> Any:
-    """What is formulated under this name, as a sympy expression in positive integer symbols.
+    """Return the formula of this name as a sympy expression in positive integer symbols.
 
-    Times of collectives are those on the plan's links, also where the expression has an axis's size as a symbol.
+    The times of collectives are those on the plan's links, even if the expression has an axis's size as a symbol.
 
-    Raises PlanError with the names there are.
+    Raises:
+        PlanError: The plan has no such formula; the message lists the available names.
     """
     _check_formulas(plan)
     if not isinstance(name, str) or name not in public(plan.formulas):

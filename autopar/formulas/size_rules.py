@@ -1,6 +1,6 @@
-"""What operations do to the sizes of dims that their rules call whole: joins, cuts, margins, and attention's sequences.
+"""Effects of operations on dims that their rules call whole: joins, cuts, margins, and attention's sequences.
 
-Slices are related where all of those of a dim are known (see `symbolic_shapes`).
+Slices are related if all slices of a dim are known (see `symbolic_shapes`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, wher
 
 
 def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """As `attended`, with vectors of keys (…, t) and of queries (…, s, 1) in the place of a mask; sinks follow them."""
+    """Relate sizes like `attended`, with vectors of keys (…, t) and of queries (…, s, 1) instead of a mask.
+
+    The sinks follow these vectors.
+    """
     query, key, value, *vectors = inputs
     pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
     for dims, info in zip(vectors, call["vectors"], strict=False):
@@ -84,4 +87,4 @@ SIZE_RULES: dict[str, SizeRule] = {
     "attention_by_mask": attended_by_mask,
     **dict.fromkeys(("slice", "index", "index_put", "gather", "stack", "unbind", "select"), unrelated),
 }
-"""By the operation's name; whole dims of all others are equal where they stand at the same place (see the walk)."""
+"""Size rules by operation name; whole dims of all other operations are equal at the same position (see the walk)."""

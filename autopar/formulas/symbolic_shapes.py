@@ -1,9 +1,9 @@
-"""Which dims of a program's tensors are the batch, the sequence or the hidden size, or are made of them.
+"""Symbolic shapes: dims of a program's tensors that are, or are made of, the batch, sequence or hidden size.
 
-Rules say which dims of a call are equal (a factor) and which are products (a group); of whole dims, operations say
-what becomes of them. From the inputs (batch, sequence) and the parameters of the repeated layers (hidden) this spreads
-in both directions, so that also positions and masks, whose sizes are arguments, follow the sequence. What does not
-follow stays a number; of a group (h d) that is the inner factor: more hidden units are more heads.
+Rules say which dims of a call are equal (a factor) and which are products (a group); operations say how whole dims
+change. Sizes spread in both directions from the inputs (batch, sequence) and from the parameters of the repeated layers
+(hidden). So positions and masks, whose sizes are arguments, follow the sequence, too. Sizes that do not follow stay
+numbers. In a group (h d) that is the inner factor: more hidden units are more heads.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Polynomial:
 
     @property
     def is_fraction(self) -> bool:
-        """Whether it may fail to be whole at other values of its symbols."""
+        """True if the polynomial may not be whole at other values of its symbols."""
         return any(
             (isinstance(coefficient, Fraction) and coefficient.denominator > 1) or any(e < 0 for _, e in monomial)
             for monomial, coefficient in self.terms

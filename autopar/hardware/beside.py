@@ -1,22 +1,22 @@
-"""What of the moves of parameters passes beside computing, as far as can be said before there is a plan.
+"""Overlap of parameter communication with computation, as far as it is known before there is a plan.
 
-Weights are gathered ahead of their use, beside the forward, and again beside the backward; gradients are reduced beside
-the backward. Every device of a mesh computes its part of the program, 1/n of n devices. Where other axes divide a
-parameter, each device moves a part of it, and so of the others. So over an axis
+Weights are gathered ahead of their use, overlapped with the forward, and again overlapped with the backward; gradient
+reductions overlap with the backward. Each of n devices of a mesh computes 1/n of the program. If other axes divide a
+parameter, each device moves only a part of it, and likewise for the other parameters. So over an axis
 
     computing = seconds of the pass on one device / n      moving = such a part of all weights, or gradients, over it
 
-take the seconds that hide and are hidden. A running collective takes the `communication_share` of a device, so that
-moving costs this share of its seconds, and besides what lasts longer than computing:
+are the seconds that hide and the seconds that are hidden. A running collective takes the `communication_share` of a
+device. So moving costs this share of its seconds, and any time by which it outlasts computing:
 
     exposed share = max(communication_share, 1 - computing / moving)
 
-where `moving` takes parameters to be of average size. Nothing computes beside the weights of the first layer: it waits
-for them, and its gradients are the last of the backward. Of the gathers of a weight over several axes, one after
-another, only the first is issued ahead, and the others are waited for.
+where `moving` assumes parameters of average size. No computation overlaps with the weights of the first layer: the
+forward waits for them, and their gradients are the last of the backward. If a weight is gathered over several axes, one
+after another, only the first gather is issued ahead; the others are exposed.
 
-The rule knows of one axis at a time. Where several gather and reduce beside the same computing, or share a link, it is
-replaced by the shares that the simulated step of a plan waits for (`Beside.waited`, see `planning.simulated`).
+The rule considers one axis at a time. Several axes may gather and reduce under the same computation, or share a link.
+The rule is then replaced by the shares that the simulated step waits for (`Beside.waited`, see `planning.simulated`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ GATHERING = "all_gather"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a program computes in one pass, whole, on one device, and what it moves beside."""
+    """Computation of the whole program in one pass on one device, and the parameter bytes moved alongside it."""
 
     seconds: float = 0.0
-    """Of what devices divide among them."""
+    """Seconds of the computation that devices divide among them."""
     latency: float = 0.0
     """Seconds that its calls take at least, on each of the devices."""
     num_bytes: int = 0
-    """Of all weights, as they are gathered, or of their gradients, as they are summed."""
+    """Bytes of all weights as they are gathered, or of their gradients as they are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,13 @@ class Message:
 
     num_parameters: int
     weight_bytes: int = 1
-    """Of the parameter, whole, as it is gathered; the next is the same of its gradient, as it is summed."""
+    """Bytes of the whole parameter as it is gathered; `gradient_bytes` are those of its gradient as it is summed."""
     gradient_bytes: int = 1
     passes: int = 1
-    """How often all are moved in the backward: twice where weights are gathered again beside gradients being summed."""
+    """Number of times that parameters move in the backward.
+
+    It is 2 if weights are gathered again while gradients are reduced.
+    """
     beside: Beside = NOTHING
 
     def average(self, collective: str, num_bytes: float) -> float:

@@ -156,13 +156,13 @@ def is_profile_of(profile: str, device: str) -> bool:
 
 
 def links_of(name_or_path: str | Path) -> dict[str, Any]:
-    """What a profile, which `load` reads, says of links and of what collectives take: its JSON, with sources."""
+    """Return the links and communication share of a profile that `load` reads: its JSON, with sources."""
     profile = _read(_path_of(_split(name_or_path)[0]))
     return {name: profile[name] for name in ("links", "communication_share") if name in profile}
 
 
 def _path_of(name_or_path: str | Path) -> Path:
-    """Where a profile lies; PlanError for what is none."""
+    """Return the path of a profile by name or path; raise PlanError if there is no such profile."""
     if not isinstance(name_or_path, str | os.PathLike):
         raise PlanError(f"hardware is a {type(name_or_path).__name__}; give the name of a profile, or its path.")
     path = Path(name_or_path)
@@ -241,7 +241,6 @@ def _link(link: Mapping[str, Any]) -> Link:
 
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """What is said in numbers."""
     return {key: _number(found, key) for key in found if key not in _WORDS}
 
 

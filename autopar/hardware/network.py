@@ -22,7 +22,7 @@ from autopar.hardware.profile import Link
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a profile says of the network on its last link; the defaults change nothing."""
+    """Network on a profile's last link; the defaults change nothing."""
 
     nics_per_node: int = 0
     """Network cards of a node, of which the link's `bytes_per_s` is that of one; 0: one for each device."""

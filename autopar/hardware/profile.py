@@ -1,9 +1,9 @@
-"""What the planner assumes of a machine: peak FLOP/s, memory, and the links between devices, read from JSON profiles.
+"""Machine profiles of the planner: peak FLOP/s, memory, and the links between devices, read from JSON files.
 
 A profile in `profiles/` states every number as {"value": …, "source": …}. Sources say "datasheet", "measured" (with
-hardware, date and script), "fit" (with script, date and data), "derived" or "assumed". A profile of one's own is the
-same file anywhere, given by its path; `autopar calibrate` writes one. What the numbers of a link mean for a collective
-is in `collectives`.
+hardware, date and script), "fit" (with script, date and data), "derived" or "assumed". A user's own profile is the same
+kind of file anywhere, given by its path; `autopar calibrate` writes one. `collectives` defines what the numbers of a
+link mean for a collective.
 """
 
 from __future__ import annotations
@@ -140,9 +140,12 @@ class Hardware:
     """Seconds that any operation takes, however small."""
     links: tuple[Link, ...]
     elementwise_bytes_per_s: float = 0.0
-    """Of operations that are no contractions, differentiated; 0: `memory_bytes_per_s`, as where memory bounds them."""
+    """Bandwidth of differentiated operations that are not contractions.
+
+    0 means `memory_bytes_per_s`, for machines on which memory bounds these operations.
+    """
     product_bytes_per_s: float = 0.0
-    """Of products of few rows, differentiated, which go through a whole matrix; 0: `memory_bytes_per_s`."""
+    """Bandwidth of differentiated products of few rows, which read a whole matrix; 0 means `memory_bytes_per_s`."""
     attention_efficiency: float = 1.0
     """Times a large product's FLOP/s that fused attention reaches with large heads, differentiated."""
     launch_s: float = 0.0
@@ -169,7 +172,7 @@ class Hardware:
     host_memory_bytes_per_s: float = 0.0
     """Read plus written by the host, whose devices share it where they all step there."""
     host_memory_bytes: int = 0
-    """Of the host; 0: not said, and not limited."""
+    """Memory bytes of the host; 0 if not stated, and then not limited."""
     host_devices: int = 0
     """Devices that share a host; 0: as many as there are."""
     allocator_factor: float = 1.0
@@ -250,11 +253,11 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host itself."""
+        """True if the device is the host itself."""
         return self.launch_s == 0
 
     def devices_on_host(self, num_devices: int) -> int:
-        """How many of so many devices share a host."""
+        """Return how many of `num_devices` devices share one host."""
         return min(self.host_devices or num_devices, num_devices)
 
     def flops_of(self, dtype: object) -> float:

@@ -1,9 +1,9 @@
-"""What a device holds besides a plan's tensors, and what a limit on the device leaves for them.
+"""Device memory beyond a plan's tensors, and the part of a device's limit that remains for tensors.
 
     reserved = tensors × allocator factor + CUDA context + NCCL buffers + cuBLAS workspaces
     limit on tensors = (limit on the device - context - buffers - workspaces) / allocator factor
 
-A user's memory limit is one on the device. The search knows tensors alone; `Reserved.tensors_within` translates.
+A user's memory limit applies to the device. The search counts only tensors; `Reserved.tensors_within` translates.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_C
 SDPA = "sdpa"
 LAYERS_WITH_POSITIONS = ("full_attention", "sliding_attention")
 UNKNOWN = ("softcap", "s_aux", "position_bias", "sinks")
-"""What attention is told in some models, and the operator does not take."""
+"""Keyword arguments that some models give their attention and the cached operator does not take."""
 
 
 def generates(model: nn.Module) -> bool:
-    """Whether a model is one of transformers that makes text."""
+    """Return whether a model is a transformers model that generates text."""
     return isinstance(model, GenerationMixin) and isinstance(model, PreTrainedModel)
 
 
@@ -126,7 +126,9 @@ class _StateLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Where positions are counted from that are not given: those of a prompt; a token's own are given."""
+        """Return 0, the first position of a prompt; raise CaptureError while decoding, because positions are given
+        then.
+        """
         if self.decodes:
             raise CaptureError(
                 "the model asks its cache for its length though it was given position_ids; samples have lengths of "
@@ -135,7 +137,7 @@ class _StateLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """How many positions there are."""
+        """Return the number of positions of the cache."""
         return self.held[0].shape[2]
 
 

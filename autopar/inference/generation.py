@@ -36,7 +36,7 @@ REFUSED_ARGUMENTS = (
     "prefill_chunk_size",
     "synced_gpus",
 )
-"""Of `generate`, that say how what is run here otherwise runs."""
+"""Arguments of `generate` that are refused, because they change how a compiled model runs."""
 REFUSED_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "prompt_lookup_num_tokens": (None,),
@@ -50,7 +50,7 @@ REFUSED_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "output_logits": (None, False),
     "use_cache": (None, True),
 }
-"""Of a GenerationConfig → what they may be."""
+"""Setting of a GenerationConfig → the values that are accepted."""
 READ = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values", "cache", "cache_position")
 """Arguments of the model that transformers adds for its own loop."""
 
@@ -97,7 +97,7 @@ class Generation:
         generation_config: Any,
         **rest: Any,
     ) -> Tensor:
-        """What transformers calls in the place of its own loop: tokens (batch, positions), the given ones first."""
+        """Generate tokens in place of transformers' own loop; return (batch, positions), the prompts first."""
         _check_settings(generation_config, rest)
         mesh = self._module.mesh
         input_ids = input_ids.to(mesh.device_type)
@@ -144,7 +144,7 @@ def _drawn(scores: Tensor) -> Tensor:
 
 
 def _lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """How many tokens each prompt has; InputError where they are not padded at their beginning."""
+    """Return the number of tokens of each prompt; raise InputError if prompts are not padded at their beginning."""
     batch, width = input_ids.shape
     if attention_mask is None:
         return torch.full((batch,), width, dtype=torch.int64, device=input_ids.device)

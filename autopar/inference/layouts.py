@@ -1,4 +1,4 @@
-"""Where a cache lies: the layout with which the plan of a token takes the least, of all ways to divide the cache."""
+"""Choice of the cache's layout: the one with the fastest plan of a token, among all ways to shard the cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def best_laid(
     limit = request.settings.tensor_limit
     best: Laid | None = None
     refused: InfeasibleError | None = None
-    """Of the layout that comes nearest."""
+    """Error of the layout that comes nearest to the memory limit."""
     for layout in sizes.layouts(mesh) if known is None else (known,):
         num_bytes = sizes.num_bytes(layout, mesh.sizes)
         try:

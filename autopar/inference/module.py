@@ -35,9 +35,9 @@ class InferenceModule(ParallelModule):
     """A model that runs on a mesh without training. Made by `autopar.compile(..., training=False)`."""
 
     request: PlanRequest = PlanRequest()
-    """What was asked of plans, as `compile` sets it."""
+    """Requested properties of plans, as `compile` sets them."""
     _session: Session | None = None
-    """That of the last `generate`."""
+    """Session of the last `generate`."""
 
     def __init__(self, tree: Tree, *args: Any, **options: Any) -> None:
         forwards = _of_transformers()
@@ -47,18 +47,18 @@ class InferenceModule(ParallelModule):
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are, or will be."""
+        """Device of the parameters, also before they are laid out."""
         return torch.device(self._device)
 
     def lay_out(self, storage: Storage, model: nn.Module) -> None:
-        """As for training; no parameter needs a gradient then."""
+        """Lay out parameters and buffers as for training, then let none require a gradient."""
         super().lay_out(storage, model)
         for each in self._held.tensors:
             if isinstance(each, Tensor):
                 each.requires_grad_(False)
 
     def train(self, mode: bool = True) -> InferenceModule:
-        """As in `torch.nn.Module`; InputError for the mode of training."""
+        """Set the evaluation mode; raise InputError for training mode."""
         if mode:
             raise InputError(f"the model was compiled with training=False, and stays in evaluation mode. {ANEW}")
         return super().train(False)
@@ -100,7 +100,7 @@ class InferenceModule(ParallelModule):
             return super().generate(inputs, custom_generate=run, **kwargs)  # type: ignore[misc]  # of the model's class
 
     def session(self, batch: int, length: int) -> Session:
-        """What generates for so many samples and positions; the cache of another one is let go."""
+        """Return the session for a batch size and a cache length; free the cache of a session of other sizes."""
         forwards = _of_transformers()
         assert forwards is not None, "generate has found a model of transformers"
         dtypes = (slot.stand_in.dtype for slot in self.tree.parameters if slot.stand_in.is_floating_point())
@@ -156,7 +156,10 @@ class InferenceModule(ParallelModule):
 
 
 def _of_transformers() -> ModuleType | None:
-    """What knows models of transformers; None where no model is one."""
+    """Return the `cached_forward` module; None if transformers is not imported.
+
+    Without that import no model can be one of transformers.
+    """
     if "transformers" not in sys.modules:
         return None
     from autopar.inference import cached_forward

@@ -1,4 +1,4 @@
-"""What generation takes on a mesh that need not be there: the plans of a token and of a prompt over one storage."""
+"""Planning of generation on a mesh that need not exist: plans of a token and of a prompt over one storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = 60  # characters of a reason
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is served at once: prompts of so many tokens, each of which gets so many new ones."""
+    """Workload of generation: `batch` prompts at once, of `prompt` tokens each, with `tokens` new ones each."""
 
     batch: int
     prompt: int
@@ -65,7 +65,7 @@ class GenerationPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all samples together, once prompts are read."""
+        """Tokens per second of all samples together, once the prompts are read."""
         return self.load.batch / self.token.seconds
 
     @property

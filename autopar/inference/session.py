@@ -1,7 +1,7 @@
-"""What generates for one batch size and one length of the cache: the plans of a token and of prompts, ready to run.
+"""Session of generation for one batch size and one cache length: plans of a token and of prompts, ready to run.
 
-The plan of a token comes first: it decides how weights are stored where nothing has yet, as most of the time is spent
-in it, and where the cache lies; those of prompts keep to both.
+The plan of a token comes first, because most of the time is spent in it. It decides the layout of the cache, and that
+of weights that are not stored yet. The plans of prompts keep both.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Ready:
     executable: Executable
     held: Mapping[str, Tensor]
     names: Mapping[str, str]
-    """What changes from run to run → its placeholder, of what the graph takes."""
+    """Label of each input that changes from run to run → its placeholder, for inputs that the graph takes."""
     caches: Sequence[Tensor]
-    """In the order of the first outputs."""
+    """Local parts of the caches, in the order of the graph's first outputs."""
 
     @classmethod
     def of(
@@ -113,7 +113,10 @@ def ready(
     ids: Tensor,
     position_ids: Tensor | None,
 ) -> Ready:
-    """What runs a token, or with no `position_ids` the beginning of a prompt; planned on its first appearance."""
+    """Return the graph that decodes a token or, if `position_ids` is None, prefills the beginning of a prompt.
+
+    Each is planned when it first appears.
+    """
     signature, mesh = module._forward_signature, module.mesh
     positions = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
     whole_keys, whole_values = (as_dtensors(each, layout, mesh) for each in (keys, values))

@@ -38,7 +38,7 @@ class CacheSizes:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the keys of each layer, and of its values."""
+        """Shape of each layer's keys, and also of its values."""
         return tuple((self.batch, heads, self.length, features) for heads, features in self.layers)
 
     def num_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
@@ -80,6 +80,6 @@ def layout_said(program: Program, said: Sequence[Annotation], mesh: Mesh) -> Lay
 
 
 def described(layout: Layout, mesh: Mesh) -> str:
-    """What each axis divides: "heads over tp"."""
+    """Describe which dim of the cache each axis shards, as "heads over tp"."""
     found = [f"{WORDS[each.dim]} over {axis}" for axis, each in zip(mesh.names, layout, strict=True) if each.is_split]
     return ", ".join(found) or "whole on every device"

@@ -1,4 +1,4 @@
-"""Where the seconds and bytes of a plan go, summed over its rows, and where those of two plans part."""
+"""Breakdown of a plan's seconds and bytes, summed over its rows, and differences between two plans."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HOST_COPIES = "host copies"
 
 
 def breakdown(plan: Plan) -> dict[str, Share]:
-    """What the step is made of: compute, recomputation, host copies, optimizer, collectives by axis ("all_reduce tp").
+    """Return a step's parts: compute, recomputation, host copies, optimizer, collectives by axis ("all_reduce tp").
 
-    The parts add up to the seconds of the rows: whatever a row costs beside the others is its "local moves", the
-    copies of reshards that nothing is sent for.
+    The parts add up to the seconds of the rows. The rest of a row's seconds is its "local moves": the copies of
+    reshards that send nothing.
     """
     seconds: dict[str, float] = defaultdict(float)
     num_bytes: dict[str, int] = defaultdict(int)
@@ -37,7 +37,7 @@ def breakdown(plan: Plan) -> dict[str, Share]:
 
 
 def parting(before: Plan, after: Plan) -> dict[str, Share]:
-    """What `after` takes more (or, below zero, less) of each part than `before`, the largest difference first."""
+    """Return how much more (below zero: less) `after` takes of each part than `before`, largest difference first."""
     one, other, nothing = breakdown(before), breakdown(after), Share()
     names = dict.fromkeys((*one, *other))
     deltas = {
@@ -52,7 +52,11 @@ def parting(before: Plan, after: Plan) -> dict[str, Share]:
 
 
 def places(before: Plan, after: Plan, part: str) -> tuple[tuple[str, Share], ...]:
-    """Where a collective on an axis ("all_reduce tp") takes more or less, equal modules folded, largest first."""
+    """Locate the calls at which a collective on an axis ("all_reduce tp") takes more or less in `after`.
+
+    Shares are relative to `before`: positive ones are more. Equal modules are folded, and the largest difference comes
+    first.
+    """
     others = {row.name: row for row in after.rows}
     found = []
     for row in before.rows:

@@ -1,4 +1,4 @@
-"""What differs from one plan to another."""
+"""Comparison of two plans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autopar.units import format_bytes
 
 
 def difference(before: Plan, after: Plan) -> Difference:
-    """What differs from one plan to another; whatever cannot be compared is among the mismatches.
+    """Return the differences between two plans; whatever cannot be compared is among the mismatches.
 
-    Raises InputError for what is no plan of a model in one piece.
+    Raises InputError if `after` is not the plan of a model in one piece.
     """
     if not isinstance(after, Plan):
         raise InputError(f"a plan is compared with a Plan; found a {type(after).__name__}.")
@@ -85,7 +85,7 @@ def _limit(plan: Plan) -> str:
 
 
 def choice_words(plan: Plan, row: PlanRow, axes: Sequence[str] | None = None) -> str:
-    """What a plan chose for a decision: "dp=data, tp=column" for a call, "S(0) on dp" for a tensor."""
+    """Describe a plan's choice for a decision: "dp=data, tp=column" for a call, "S(0) on dp" for a tensor."""
     names = plan.mesh.names
     shown = names if axes is None else axes
     if row.kind == "call":

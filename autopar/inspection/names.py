@@ -1,6 +1,6 @@
-"""Which decision a user means by a name: a module, a parameter or an operation, with `*` as in annotations.
+"""Lookup of a decision by name: a module, a parameter or an operation, with `*` as in annotations.
 
-A module stands for the call of its own that computes most; where it only holds other modules, those are to be named.
+A module stands for the call of its own that computes most. If it only contains other modules, these must be named.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def parts(found: Timeline) -> dict[str, float]:
-    """What its seconds are made of, by the names of `breakdown`: of collectives, what computing waits for."""
+    """Return a timeline's seconds by part, under the names of `breakdown`.
+
+    A collective counts the seconds that compute waits for it.
+    """
     seconds: dict[str, float] = defaultdict(float)
     for each in found.events:
         if each.task.name in (DOWN, UP) and each.task.phase != "optimizer":
@@ -40,7 +43,7 @@ def parts(found: Timeline) -> dict[str, float]:
 
 
 def beside_the_sum(plan: Plan, found: Timeline) -> Mapping[str, float]:
-    """What a timeline takes more (or, below zero, less) of each part than the plan's sum, the largest first."""
+    """Return how much more (below zero: less) of each part a timeline takes than the plan's sum, largest first."""
     ours = parts(found)
     theirs = {name: share.seconds for name, share in breakdown(plan).items() if name != LOCAL}
     deltas = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in dict.fromkeys((*ours, *theirs))}

@@ -44,7 +44,7 @@ def verify(plan: Plan) -> Verification:
 
 
 def check(plan: Plan, context: PlanContext) -> Verification:
-    """What `verify` finds, without raising where a claim does not hold; PlanError where it is about another model."""
+    """Return the verification of a plan without raising for false claims; raise PlanError for another model's plan."""
     choices = choices_of(plan, context.space)
     context = replace(context, memory_model=context.memory_model.fetching_ahead(plan.prefetch))
     modes = {name: mode for name, mode in plan.recompute.items() if name in context.memory_model.lifetimes.segments}

@@ -1,4 +1,4 @@
-"""What would a plan be with something more said about the model: planned again in the same space, without capture."""
+"""Replanning under additional annotations, in the same space and without capture."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from autopar.errors import InputError
 from autopar.runtime.module.module import ParallelModule
 
 RANDOM = "autopar_random_states"
-"""In a checkpoint: name of a compiled module → seed and step of its random numbers."""
+"""Key in a checkpoint: name of a compiled module → seed and step of its random numbers."""
 
 
 class Strategy(ModelParallelStrategy):

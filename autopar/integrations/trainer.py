@@ -139,7 +139,7 @@ class Trainer(transformers.Trainer):
         return loss * self._model.mesh.size() if adds_up else loss
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """As the Trainer's, with this rank's part of the outputs where there are no labels, too."""
+        """Run the Trainer's prediction step; return this rank's part of the outputs also if there are no labels."""
         found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return pytree.tree_map(own_part, found)
 
@@ -226,7 +226,11 @@ def _samples(dataset: Any) -> Iterator[Any]:
 
 
 def own_part(value: Any) -> Any:
-    """Of an output this rank's samples: the part along dim 0 that it has given of the inputs."""
+    """Return this rank's samples of an output: along dim 0, the part that it gave of the inputs.
+
+    Returns the whole tensor if dim 0 does not divide by the number of ranks, and values that are no DTensor as they
+    are.
+    """
     if not isinstance(value, DTensor):
         return value
     if value.ndim == 0 or value.shape[0] % value.device_mesh.size():

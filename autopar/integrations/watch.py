@@ -31,15 +31,15 @@ class Record:
     predicted_seconds: float | None
     samples_per_second: float
     tokens_per_second: float | None
-    """Of the first input of whole numbers with two dims or more."""
+    """Tokens per second, counted in the first integer input of two dims or more; None without such an input."""
     flops: float
-    """Of all devices together, without what is computed again."""
+    """Model FLOPs of the step on all devices together, without recomputation."""
     mfu: float
     peak_bytes: int | None
     """The most that tensors have taken on this device in the step; None on a CPU, which keeps no account."""
     predicted_bytes: int
     values: Mapping[str, float] = field(default_factory=dict)
-    """What `step` was given."""
+    """Values that `step` was given."""
 
 
 class Watch:

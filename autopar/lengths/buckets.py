@@ -18,12 +18,14 @@ COMMON: Mapping[str, float] = {
     "position_ids": 0,
     "token_type_ids": 0,
 }
-"""What inputs are called in transformers → the value with which they are padded."""
+"""Name of an input in transformers → the value with which it is padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """To which lengths and batch sizes inputs are padded, and with what; InputError for what makes no sense.
+    """Lengths and batch sizes to which inputs are padded, and the values of the padding.
+
+    Raises InputError for settings that make no sense.
 
     >>> Buckets((128, 256)).length_for(130, unit=4), Buckets().length_for(130, unit=4)
     (256, 256)
@@ -39,7 +41,7 @@ class Buckets:
     dims: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     """Input → which of its dims count positions; dim 1 of those that are not named, if they have one."""
     check: bool = True
-    """Whether the outputs of a padded call are compared with those of an unpadded one, on small sizes."""
+    """True if outputs of a padded call are compared, on small sizes, with those of an unpadded one."""
     check_lengths: tuple[int, int] = (8, 16)
     """These sizes: a length, and the one to which it is padded."""
 
@@ -62,7 +64,7 @@ class Buckets:
 
     @classmethod
     def of(cls, said: Buckets | str | None) -> Buckets | None:
-        """What `buckets=` means; InputError for another word than "auto"."""
+        """Return the buckets that `buckets=` stands for; raise InputError for a word other than "auto"."""
         if said is None or isinstance(said, Buckets):
             return said
         if said == "auto":
@@ -70,9 +72,9 @@ class Buckets:
         raise InputError(f'buckets={said!r}; give "auto" or autopar.Buckets(…).')
 
     def length_for(self, length: int, unit: int) -> int:
-        """To how many positions a sequence is padded; InputError where it is longer than all buckets.
+        """Return the length to which a sequence is padded; raise InputError if it is longer than all buckets.
 
-        All are multiples of `unit`, so that a plan may divide them.
+        All lengths are multiples of `unit`, so that a plan can shard them.
         """
         if self.lengths is None:
             return length
@@ -96,7 +98,10 @@ class Buckets:
         return tuple(sorted({-(-each // unit) * unit for each in self.lengths}))
 
     def batch_for(self, batch: int, largest: int) -> int:
-        """To how many samples a batch is padded, where the largest so far has `largest`; InputError as `length_for`."""
+        """Return the number of samples to which a batch is padded, given the largest batch so far.
+
+        Raises InputError if the batch is larger than all buckets.
+        """
         if self.batches is None:
             return batch
         if isinstance(self.batches, str):
@@ -110,7 +115,7 @@ class Buckets:
         return fitting
 
     def positions_of(self, name: str, num_dims: int) -> tuple[int, ...]:
-        """Which dims of an input count positions; InputError where it has fewer dims."""
+        """Return the dims of an input that count positions; raise InputError if it has fewer dims."""
         said = self.dims.get(name, () if num_dims < 2 else 1)
         found = said if isinstance(said, tuple) else (said,)
         if any(not -num_dims <= each < num_dims for each in found):
@@ -119,7 +124,7 @@ class Buckets:
 
 
 def unit_of(mesh: Mesh) -> int:
-    """Of what buckets of lengths are multiples on a mesh: twice its longest axis, as zigzag divides positions."""
+    """Return the unit of bucket lengths on a mesh: twice its longest axis, for zigzag sharding; 1 on one device."""
     longest = max(mesh.sizes)
     return 1 if longest == 1 else 2 * longest
 

@@ -1,13 +1,13 @@
-"""Whether padding changes what a model computes: a program and the same one for larger inputs, run side by side.
+"""Test that padding does not change a model: a program and its padded twin, run side by side.
 
-Both are captured from one model, for inputs of a small size and for the same inputs padded, and run node by node on
-one CPU in float64, with made-up weights, each of which lives as long as it is used. Of every value of the larger
-program the part in front, of the shape that the smaller one has, is held against that. Outputs must be equal: a loss is
-an analytic function of weights, so two that are equal at random weights are one function, and have equal gradients.
-What could still differ are gradients that are no numbers (0 · inf at padded places), so each call's own derivatives are
-looked at.
+Both are captured from one model, for inputs of a small size and for the same inputs padded. They run node by node on
+one CPU in float64, with made-up weights, and each value is freed after its last use. Each value of the smaller program
+is compared with the leading part, of the same shape, of the larger program's value. Outputs must be equal. A loss is an
+analytic function of weights, so two losses that are equal at random weights are one function and have equal gradients.
+Only gradients that are not numbers (0 · inf at padded positions) could still differ, so the derivatives of each call
+are checked, too.
 
-Random numbers are left out: nothing is dropped, and what is drawn is 0.
+Random numbers are left out: nothing is dropped, and every draw gives 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "expand", "contiguous", "
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """That an output of a padded call is another one, and the call of the model where that begins, if it is known."""
+    """Output that padding changes, and the call of the model where the difference begins, if that is known."""
 
     output: int
     cause: str
@@ -156,7 +156,7 @@ def _where(node: fx.Node) -> str:
 
 
 def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> tuple[Any, str]:
-    """What a call gives, and what is wrong with it or its derivatives, "" where nothing is."""
+    """Run a call; return its result and the fault of the result or its derivatives, "" if there is none."""
     if is_random(node) and isinstance(node.target, torch._ops.OpOverload) and _name(node) in DRAWN:
         return pytree.tree_map_only(TensorInfo, _zeros, node.meta["tensor"]), ""
     args, kwargs = _nothing_dropped(node)
@@ -172,13 +172,12 @@ def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> tuple[Any, str]:
 
 
 def _needs_gradient(node: fx.Node) -> bool:
-    """Whether a gradient flows into the tensor of a node."""
     info = node.meta.get("tensor")
     return isinstance(info, TensorInfo) and info.requires_grad
 
 
 def _wrong(found: Any, learning: Sequence[Any]) -> str:
-    """What is wrong with the outputs of a call or their derivatives by its inputs."""
+    """Describe the fault of a call's outputs, or of their derivatives by its inputs; "" if there is none."""
     outputs = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
     if any(map(_is_undefined, outputs)):
         return "values that are no numbers"
@@ -239,7 +238,7 @@ def _made_up(name: str, info: TensorInfo) -> Tensor:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether the parts in front of all values are equal."""
+    """Return whether all values of `one` equal the leading parts of those of `other`."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(_equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 

@@ -22,7 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a call: positions of a sequence, and samples; None where no input has any."""
+    """Sizes of a call: positions of a sequence, and samples; None if no input has any."""
 
     length: int | None
     batch: int | None
@@ -30,7 +30,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What the dims of one input tensor count."""
+    """Meaning of the dims of one input tensor: which count positions, and whether dim 0 counts samples."""
 
     name: str
     positions: tuple[int, ...]
@@ -71,7 +71,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def sizes_of(arguments: Arguments, roles: tuple[Role | None, ...]) -> Sizes:
-    """How many positions and samples a call has; InputError where inputs have different numbers of positions."""
+    """Return the positions and samples of a call; raise InputError if inputs differ in their positions."""
     lengths: dict[int, str] = {}
     batch: int | None = None
     for leaf, role in zip(pytree.tree_leaves(arguments), roles, strict=True):

@@ -22,7 +22,7 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Which dims of an output count positions, and which samples."""
+    """Dims of an output that count positions, and dims that count samples."""
 
     positions: Dims = ()
     samples: Dims = ()
@@ -30,7 +30,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Of a call: the positions that it had and has, and the samples that each part of its batch had and has."""
+    """Padding of a call: its positions, and the samples of each part of its batch, before and after."""
 
     length: int | None
     padded_length: int | None
@@ -53,9 +53,10 @@ class Padding:
 
 
 def counted_dims(program: Program, sizes: Sizes, longer: Program | None, more: Program | None) -> tuple[Counted, ...]:
-    """What the dims of a program's outputs count, told by the same program for more positions, and for more samples.
+    """Return which dims of a program's outputs count positions and samples.
 
-    `sizes` are those of `program`. Raises InputError where an output cannot be cut.
+    They are found by comparison with the same program for more positions, and for more samples. `sizes` are those of
+    `program`. Raises InputError if an output cannot be cut.
     """
     return tuple(
         Counted(
@@ -93,7 +94,7 @@ def _dims(program: Program, larger: Program | None, number: int, size: int | Non
 
 
 def _size_of(larger: Program, program: Program, size: int) -> int:
-    """How many more there are in the larger program: inputs grow alike."""
+    """Return by how much the inputs grow in the larger program; all grown dims must grow alike."""
     grown = [
         after - before
         for one, other in zip(program.input_values, larger.input_values, strict=True)

@@ -24,7 +24,7 @@ class Varying:
         self._givers = _first_of_each_part(mesh, parts)
         self._largest = 0
         self.counted: dict[Hashable, tuple[Counted, ...]] = {}
-        """What runs a kind of input → what its outputs count."""
+        """Executable or pipeline of a kind of inputs → the meaning of its outputs' dims."""
 
     def fitted(self, arguments: Arguments, exchange: Exchange) -> tuple[Arguments, Padding]:
         """The same call in the sizes of a bucket, alike on all ranks; InputError where there is none."""

@@ -1,4 +1,4 @@
-"""What a stage that runs many micro-batches a step holds beside what one micro-batch does, and what it does once.
+"""Memory and once-a-step work of a stage that runs several micro-batches a step, beyond one micro-batch's own.
 
     weights      moved (gathered, cast) once a step, and held so all the time, unless they are gathered again in the
                  backward: those are moved for each micro-batch
@@ -11,11 +11,12 @@
                  gradients of those sent, while it runs
     sent         tensors are held by the sender until their backward
 
-Approximations: a hub holds its weight once, and adds its gradient up once; each consumer for which it moves that again
-does so, too. A cast is held in the layout in which it is used; what it was made of is there for a moment only, and not
-counted, nor are buckets of messages and outputs for the user. Views of weights (pieces of packed ones) that move are
-held, and their gradients added up, as the whole weight before they are taken; those of a weight that is gathered again
-in the backward move for each micro-batch, and are priced once.
+Approximations: A shared reshard holds its weight once and accumulates its gradient once; so does each consumer for
+which the weight is moved again. A cast is resident in the layout in which it is used. The tensor it was made from is
+resident only for a moment, and is not counted; neither are buckets of messages and outputs for the user. Views of
+weights (pieces of packed ones) that move are resident, and their gradients are accumulated, as the whole weight before
+the views are taken. Views of a weight that is gathered again in the backward move for each micro-batch, and are priced
+once.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Accumulation:
     # Once a step, or for each micro-batch.
 
     def is_weight(self, wire: Wire) -> bool:
-        """Whether a wire brings a weight, as it is stored or cast, to a call or a hub."""
+        """Return whether an edge brings a weight, as it is stored or cast, to a call or a shared reshard."""
         return wire.tensor.bucketed and self.space.decisions[wire.target].kind != "output"
 
     def is_cast(self, number: int) -> bool:
-        """Whether a decision casts a weight for use."""
+        """Return whether a decision casts a weight for use."""
         return self.space.decisions[number].name in self.space.weight_casts
 
     def once(self, number: int) -> bool:
@@ -61,9 +62,10 @@ class Accumulation:
         return self.space.decisions[number].kind in ("parameter", "output") or self.is_cast(number)
 
     def each_time(self, wire: Wire) -> np.ndarray:
-        """For strategies at the ends of a weight's wire: whether each micro-batch gathers it and reduces its gradient.
+        """Return whether each micro-batch gathers the edge's weight and reduces its gradient.
 
-        That is where it is gathered again for the backward.
+        There is an entry for each pair of strategies at its ends. It is true if the weight is gathered again for the
+        backward.
         """
         return self.tensors.cached(("each time", self.space.kind(wire)), lambda: self._each_time(wire))
 
@@ -75,7 +77,7 @@ class Accumulation:
         return freed[:, None] & self.tensors.only_gathers(wire) & self.tensors.communicated(wire)
 
     def reduced_each_time(self, wire: Wire) -> np.ndarray:
-        """For strategies at the ends of a weight's wire: whether each micro-batch reduces its gradient."""
+        """Return whether each micro-batch reduces the gradient of the edge's weight, by strategies at its ends."""
         return self.each_time(wire) | (self._seconds_of_each(wire) > 0)
 
     def reduction_seconds(self, wire: Wire, choices: Sequence[int]) -> float:
@@ -107,7 +109,10 @@ class Accumulation:
     # Weights and their gradients.
 
     def holds(self, wire: Wire) -> bool:
-        """Whether a weight, or a view of one, is held as the wire moves it, and no micro-batch keeps it for itself."""
+        """Return whether a weight, or a view of one, stays resident as the edge moves it.
+
+        No micro-batch then saves it for itself.
+        """
         return self.microbatches.several and (self.is_weight(wire) or wire.tensor.view)
 
     def held(self, wire: Wire) -> Bytes | None:
@@ -192,11 +197,11 @@ class Accumulation:
         return self.microbatches.count if self.space.decisions[number].kind == "input" else 1
 
     def is_received(self, number: int) -> bool:
-        """Whether a decision is a tensor from the stage before."""
+        """Return whether a decision is a tensor from the previous stage."""
         return self.space.decisions[number].name in self._received
 
     def is_sent(self, number: int) -> bool:
-        """Whether a decision is an output that goes to the next stage."""
+        """Return whether a decision is an output that goes to the next stage."""
         return self.space.decisions[number].name in self._sent
 
     def buffers(self, number: int) -> tuple[str, Bytes] | None:

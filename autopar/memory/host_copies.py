@@ -1,14 +1,14 @@
-"""What leaves for the host in the mode "offload": bytes of each choice, and the seconds that their copies cost.
+"""Activations offloaded to the host in the mode "offload": bytes of each choice, and the seconds of their copies.
 
     bytes      what a call or wire keeps on the device in the mode "none", less what it keeps there in "offload"
     seconds    bytes / link · (exposed forward + exposed backward)
     link       the bandwidth between a device and its host, or a device's share of the host's memory where that is less
     exposed    max(0, 1 - seconds in which the segment computes in that pass / seconds in which it is copied)
 
-Both of the last are taken of the segment whole on one device, so that the price of a choice depends on nothing else:
-layouts divide what a segment computes and what it keeps alike. Where the device is the host itself nothing passes
-beside computing, and all is exposed. What a step takes exactly, its timeline says. Rows of experts count as an equal
-share of them: nothing leaves where a plan is made for more.
+Both times in the last line are those of the whole segment on one device, so that the price of a choice depends on
+nothing else: layouts divide a segment's computation and its saved bytes alike. If the device is the host itself, copies
+do not overlap with computation, and all of their time is exposed. The timeline of a plan says what its step takes
+exactly. Expert rows count as an equal share: nothing is offloaded if a plan is made for uneven rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HostCopies:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a device copies to its host, or back, each second."""
+        """Bytes per second that a device copies to its host, or back."""
         hardware = self.space.hardware
         return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
 
@@ -80,7 +80,7 @@ class HostCopies:
         return own + sum(self.leaving_on(wire, choices, modes) for wire in self.space.wires)
 
     def exposed(self, segment: str) -> float:
-        """How many times the seconds of one copy are waited for on the way there and back: from 0 to 2."""
+        """Return how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
         if not self._exposed:
             self._exposed = self._shares()
         return self._exposed[segment]

@@ -1,6 +1,6 @@
-"""When each decision is first used, in which segment and layer, and what the backward needs of it.
+"""Lifetimes of decisions: first use, segment and layer, and what the backward needs of each.
 
-A segment is computed again as one (`program.recompute_segments`); a layer's weights are gathered, and its gradients
+A segment is recomputed as one (`program.recompute_segments`); a layer's weights are gathered, and its gradients
 reduced, in one message (`cost.messages`).
 """
 
@@ -51,7 +51,7 @@ class Lifetimes:
 
     @cached_property
     def position(self) -> list[int]:
-        """For each decision, where in the order of calls it is first used; a call's own place."""
+        """Position of each decision's first use in the order of calls; for a call, its own position."""
         found = [LATE] * len(self.space.decisions)
         for place, number in enumerate(self.calls):
             found[number] = place
@@ -62,7 +62,7 @@ class Lifetimes:
 
     @cached_property
     def segment(self) -> list[str]:
-        """For each call and hub, the segment it is computed again with; "" for none."""
+        """Recompute segment of each call and shared reshard; "" for none."""
         return [
             self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "hub") else ""
             for number, d in enumerate(self.space.decisions)
@@ -74,7 +74,10 @@ class Lifetimes:
 
     @cached_property
     def layer(self) -> list[str]:
-        """For each decision, the layer whose weights are gathered while it runs: of those in a message, the last."""
+        """Layer in which each decision runs, or is first used.
+
+        Layers whose weights share a message count as the last of them.
+        """
         joined = joined_layers(self.space.program)
         modules = [module_of(self._first_call(number).node) for number in range(len(self.space.decisions))]
         own = [self.segment[number] or layer_of(module) or module for number, module in enumerate(modules)]
@@ -87,7 +90,7 @@ class Lifetimes:
 
     @cached_property
     def layers_at(self) -> np.ndarray:
-        """For each place in the order of calls, the number of its layer."""
+        """Layer number of each position in the order of calls."""
         return np.array([self.layers[self.layer[number]] for number in self.calls], dtype=np.intp)
 
     @cached_property
@@ -100,7 +103,7 @@ class Lifetimes:
 
     @cached_property
     def segments_at(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each place, the number of its segment, -1 for none; and the first place of the run of its segment."""
+        """Segment number of each position (-1 for none), and the first position of that segment's run."""
         numbers = {name: number for number, name in enumerate(self.segments)}
         found = np.array([numbers.get(self.segment[number], -1) for number in self.calls], dtype=np.intp)
         is_first = np.ones(len(found), dtype=bool)
@@ -108,16 +111,16 @@ class Lifetimes:
         return found, np.maximum.accumulate(np.where(is_first, np.arange(len(found)), 0))
 
     def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
-        """For each decision the number of its segment's mode, where segments have these."""
+        """Return the mode index of each decision's segment, given the mode of each segment."""
         of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}
         return np.array([of_segment.get(name, 0) for name in self.segment], dtype=np.intp)
 
     @cached_property
     def near(self) -> list[tuple[str, str]]:
-        """For each place in the order of calls, the segment of the call, and that of the calls before it; "" for none.
+        """Segment of the call at each position, and the segment of the calls before it; "" for none.
 
-        While a segment runs forward, what the one before it keeps is still on its way to the host; while it runs
-        backward, that is on its way back.
+        While a segment runs forward, the tensors saved by the previous segment are still being copied to the host.
+        While it runs backward, they are being copied back.
         """
         found: list[tuple[str, str]] = []
         for number in self.calls:
@@ -136,12 +139,12 @@ class Lifetimes:
     # Who needs what.
 
     def recomputations(self, number: int) -> tuple[Recomputation, ...]:
-        """What each mode computes again of a decision's segment; nothing where it has none."""
+        """Return what each mode recomputes of a decision's segment; one empty entry if it has no segment."""
         name = self.segment[number]
         return tuple(self._again[name].values()) if name else (Recomputation(frozenset(), frozenset()),)
 
     def num_modes(self, number: int) -> int:
-        """How many modes of recomputation a decision's segment has: one where it has no segment."""
+        """Return the number of recompute modes of a decision's segment; 1 if it has no segment."""
         return len(self.recomputations(number))
 
     def is_inside(self, wire: Wire) -> bool:
@@ -149,12 +152,15 @@ class Lifetimes:
         return self.segment[wire.source] == self.segment[wire.target]
 
     def leaves(self, number: int) -> bool:
-        """Whether what a call or hub gives may leave for the host with what a segment saves."""
+        """Return whether the output of a call or shared reshard may be offloaded with the tensors a segment saves."""
         node = self.space.decisions[number].node
         return not self.space.is_weight(number) and source_of(node)[0] in leaving(self.space.program)
 
     def keeps_output(self, number: int, output: int, mode: int) -> bool:
-        """Whether an output of a decision is kept as it is for some backward, in a mode, or what is sent is a copy."""
+        """Return whether an output of a decision is saved unmoved for some backward, in a mode.
+
+        If it is not, a sent tensor is a copy of its own.
+        """
         decision = self.space.decisions[number]
         if decision.node.op == "placeholder" or (mode > 0 and self.reruns(number, mode)):
             return False
@@ -164,7 +170,7 @@ class Lifetimes:
         return (decision.kind == "call" and output in saved.outputs) or self.needs_output(number, output)
 
     def reruns(self, number: int, mode: int) -> bool:
-        """Whether a call, or a consumer of a hub, is run again in a mode."""
+        """Return whether a call, or a consumer of a shared reshard, is recomputed in a mode."""
         decision = self.space.decisions[number]
         if decision.kind == "hub":
             return any(self.reruns(wire.target, mode) for wire in self._outgoing[number])
@@ -173,7 +179,10 @@ class Lifetimes:
         return decision.node in self.recomputations(number)[mode].rerun
 
     def needs_input(self, wire: Wire) -> bool:
-        """Whether the backward of the wire's target, or of what lies behind a view or hub, needs the tensor."""
+        """Return whether the backward of the edge's target needs the tensor.
+
+        If the target is a view or shared reshard, its consumers count.
+        """
         target = self.space.decisions[wire.target]
         if target.kind == "output":
             return False
@@ -184,14 +193,14 @@ class Lifetimes:
         return bool(self.saved(target).aliases) and self.needs_output(wire.target, 0)
 
     def needs_output(self, number: int, output: int) -> bool:
-        """Whether some backward needs an output of a decision."""
+        """Return whether some backward needs an output of a decision."""
         if (number, output) not in self._needs:
             wires = (wire for wire in self._outgoing[number] if wire.source_output == output)
             self._needs[number, output] = any(map(self.needs_input, wires))
         return self._needs[number, output]
 
     def is_there_anyway(self, wire: Wire) -> bool:
-        """Whether the tensor that leaves the source is held on account of something else."""
+        """Return whether the tensor that leaves the source is counted as resident elsewhere."""
         source = self.space.decisions[wire.source]
         if source.kind != "call":
             return True  # parameters and inputs are always held, and a hub's tensor is counted where it enters
@@ -203,5 +212,5 @@ class Lifetimes:
         return self.space.conventions.loss_in_place and decision.node.target in LOSSES
 
     def saved(self, decision: Decision) -> Saved:
-        """What autograd keeps of a call."""
+        """Return what autograd saves for a call."""
         return self._saved_by_node[decision.node]

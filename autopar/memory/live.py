@@ -1,12 +1,12 @@
-"""What is alive in a program without gradients, in which nothing is kept for a backward.
+"""Lifetimes of tensors in a program without gradients, which saves nothing for a backward.
 
 made        the outputs of a call, from the call until the last consumer takes them
 moved       a tensor as a consumer takes it, where that is another one than was made
 passed on   a tensor behind a hub or a view, which lies where it lay before, or, moved on its way there, as it has come
 
-What is there all the time (parameters, inputs, buffers), and what lies in it, is not counted; weights that are gathered
-are counted by layer (`weights`). A tensor that is moved for its last consumer is let go before that runs. Where several
-views of one tensor are used after it, each counts.
+Permanently resident tensors (parameters, inputs, buffers) and views of them are not counted; gathered weights are
+counted by layer (`weights`). A tensor that is moved for its last consumer is freed before that consumer runs. If
+several views of one tensor are used after it, each counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Interval:
     first: int
     end: int
     num_bytes: Bytes
-    """By strategy of a decision, or by strategies at the ends of a wire."""
+    """Bytes by strategy of a decision, or by strategies at the ends of an edge."""
 
     def covers(self, place: int) -> bool:
         return self.first <= place < self.end
@@ -56,7 +56,10 @@ class Live:
         self._owned: dict[tuple[int, int], bool] = {}
 
     def made(self, number: int) -> list[Interval]:
-        """What a decision makes, until the place of its last consumer: there `moved` counts it, but weights."""
+        """Return the intervals of a call's outputs, up to the position of their last consumer.
+
+        From there `moved` counts them, except weights. The workspace of a loss is included.
+        """
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return []
@@ -74,7 +77,10 @@ class Live:
         return found
 
     def _of_loss(self, logits: TensorInfo, strategies: Sequence[Strategy]) -> Bytes:
-        """What a loss works on beside its logits: their logarithms; of classes in parts, what is made of them."""
+        """Return the working bytes of a loss in addition to its logits.
+
+        These are the logarithms of the probabilities, or several copies of them if the classes are split.
+        """
         layouts, wide = tuple(s.inputs[0] for s in strategies), max(torch.float32.itemsize, logits.dtype.itemsize)
         copies = tuple(COPIES_OF_PARTS if CLASSES in s.choices else 1 for s in strategies)
         local = self.tensors.local(logits.shape, layouts, wide)
@@ -84,7 +90,7 @@ class Live:
         return self.tensors.local(info.shape, layouts, info.dtype.itemsize)
 
     def moved(self, wire: Wire) -> list[Interval]:
-        """What a wire's tensor takes where its target takes it, and behind that, if the target passes it on."""
+        """Return the intervals of an edge's tensor where its target takes it, and beyond if that passes it on."""
         if self.space.is_weight(wire.source):
             return []
         place, source = self._arrival(wire), (wire.source, wire.source_output)
@@ -135,7 +141,7 @@ class Live:
         return max((self._last(wire.target, each) for each in outputs if self._passes(wire.target, each)), default=0)
 
     def _passes(self, number: int, output: int) -> bool:
-        """Whether an output of a decision lies where its first input does."""
+        """Return whether an output of a decision shares memory with its first input."""
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return decision.kind == "hub"
@@ -145,7 +151,7 @@ class Live:
         return self.space.inbound.get((number, 0))
 
     def _is_owned(self, number: int, output: int) -> bool:
-        """Whether a tensor was made by a call, and is not, nor lies in, what is there all the time."""
+        """Return whether a tensor was made by a call, and is no view of permanently resident memory."""
         if (number, output) not in self._owned:
             inbound = self._into(number)
             if inbound is not None and self._passes(number, output):

@@ -1,7 +1,7 @@
-"""How many micro-batches one step of a stage runs, and how many of them are in flight at once.
+"""Micro-batches of a step: how many one step of a stage runs, and how many are in flight at once.
 
-The graph, and with it the space of plans, is that of one micro-batch. In flight are those whose forward has run and
-whose backward has not. Some moments of a step can be the fullest:
+The graph, and with it the space of plans, is that of one micro-batch. A micro-batch is in flight if its forward has run
+and its backward has not. Several moments of a step can be the fullest:
 
     first     the first backward, while in_flight - 1 other micro-batches wait: gradients are made for the first time
     later     a later backward: all gradients are there, and at most min(in_flight, count - 1) - 1 others wait
@@ -9,11 +9,12 @@ whose backward has not. Some moments of a step can be the fullest:
               where that differs
     step      the optimizer works on more than it updates: gradients are there as they are stored, and what it works on
 
-Where a micro-batch follows every backward (in_flight < count: 1F1B) the later one is the fuller. Where each updates the
-weights behind its backward (PipeDream) every backward is a first one, and the others wait at the end, too.
+If a micro-batch follows every backward (in_flight < count: 1F1B), the later one is the fuller. If each micro-batch
+updates the weights after its backward (PipeDream), every backward is a first one, and the others also wait at the end.
 
-A stage of a pipeline has buffers for what those in flight receive, and for the gradients of what they have sent. A
-schedule may receive ahead of computing; `inputs` and `gradients` are the most buffers at once, as its order says.
+A pipeline stage has buffers for the inputs that its micro-batches in flight receive, and for the gradients of the
+tensors they have sent. A schedule may receive ahead of computing; `inputs` and `gradients` are the most buffers at once
+in its order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Phase:
     first: bool
     end: bool = False
     steps: bool = False
-    """Whether it is the end behind which the optimizer steps."""
+    """True if the optimizer steps at this end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,17 @@ class Microbatches:
     count: int = 1
     in_flight: int = 1
     reduce_each: bool = False
-    """Whether each reduces the gradients of weights that are stored in parts (ZeRO-2), not the step (ZeRO-1)."""
+    """True if each micro-batch reduces the gradients of sharded weights (ZeRO-2), and not the step (ZeRO-1)."""
     works: bool = False
-    """Whether the optimizer works on more than it updates."""
+    """True if the optimizer works on more than it updates."""
     main_gradients: bool = False
     """True if gradients are added up, and last, also where a step has one micro-batch."""
     stashes: bool = False
-    """Whether each has weights of its own, those of its forward, and is a step of the optimizer (PipeDream)."""
+    """True if each micro-batch keeps the weights of its own forward, and is a step of the optimizer (PipeDream)."""
     inputs: int | None = None
-    """Of how many the received inputs are there at once; None: of those in flight."""
+    """Number of micro-batches whose received inputs are resident at once; None for those in flight."""
     gradients: int = 1
-    """Of how many the received gradients are there at once."""
+    """Number of micro-batches whose received gradients are resident at once."""
     keeps_older: bool = False
     """True if the weights before the last update are kept, too, as they are stored (PipeDream-2BW)."""
 
@@ -64,7 +65,7 @@ class Microbatches:
 
     @property
     def several(self) -> bool:
-        """Whether weights are moved, and gradients reduced, less often than they are used."""
+        """True if weights are moved, and gradients reduced, less often than they are used."""
         return self.count > 1 or self.main_gradients
 
     def received(self, phase: Phase) -> tuple[int, int]:

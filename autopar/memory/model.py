@@ -1,21 +1,21 @@
-"""What each choice holds in memory: bytes per device by decision and by wire.
+"""Memory model: bytes per device of each choice, by decision and by edge.
 
-A parameter holds itself, its gradient, and where they are not on the host its optimizer state and a master copy, in its
-storage layout. Between forward and backward a call holds what autograd keeps for it (asked of autograd, see
-`program.saved_tensors`):
+A parameter holds itself and its gradient in its storage layout, and its optimizer state and master copy unless these
+are on the host. Between forward and backward a call holds the tensors that autograd saves for it (queried from
+autograd, see `program.saved_tensors`):
 
     its own outputs and hidden tensors    counted on the call
     its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
-A view counts where its memory was made. What weights and their gradients take on their way, `weights` says. Under
-recomputation (`program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`):
-tensors from outside, results of collectives unless these run again, and, if selective, results of products. What leaves
-for the host (`host_copies`) a segment holds while it runs, and while the calls behind it do, up to the next segment.
+A view counts where its memory was made. `weights` counts weights and their gradients in transit. Under recomputation
+(`program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
+outside, results of collectives unless these run again, and, if selective, results of products. A segment keeps its
+offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next segment.
 
-A program without gradients keeps nothing; what is alive in it, `live` says.
+A program without gradients saves nothing; `live` says what is alive in it.
 
-All this is of one micro-batch; where a step has several, `accumulation` says what is held besides, and instead.
+All this is for one micro-batch. If a step has several, `accumulation` says what is resident in addition, and instead.
 """
 
 from __future__ import annotations
@@ -59,21 +59,24 @@ class MemoryModel(TensorBytes):
         works = bool(self.stepping) and not space.optimizer.in_backward
         self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
-        """How many layers ahead of their use weights are fetched."""
+        """Number of layers ahead of their use that weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
         self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
         self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self.parts: dict[object, Any] = {}
-        """What `parts` looked up of decisions and wires."""
+        """Cache of `parts`, by decision and edge."""
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
         self.live = None if space.program.learns or self.microbatches.several else Live(self, self.lifetimes)
-        """Of a forward alone, in the place of all that is kept for a backward and that a backward works on."""
+        """Lifetimes in a forward-only program; they replace all tensors saved for a backward and its working sets.
+
+        None if the program trains, or has several micro-batches.
+        """
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether gradients are freed in the backward; those of several micro-batches are there up to the end."""
+        """True if gradients are freed in the backward; gradients of several micro-batches stay until the end."""
         return self.space.optimizer.frees_gradients and not self.microbatches.several
 
     def fetching_ahead(self, prefetch: int) -> MemoryModel:
@@ -161,7 +164,7 @@ class MemoryModel(TensorBytes):
         return self.modes(arrays)
 
     def _any(self, says: Callable[[Strategy], object], decision: Decision) -> bool:
-        """Whether something can be said of any strategy of a decision."""
+        """Return whether `says` is true for any strategy of a decision."""
         made = self.cached(
             (says, id(decision.menu)), lambda: np.array([bool(says(s)) for s in decision.menu.strategies])
         )
@@ -334,13 +337,13 @@ class MemoryModel(TensorBytes):
         return self.cached(("handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
 
     def working_rows(self, number: int) -> Bytes:
-        """What of `working` are rows of experts and their gradients."""
+        """Return the part of `working` that is expert rows and their gradients."""
         decision, rows = self.space.decisions[number], self.space.rows[number]
         key = ("working rows", id(decision.menu), rows.inputs, rows.outputs, self.lifetimes.saved(decision).other_bytes)
         return self.cached(key, lambda: self._working(decision, rows.inputs, rows.outputs))
 
     def handed_on_rows(self, number: int) -> Bytes:
-        """What of `handed_on` are gradients of rows of experts."""
+        """Return the part of `handed_on` that is gradients of expert rows."""
         decision, inputs = self.space.decisions[number], self.space.rows[number].inputs
         return self.cached(("rows handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
 
@@ -355,9 +358,10 @@ class MemoryModel(TensorBytes):
         return total
 
     def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
-        """What arrays of this model come to over several moments, each (weight, arrays that add up), mode by mode.
+        """Return the total of arrays of this model over several moments, mode by mode.
 
-        Moments are added up by weight, or (`worst`) the largest is taken entry by entry. None where there is nothing.
+        Each moment is (weight, arrays that add up). Moments are added up by weight; with `worst`, the largest is taken
+        entry by entry. None if no moment has arrays.
         """
         count = max((len(modes) for _, parts in moments for modes in parts), default=0)
         if not count:
@@ -382,12 +386,12 @@ class MemoryModel(TensorBytes):
 
 
 def _saves_otherwise(strategy: Strategy) -> bool:
-    """Whether what a call keeps beside inputs and outputs is said by the implementation that runs it."""
+    """Return whether the implementation that runs a call states the bytes it saves besides inputs and outputs."""
     return strategy.implementation is not None and strategy.implementation.saved_bytes is not None
 
 
 def _works_forward(strategy: Strategy) -> Callable[[Call, LocalSizes], int] | None:
-    """How much a call works on in its forward, where its implementation says so."""
+    """Return the function for a call's working bytes in its forward; None if its implementation states none."""
     return strategy.implementation.forward_bytes if strategy.implementation is not None else None
 
 

@@ -28,7 +28,7 @@ class MemoryRow:
 
     @property
     def total(self) -> int:
-        """How often the limit counts in the limit of the row."""
+        """Number of times that the memory limit counts in the limit of the row."""
         return 1 if self.worst else sum(weight for _, weight in self.weights)
 
 
@@ -112,7 +112,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
 
 
 def _of_many(memory: MemoryModel, many: ManyParts, at: Moment, place: int) -> list[Modes]:
-    """What there is of a wire to the call at a place on account of many micro-batches."""
+    """Return the bytes of an edge to the call at `place` that are due to micro-batch accumulation, at a moment."""
     has_run, first = at.has_run(place), at.phase.first
     there: list[Bytes | None] = [many.held if not at.phase.steps or memory.microbatches.stashes else None]
     if at.phase.end:
@@ -127,7 +127,7 @@ def _of_many(memory: MemoryModel, many: ManyParts, at: Moment, place: int) -> li
 
 
 def _on_its_way(memory: MemoryModel, weight: WeightParts, at: Moment, target: int) -> list[Modes]:
-    """What there is of a weight, or its gradient, between how it is stored and how a call uses it."""
+    """Return the bytes of a weight or its gradient in transit between storage and use, at a moment."""
     place, layer, kind = memory.lifetimes.position[target], memory.lifetimes.layer[target], at.kind
     there: list[Bytes | None] = []
     if is_ahead(memory, layer, at):
@@ -145,9 +145,9 @@ def _on_its_way(memory: MemoryModel, weight: WeightParts, at: Moment, target: in
 
 
 def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
-    """Whether the gradient of a parameter is held, once reduced; `first_use` is the place of the first call with it.
+    """Return whether the reduced gradient of a parameter is resident; `first_use` is the position of its first call.
 
-    An optimizer that updates in the backward, or takes it to the host, frees it when its layer's are reduced.
+    An optimizer that updates in the backward, or offloads gradients, frees them once those of the layer are reduced.
     """
     if not memory.frees_gradients:
         return at.has_run(first_use) or not at.phase.first
@@ -220,7 +220,7 @@ def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes 
 
 
 def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None, rerun: Modes | None) -> list[Modes]:
-    """What is kept for the backward of a decision's first use, by each micro-batch that has yet to run it."""
+    """Return the bytes saved for the backward of a decision's first use, for all micro-batches yet to run it."""
     parts: list[Modes] = []
     if not at.phase.end and at.keeps(memory.lifetimes.position[number]):
         there = at.of_modes(memory, number, kept, rerun)
@@ -248,24 +248,27 @@ class Moment:
     kind: int
 
     def has_run(self, place: int) -> bool:
-        """Whether the backward of the call at that place is over."""
+        """Return whether the backward of the call at that position has finished."""
         return self.kind != FORWARD and place + (self.kind in BEHIND) > self.place
 
     def keeps(self, place: int) -> bool:
-        """Whether what the call at that place keeps for its backward is there."""
+        """Return whether the tensors saved for the backward of the call at that position are resident."""
         return place <= self.place if self.kind == FORWARD else not self.has_run(place)
 
     def computes(self, place: int) -> bool:
-        """Whether it is the call at that place that runs."""
+        """Return whether the call at that position is running its backward at this moment."""
         return place == self.place and self.kind == COMPUTING
 
     def frees(self, memory: MemoryModel, number: int) -> bool:
-        """Whether recomputation helps: not while the decision's own segment is computed again."""
+        """Return whether recomputation frees memory of a decision at this moment.
+
+        It does not while the decision's own segment is being recomputed.
+        """
         waits = self.kind in (FORWARD, GATHERING)
         return waits or memory.lifetimes.segment[number] != memory.lifetimes.segment[memory.lifetimes.calls[self.place]]
 
     def is_near(self, memory: MemoryModel, number: int) -> bool:
-        """Whether what a decision's segment keeps is on the device, though it leaves for the host."""
+        """Return whether a decision's segment, if offloaded, still or already has its saved tensors on the device."""
         return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
 
     def of_modes(self, memory: MemoryModel, number: int, kept: Modes | None, rerun: Modes | None) -> Modes | None:
@@ -279,17 +282,20 @@ class Moment:
 
 
 def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:
-    """Whether weights of a layer are on their way at a moment, ahead of their use."""
+    """Return whether weights of a layer are in transit at a moment, fetched ahead of their use."""
     return memory.weights.is_ahead(layer, at.place, is_forward(memory, at.kind), depth_at(memory, at.kind))
 
 
 def is_forward(memory: MemoryModel, kind: int) -> bool:
-    """Whether moments of a kind are in the forward: of a forward alone also those at which weights arrive."""
+    """Return whether moments of a kind belong to the forward; in a forward-only program all do."""
     return kind == FORWARD or memory.live is not None
 
 
 def depth_at(memory: MemoryModel, kind: int) -> int:
-    """How many layers ahead weights are on their way: one less while those of a layer arrive, before the next leave."""
+    """Return how many layers ahead weights are in transit.
+
+    It is one less while a layer's weights arrive, before the next fetch starts.
+    """
     return max(0, memory.prefetch - (kind == GATHERING))
 
 

@@ -1,6 +1,6 @@
-"""What decisions and wires hold at some moment or other, looked up once: arrays that moments and peaks add up.
+"""Byte arrays of decisions and edges, looked up once; moments and peaks add them up.
 
-Whether a part is there at a moment, `moments` says; what all parts of a plan come to place by place, `sums_of`.
+`moments` says whether a part is resident at a moment; `sums_of` adds up all parts of a plan, position by position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.space.space import ExpertRows, Space, Wire
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """Of a decision; None where it has no such part."""
+    """Byte arrays of a decision; None for a part it does not have."""
 
     stored: tuple[tuple[str, Bytes], ...]
     gradients: Bytes | None
@@ -31,7 +31,7 @@ class NodeParts:
 
 @dataclass(frozen=True, slots=True)
 class WeightParts:
-    """Of a wire that brings a weight."""
+    """Byte arrays of a weight in transit over an edge; None for a part it does not have."""
 
     gathered: Bytes | None
     again: Bytes | None
@@ -45,7 +45,7 @@ class WeightParts:
 
 @dataclass(frozen=True, slots=True)
 class ManyParts:
-    """Of a wire, on account of many micro-batches."""
+    """Byte arrays of an edge that are due to micro-batch accumulation; None for a part it does not have."""
 
     held: Bytes | None
     accumulated: Bytes | None
@@ -56,7 +56,7 @@ class ManyParts:
 
 @dataclass(frozen=True, slots=True)
 class WireParts:
-    """Of a wire; None where it has no such part."""
+    """Byte arrays of an edge; None for a part it does not have."""
 
     kept: Modes | None
     rerun: Modes | None
@@ -67,7 +67,7 @@ class WireParts:
 
 
 def parts_of(memory: MemoryModel, number: int) -> NodeParts:
-    """Those of a decision."""
+    """Return the byte arrays of a decision, looked up once."""
     found = memory.parts.get(number)
     if found is None:
         stored = tuple(memory.stored(number).items())
@@ -78,7 +78,7 @@ def parts_of(memory: MemoryModel, number: int) -> NodeParts:
 
 
 def parts_on(memory: MemoryModel, wire: Wire) -> WireParts:
-    """Those of a wire."""
+    """Return the byte arrays of an edge, looked up once."""
     end = wire.target, wire.target_input
     found = memory.parts.get(end)
     if found is None:
@@ -117,12 +117,15 @@ class Part:
     name: str
     place: int
     modes: Modes
-    """By the strategies at the ends; one array, or one per mode."""
+    """Bytes by the strategies at the ends; one array, or one per mode."""
     ends: tuple[int, ...]
     of: int = 0
     """The decision whose segment says the mode, where that matters."""
     rows: ExpertRows | None = None
-    """Where not None, the bytes are of a share of these rows, and what lies beside that is added."""
+    """Expert rows of which this part adds the bytes beyond an equal share; None to add the bytes themselves.
+
+    If set, the bytes are those of an equal share of these rows.
+    """
     sign: int = 1
 
 
@@ -145,7 +148,7 @@ class _Read:
 
 
 class Sums:
-    """What the choices of a plan hold, added up by name and place; parts of equal arrays are read all at once."""
+    """Byte totals of a plan's choices by name and position; parts with equal arrays are read together."""
 
     def __init__(self, parts: Iterable[Part], width: int) -> None:
         """Each sum has so many places; those of `NAMES` are there though nothing adds to them."""
@@ -259,7 +262,7 @@ def _of_forward(memory: MemoryModel, live: Live, beside_share: bool) -> Iterator
 
 
 def _received(memory: MemoryModel, number: int) -> Iterator[Part]:
-    """What one micro-batch receives on account of a decision."""
+    """Yield the receive buffer of a decision for one micro-batch, if it has one."""
     if (found := memory.accumulation.buffers(number)) is not None:
         name, array = found
         yield Part(name, 0, (array,), (number,))
@@ -288,7 +291,7 @@ def _kept(
 
 
 def _for_many(many: ManyParts, place: int, ends: tuple[int, ...], count: int) -> Iterator[Part]:
-    """What a wire to the call at a place brings on account of many micro-batches."""
+    """Yield the parts of an edge, to the call at `place`, that are due to micro-batch accumulation."""
     found = (
         ("moved weights", 0, many.held),
         ("born", min(place, count), many.accumulated),

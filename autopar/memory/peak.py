@@ -73,7 +73,7 @@ def memory_use(
 
 
 def _phase_use(memory: MemoryModel, moments: PlanMoments, number: int) -> tuple[int, MemoryUse, int]:
-    """What `memory_use` finds in one phase."""
+    """Return the peak, the memory use and the fullest moment of one phase, as `memory_use` does for the step."""
     phases = memory.microbatches.phases
     names = [memory.space.decisions[number].name for number in memory.lifetimes.calls]
     kinds = moments.kinds(phases[number])
@@ -115,7 +115,7 @@ class PlanMoments:
         self.always_total = sum(self.always.values())
         self.stepped, self.reduced, self.sent, *one = (int(found[name][0]) for name in AT_ONCE)
         self.received, self.returned = one
-        """Of one micro-batch: from the stage before, and gradients from the stage after."""
+        """Receive-buffer bytes of one micro-batch: tensors from the previous stage, and gradients from the next."""
         self.by_layer = {name: found[name] for name in BY_LAYER}
         at = {name: found[name][: self.count] for name in BY_PLACE}
         self.kept, self.whole, self.fresh = at["kept"], at["whole"], at["fresh"]
@@ -128,13 +128,13 @@ class PlanMoments:
         self.gathers = self._at(arrive.values())
         self.reduces = self._at(memory.weights.first_reduction.values())
         self.updated = np.zeros(self.count, dtype=np.int64)
-        """What the optimizer works on behind each call, where it steps in the backward."""
+        """Working bytes of the optimizer after each call's backward, if it steps in the backward."""
         for number in () if memory.microbatches.works else memory.stepping:
             if memory.lifetimes.position[number] < self.count:
                 self.updated[memory.lifetimes.position[number]] += memory.stepping[number]
 
     def _at(self, places: Iterable[int]) -> np.ndarray:
-        """Which places are among some."""
+        """Return a mask over the positions of calls that is true at `places`."""
         found = np.zeros(self.count, dtype=bool)
         found[list(places)] = True
         return found
@@ -248,7 +248,7 @@ class PlanMoments:
         return self._with_rerun(kept, whole, phase) - whole
 
     def _computed_again(self, kept_here: np.ndarray, whole_here: np.ndarray) -> np.ndarray:
-        """What is kept up to each place; of a segment that is computed again, all of its own."""
+        """Return the bytes saved up to each position; a recomputed segment counts in full while it runs again."""
         segments, runs = self.memory.lifetimes.segments_at
         kept, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (kept_here, whole_here))
         is_again = np.zeros(len(self.memory.lifetimes.segments) + 1, dtype=bool)  # the last: of calls without one
@@ -256,7 +256,10 @@ class PlanMoments:
         return np.where(is_again[segments], kept[runs] + whole[1:] - whole[runs], kept[1:])
 
     def _near(self, count: int, kept: np.ndarray, whole: np.ndarray) -> np.ndarray:
-        """What is on the device up to each place though it leaves for the host: of the segment before (and its own)."""
+        """Return the offloaded bytes that are still on the device at each position.
+
+        These are the bytes of the previous segment and, with `count` 2, of the position's own.
+        """
         found = np.zeros(self.count, dtype=np.int64)
         if not self.offloaded:
             return found
@@ -268,7 +271,7 @@ class PlanMoments:
         return found
 
     def _waiting(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> int:
-        """What the other micro-batches keep for their backward."""
+        """Return the bytes that the other micro-batches save for their backward."""
         return phase.others * int(kept.sum())
 
     def _always(self, phase: Phase) -> dict[str, np.ndarray]:
@@ -291,11 +294,11 @@ class PlanMoments:
         return there[:-1] if reducing else there[1:]
 
     def _unreduced(self) -> np.ndarray:
-        """What the calls after each place, of the layer that runs there, have made and left to be reduced."""
+        """Return the unreduced gradient bytes made by the calls after each position, within its layer."""
         return self._left(self.unreduced) - self.unreduced
 
     def _left(self, gradients: np.ndarray) -> np.ndarray:
-        """What the calls from each place on, of the layer that runs there, have made."""
+        """Return the sum of `gradients` over the calls from each position on, within its layer."""
         order, before = self.memory.lifetimes.from_the_end
         sums, found = np.concatenate([[0], np.cumsum(gradients[order])]), np.empty(self.count, dtype=np.int64)
         found[order] = sums[1:] - sums[before]

@@ -1,12 +1,12 @@
-"""What layouts make of a tensor: bytes on a device, and how it lies in memory once it has moved.
+"""Effect of layouts on a tensor: bytes on a device, and how it lies in memory after a move.
 
     same            nothing changes in memory
     sliced          a part of what is there anyway
     copied          a tensor of its own, made without communication
     communicated    a tensor of its own, made of what others have sent
 
-Arrays have an entry per strategy of a decision, or a matrix over the strategies at both ends of a wire. Equal questions
-get the same array, which must not be changed.
+Arrays have an entry per strategy of a decision, or a matrix over the strategies at both ends of an edge. Equal queries
+return the same array, which must not be changed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TensorBytes:
         )
 
     def kinds(self, wire: Wire) -> np.ndarray:
-        """How the tensor lies in memory after the wire, for every pair of layouts."""
+        """Return how the tensor lies in memory after the edge (`SAME` … `COMMUNICATED`), for every pair of layouts."""
         return self.cached(("kinds", self.space.kind(wire)), lambda: self._kinds(wire))
 
     def _kinds(self, wire: Wire) -> np.ndarray:
@@ -133,7 +133,7 @@ class TensorBytes:
         )
 
     def cached(self, key: object, make: Callable[[], Bytes]) -> Bytes:
-        """What `make` gives, made once per key."""
+        """Return the array of a key; `make` is called once per key."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]

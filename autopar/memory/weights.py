@@ -1,4 +1,4 @@
-"""What weights and their gradients take on the way between how they are stored and how calls use them.
+"""Memory of weights and their gradients in transit between their storage and their use by calls.
 
 gathered          a weight while its layer runs forward, unless it is kept
 gathered again    while its layer runs backward; and while it is gathered in a message with others, out of which it is
@@ -10,7 +10,7 @@ on their way      a weight while the layers before its own run forward, and thos
                   it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
                   only the first is issued ahead
 
-Weights that are gathered alone are let go one by one, and counted all the same while their layer runs.
+Weights that are gathered alone are freed one by one, yet all count while their layer runs.
 
 Layers that have weights are numbered in the order in which they run first.
 """
@@ -67,7 +67,10 @@ class MovedWeights:
         return forward, backward  # type: ignore[return-value]
 
     def is_ahead(self, layer: str, place: int, forward: bool, depth: int) -> bool:
-        """Whether weights of a layer are on their way while the call at a place runs, fetched `depth` layers ahead."""
+        """Return whether weights of a layer are in transit while the call at a position runs.
+
+        Weights are fetched `depth` layers ahead.
+        """
         number = self._numbers.get(layer)
         if number is None or depth == 0:
             return False
@@ -127,7 +130,7 @@ class MovedWeights:
         return self._of_weight("on way again", wire, lambda wire: self._on_way(wire, self.accumulation.each_time(wire)))
 
     def gathers(self, choices: Sequence[int]) -> bool:
-        """Whether any weight is gathered as a step goes on."""
+        """Return whether any weight is gathered during a step under these choices."""
         found = ((self.on_way(wire, True), wire) for wire in self.space.wires)
         return any(each is not None and each[choices[w.source], choices[w.target]] for each, w in found)
 

@@ -306,7 +306,7 @@ def built_in(
 
 
 def num_values(name: str) -> int:
-    """How many tokens a built-in model reads and writes, or how many classes it tells apart."""
+    """Return the vocabulary size of a built-in model, or its number of classes."""
     found = BUILT_IN[name]
     if isinstance(found, Plain):
         return found.num_classes

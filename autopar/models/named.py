@@ -54,7 +54,7 @@ def trainable(
 
 
 def called(spec: str) -> Any:
-    """What MODULE:FUNCTION returns; modules of the current folder are found, as with `python -m`."""
+    """Return the result of calling MODULE:FUNCTION; modules of the current folder are found, as with `python -m`."""
     module_name, _, function_name = spec.partition(":")
     if not all(name.isidentifier() for name in module_name.split(".")):
         raise InputError(

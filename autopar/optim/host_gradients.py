@@ -34,7 +34,7 @@ class HostGradients:
         return sum(each.nbytes for each in self._memory.values())
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether a gradient of it has been brought."""
+        """Return whether a gradient of the parameter has been brought to the host."""
         return parameter in self._arrived
 
     def take(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:

@@ -1,8 +1,8 @@
-"""Which parameters an optimizer of matrices takes as such: what it is given by name, and what a plan counts for it.
+"""Selection, by name and shape, of the parameters that optimizers of matrices update; plans count by the same.
 
 Muon and GaLore are for the weights of hidden layers: a parameter of two dims in a numbered layer
-("layers.0.mlp.up.weight"), not an embedding table, an output head, a bias or the scale of a norm, which AdamW updates
-beside (Jordan 2024; Zhao et al. 2024). Patterns say it otherwise.
+("layers.0.mlp.up.weight"). Embedding tables, output heads, biases and scales of norms are excluded; AdamW updates them
+in the same step (Jordan 2024; Zhao et al. 2024). Patterns override this selection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.program.paths import layer_of, matches
 
 
 def is_matrix(name: str, shape: Sequence[int], patterns: Sequence[str] | None = None) -> bool:
-    """Whether a parameter is one of the matrices: has two dims, and lies in a numbered layer or is what a pattern says.
+    """Return whether a parameter has two dims and lies in a numbered layer; patterns, if given, replace the layer.
 
     >>> is_matrix("model.layers.0.mlp.up_proj.weight", (256, 64)), is_matrix("model.embed_tokens.weight", (1000, 64))
     (True, False)
@@ -28,5 +28,5 @@ def is_matrix(name: str, shape: Sequence[int], patterns: Sequence[str] | None = 
 
 
 def is_projected(name: str, shape: Sequence[int], rank: int, patterns: Sequence[str] | None = None) -> bool:
-    """Whether the gradients of a parameter are projected to `rank`: those of a matrix that is larger in both dims."""
+    """Return whether a parameter's gradients are projected to `rank`: it is a matrix larger than that in both dims."""
     return is_matrix(name, shape, patterns) and min(shape) > rank

@@ -189,7 +189,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return parameter.grad is not None or (self._on_host is not None and self._on_host.has(parameter))
 
     def _is_widened(self, parameter: torch.Tensor) -> bool:
-        """Whether it has a master copy."""
+        """Return whether a parameter has a master copy in float32."""
         return self._master_copies and parameter.dtype.itemsize < torch.float32.itemsize
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         is_changed: bool,
         staging: Staging,
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """What turns a weight in host memory into that of step `count`, by its gradient there."""
+        """Return the update of a weight in host memory to step `count`, given its gradient in host memory."""
 
         def update(gradient: torch.Tensor, weight: torch.Tensor) -> None:
             if MASTER not in state:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of it, or the part of a DTensor, which shares its memory."""
+    """Return this rank's part of a tensor: the local tensor of a DTensor, sharing its memory, or all of a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -24,7 +24,7 @@ SLOTS = 3  # one piece comes down, one is worked on, one goes up
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """How many elements of a parameter pass, of how many bytes, and whether the host works on them in float32."""
+    """Staged elements of a parameter, bytes per element, and whether the host works on them in float32."""
 
     elements: int
     itemsize: int
@@ -56,11 +56,11 @@ class Piece:
     gradient: torch.Tensor
     weight: torch.Tensor
     needs_weight: bool
-    """Whether the host needs the weight as it is on the device."""
+    """True if the host needs the weight as it is on the device."""
     update: Callable[[torch.Tensor, torch.Tensor], None]
     """Turns a weight in host memory into the new one, by its gradient there."""
     on_host: bool = False
-    """Whether the gradient is in host memory, or will be once `arrived` is reached."""
+    """True if the gradient is in host memory, or will be once `arrived` is reached."""
     arrived: torch.Event | None = None
 
 
@@ -181,10 +181,10 @@ class _Slot:
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """What is asked for inside runs on a stream, where there is one."""
+    """Return a context in which work is issued on `stream`; it changes nothing if `stream` is None."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """As many elements of the same dtype in some memory."""
+    """Return a view of byte memory with as many elements, of the same dtype, as a tensor."""
     return memory[: tensor.numel() * tensor.itemsize].view(tensor.dtype)

@@ -1,8 +1,9 @@
-"""What the blocks of a model take, and what would be sent where a pipeline is cut between them, by one plan of it all.
+"""Costs of a model's blocks, and of sends if a pipeline is cut between them, from one plan of the whole model.
 
-The plan is that of the whole model on the devices of one stage. Restricted to the blocks of a stage it is the best
-plan of that stage for the layouts of what the stage receives and sends, as nothing else ties stages together; so the
-seconds of a stage are the sum of its blocks'. Half of a backward counts for the inputs' gradient, half for weights'.
+The plan is that of the whole model on the devices of one stage. Its restriction to the blocks of a stage is the best
+plan of that stage, given the layouts of the tensors that the stage receives and sends. Nothing else ties stages
+together, so the seconds of a stage are the sum over its blocks. Half of a backward counts for the gradient of the
+inputs, half for that of the weights.
 """
 
 from __future__ import annotations

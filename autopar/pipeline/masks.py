@@ -1,8 +1,8 @@
-"""Which strategies the decisions of a stage may have: what the user, its neighbours and stored parameters ask for.
+"""Masks of a stage's strategies: constraints by the user, by neighbouring stages and by stored parameters.
 
-A decision of a stage has the strategies that it has in the whole model, by name. One more choice may be its own: a
+A decision of a stage has the strategies that it has in the whole model, by name. One choice may be the stage's own: a
 weight that several stages share, as a tied embedding, has one call in each, and may be gathered again for its backward.
-Annotations say that of the stage itself.
+Annotations constrain that choice in the stage itself.
 """
 
 from __future__ import annotations

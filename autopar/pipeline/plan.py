@@ -131,7 +131,7 @@ class PipelinePlan:
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches a step has."""
+        """Number of micro-batches of a step."""
         return self.schedule.num_microbatches
 
     @property
@@ -191,7 +191,7 @@ class PipelinePlan:
 
     @property
     def offload(self) -> Offloaded:
-        """What stages have on the host, all of them or some."""
+        """State that all stages, or some, have on the host, as a value of the option `offload`."""
         activations = any(ACTIVATIONS in stage.plan.host for stage in self.stages)
         if self.offloads_optimizer:
             return "both" if activations else "optimizer"
@@ -199,12 +199,12 @@ class PipelinePlan:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's state is on the host, and `autopar.optim.OffloadedAdamW` is to step."""
+        """True if the optimizer's state is on the host, so that `autopar.optim.OffloadedAdamW` must step."""
         return self.stages[0].plan.offloads_optimizer
 
     @property
     def host(self) -> Mapping[str, int]:
-        """What takes memory of the host → bytes for each device of the rank that takes the most."""
+        """Kind of state in host memory → bytes per device, on the rank that takes the most."""
         return max(map(self.rank_host, range(self.schedule.num_ranks)), key=lambda host: sum(host.values()))
 
     @property
@@ -213,9 +213,9 @@ class PipelinePlan:
         return sum(self.host.values())
 
     def rank_host(self, rank: int) -> Mapping[str, int]:
-        """What takes memory of the host → bytes for each device of a rank, whose stages one optimizer steps.
+        """Return the bytes of host memory per device of a rank, by kind of state; one optimizer steps all its stages.
 
-        Activations are those of the micro-batches that its stages have in flight together, where that is most.
+        Activations count at the moment when the micro-batches in flight of all its stages take the most.
         """
         numbers = self.schedule.stages_of(rank)
         hosts = {number: self.stages[number].plan.host for number in numbers}
@@ -318,7 +318,7 @@ class PipelinePlan:
 
 
 def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...], starts: Sequence[int]) -> None:
-    """Whether there is a stage for every number of the schedule; PlanError where not."""
+    """Raise PlanError if ranks, stages and starts do not fit the schedule, or it has too many actions."""
     if num_ranks != schedule.num_ranks:
         raise PlanError(f"the axis has {num_ranks} ranks, the schedule {schedule.num_ranks}")
     if [stage.number for stage in stages] != list(range(schedule.num_stages)):

@@ -33,7 +33,7 @@ class PlannedBlocks:
     blocks: tuple[Block, ...]
     whole: PlannedWhole
     pins: Pins
-    """Of the whole model's space."""
+    """Pins on the space of the whole model."""
     costs: tuple[BlockCost, ...]
     cut_seconds: tuple[float, ...]
     nodes: Mapping[str, fx.Node]

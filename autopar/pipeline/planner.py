@@ -59,9 +59,9 @@ MOST_CUTS = 200
 """Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
 
 REFINING = 0.05
-"""Of the time that is left, at least, is for moving the cuts once stages are planned."""
+"""Share of the remaining time that is reserved for moving the cuts after stages are planned, at least."""
 FINISHING, HALF = 0.1, 0.5
-"""Of the time that is left, goes to the plans of the stages of the cut that was found, and at most."""
+"""Share of the remaining time that is reserved for the plans of the final cut's stages, and its maximum."""
 WRITING = 2.5
 """Times what the plan of the whole took, where that is more: all stages are laid out and written down."""
 
@@ -217,7 +217,7 @@ def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: 
 
 
 def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:
-    """What the plans of stages say: once what all of them do, else with the stage."""
+    """Merge the notes of stages' plans: a note of all stages appears once, others name their stages."""
     by_note: dict[str, list[int]] = defaultdict(list)
     for stage in stages:
         for note in stage.plan.notes:

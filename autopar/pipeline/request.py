@@ -1,4 +1,4 @@
-"""What a pipeline is to be planned for, and the meshes of its stages."""
+"""Request of a pipeline plan, and the meshes of its stages."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def stage_mesh(mesh: Mesh, axis: str) -> Mesh:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRequest:
-    """What a pipeline is to be planned for: a program, a mesh and a schedule, and what is wanted of any plan."""
+    """Request of a pipeline plan: a program, a mesh and a schedule, and the options of any plan."""
 
     program: Program
-    """Of one micro-batch."""
+    """Program of one micro-batch."""
     mesh: Mesh
     axis: str
     schedule: Schedule
@@ -88,7 +88,7 @@ class PipelineRequest:
 
     @property
     def settings(self) -> Settings:
-        """How stages are planned, with what is said on activations."""
+        """Settings with which stages are planned, including whether activations may be offloaded."""
         return self.wanted.searched
 
     @property

@@ -28,12 +28,12 @@ from autopar.solver.deadline import after, seconds_until
 TRIED = 6
 """Schedules that are planned within a memory limit, the fastest first, until one fits."""
 RequestOf = Callable[[Schedule], PipelineRequest]
-"""What is to be planned under a schedule: the program of one of its micro-batches."""
+"""Schedule → the planning request for the program of one of its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user says of the schedule; None leaves it open."""
+    """Schedule options that the user specified; None leaves an option open."""
 
     name: str | None = None
     num_microbatches: int | None = None
@@ -43,7 +43,10 @@ class Wish:
 
     @classmethod
     def of(cls, request: PlanRequest) -> Wish:
-        """What is said; what halves backwards keeps activations that have come back, and is not chosen for them."""
+        """Return the user-specified options; with offloaded activations, no schedule of `HALVING` is chosen.
+
+        Such a schedule halves backwards, and between the halves keeps the activations that were fetched back.
+        """
         leaves = request.offload in ("activations", "both")
         among = tuple(each for each in RECOMMENDED if not (leaves and each in HALVING))
         return cls(request.schedule, request.microbatches, request.chunks, among)

@@ -1,4 +1,4 @@
-"""What memory is worth to the stages of a pipeline: one of middling length, planned within some limits."""
+"""Samples of the value of memory to a pipeline's stages: a stage of medium length, planned within several limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from autopar.pipeline.stages.rooms import Sample, SamplesOf
 from autopar.solver.deadline import is_over, seconds_until
 
 LIMITS = ((1.0, 1.05), (0.5, 0.85), (0.5, 1.2), (0.125, 0.75), (1.0, 1.25), (0.5, 1.55), (0.125, 1.0), (1.0, 1.6))
-"""Of samples: with the micro-batches in flight of which stage, of all from the least to the most, and the limit, as a
-part of an equal share of a rank's memory."""
+"""Stage and memory limit of each sample, as (position, limit).
+
+The position selects a stage by its micro-batches in flight, from the least (0) to the most (1). The limit is a multiple
+of an equal share of a rank's memory.
+"""
 OF_A_BLOCK = ((1.0, 1.05), (1.0, math.inf), (0.125, 0.4), (0.5, 0.85), (0.125, 0.6), (1.0, 1.6))
 """The same for stages of one block, whose plans are not mixed of others: some have much memory, others little."""
 SHARE_OF_TIME = 0.4
-"""Of the time that is left, at most: further samples are left out."""
+"""Share of the remaining time that samples may take, at most; further samples are left out."""
 NEAR, ROUGHLY = 0.05, 0.2
-"""How far from the best samples, and the first plans of large stages, may be, as shares."""
+"""Relative optimality gaps of samples, and of the first plans of large stages."""
 LARGE = 150
 """Decisions of a large stage."""
 ASKED = 8

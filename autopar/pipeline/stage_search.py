@@ -1,21 +1,22 @@
-"""What the stages of a pipeline take within their memory, found out for as few of them as the cut needs.
+"""Seconds of pipeline stages within their memory budgets, searched for as few stages as the cut needs.
 
-A stage is its structure (its calls, without their names), the micro-batches that it has in flight (and with them its
-receive buffers), and the memory that it may take: at its fullest moment, and while others of its rank run (`rooms`).
-Stages of equal structure have the same choices before them, so that what is found for one serves others:
+A stage is given by its structure (its calls, without their names), its micro-batches in flight (and with them its
+receive buffers), and its memory budget: at its peak, and while other stages of its rank run (`rooms`). Stages of equal
+structure have the same choices, so that a result for one serves others:
 
     in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
     in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
     does not fit in M with f                      does not fit in M' <= M with f' >= f
 
-The search for choices has the limit at the fullest moment alone, which bounds; where what it finds keeps too much while
-others run, it is looked for with less at the fullest moment, too.
+The search for choices limits the peak alone, which gives a lower bound. If its result keeps too much while other stages
+run, the search is repeated with a lower limit on the peak.
 
-A stage is asked for roughly first: choices that fit, and a bound, which is soon had and mostly near. Only where the cut
-needs to know it is looked for choices within the tolerance, which can take a hundred times as long.
+A stage is first planned with a large optimality gap, which gives choices that fit and a bound; both come soon and are
+mostly close. It is planned within the tolerance only if the cut depends on it, which can take a hundred times as long.
 
-Stages have room for weights that are fetched a layer ahead, where that fits at all: what waits for them sets the pace.
-So the seconds of a stage are those of its timeline, and what it takes at least is as far below as its sum is proven.
+Stages keep memory for weights that are fetched a layer ahead, if that fits at all, because waiting for weights sets the
+pace. So the seconds of a stage are those of its timeline, and its lower bound is as far below as the proven gap of its
+sum.
 """
 
 from __future__ import annotations
@@ -50,22 +51,24 @@ from autopar.steps.step import microbatch_seconds
 TOLERANCE = 0.02
 """Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
 ROUGHLY = 0.5
-"""How far from the best the first plan of a stage may be, as a share."""
+"""Relative optimality gap of a stage's first plan."""
 MOST_ASKED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
-"""Of a stage that is planned within the tolerance where the first plan is not: of larger ones that takes minutes."""
+"""Decisions of a stage up to which it is planned again within the tolerance; larger ones would take minutes."""
 STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
-"""Of a room: choices that by rule of three take more are not looked at."""
+"""Factor on a room: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
 SHARE_OF_TIME = 0.06
-"""Of the time that is left, at most, goes to each stage that is asked for: most take less than a hundredth, and of
-those that take more few are asked for."""
+"""Share of the remaining time for the plan of each stage, at most.
+
+Most stages take less than a hundredth of it, and few of the others are planned.
+"""
 SHARE_OF_CLOSER = 0.2
 """The same for each that is planned within the tolerance where its first plan was not."""
 TIGHTER = 0.97
-"""Of a limit on the fullest moment, at most, where choices keep too much otherwise."""
+"""Share of the last limit on the peak that the next one is at most, if choices keep too much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +81,11 @@ class Known:
     room: Room | None
     made: Solved | None
     seconds: float
-    """Of one micro-batch, with its share of what is done once; infinite where it does not fit."""
+    """Seconds of one micro-batch, including its share of work once per step; infinite if the stage does not fit."""
     least: float
-    """What no choices take less than."""
+    """Lower bound on the seconds of any choices."""
     is_close: bool
-    """Whether it was planned within the tolerance, as far as time allowed."""
+    """True if it was planned within the tolerance, as far as time allowed."""
 
 
 @dataclass(slots=True)
@@ -92,18 +95,18 @@ class StageSearch:
     planned: PlannedBlocks
     deadline: float
     rooms: Sequence[Room | None]
-    """Of the stages; None: as much as they like."""
+    """Memory budgets of the stages; None is unlimited."""
     until: tuple[float, ...]
     """Seconds of the blocks before each, and of all, by the plan of the whole."""
     roughly: float = ROUGHLY
-    """How far from the best the first plan of a stage may be, as a share."""
+    """Relative optimality gap of a stage's first plan."""
     most_asked: int = MOST_ASKED
     """Stages that are planned before the best cut so far, if there is one, is taken."""
     by_structure: dict[int, list[Known]] = field(default_factory=lambda: defaultdict(list))
     kinds: Sequence[int] = ()
-    """Of blocks: equal stages are of equal kinds. Numbered as the search begins."""
+    """Kinds of the blocks, numbered when the search begins; equal stages have equal kinds."""
     kinds_asked: set[tuple[int, ...]] = field(default_factory=set)
-    """Those of the stages that were asked for."""
+    """Kinds of the blocks of each stage that was planned."""
     numbers: dict[object, int] = field(default_factory=dict)
     programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
     spaces: dict[int, tuple[Space, Pins]] = field(default_factory=dict)
@@ -126,11 +129,11 @@ class StageSearch:
 
     @property
     def num_asked(self) -> int:
-        """How many stages were planned."""
+        """Number of stages that were planned."""
         return sum(map(len, self.by_structure.values()))
 
     def is_over(self, asked: int, has_cut: bool) -> bool:
-        """Whether the best cut so far has to do, or, where there is none, time is over."""
+        """Return whether to stop: time is over, or there is a cut and `most_asked` stages were planned."""
         return (has_cut and asked >= self.most_asked) or is_over(self.deadline)
 
     def own_seconds(self, first: int, end: int) -> float:
@@ -143,7 +146,7 @@ class StageSearch:
         return known.seconds
 
     def at_least(self, first: int, end: int, stage: int) -> float:
-        """What the stage, which was asked for, takes at least."""
+        """Return the lower bound on the seconds of a stage that was planned."""
         known = self.find(first, end, stage)
         assert known is not None, "a stage that was not asked for"
         return known.least
@@ -159,12 +162,12 @@ class StageSearch:
         return True
 
     def at_most(self, first: int, end: int, stage: int) -> float:
-        """What the stage takes by what is known of others; infinite where that is nothing."""
+        """Return an upper bound on the seconds of a stage from known plans; infinite if none fits."""
         known = self.best_known(first, end, stage)
         return math.inf if known is None else known.seconds
 
     def beyond(self, stage: int, first: int, end: int) -> float:
-        """What it takes at most beyond its blocks."""
+        """Return the upper bound on the seconds of a stage beyond the sum of its blocks."""
         return self.at_most(first, end, stage) - self.own_seconds(first, end)
 
     def fuller(self, stage: int) -> Sequence[int]:
@@ -174,14 +177,14 @@ class StageSearch:
         return [s for s, (more, less) in enumerate(pairs) if runs.holds_no_more(more) and as_much(room, less)]
 
     def met(self) -> Iterator[Met]:
-        """What stages were found to take at least that fit."""
+        """Yield each known plan's blocks, its lower bound in seconds, and the stages for which the bound holds."""
         for known in (each for every in self.by_structure.values() for each in every if each.made is not None):
             pairs = enumerate(zip(self.runs, self.rooms, strict=True))
             fuller = [s for s, (more, less) in pairs if known.runs.holds_no_more(more) and as_much(known.room, less)]
             yield known.span, known.least, fuller
 
     def find(self, first: int, end: int, stage: int) -> Known | None:
-        """What was found out of just this stage, or that it does not fit."""
+        """Return the result for exactly this stage, or one that proves that it does not fit; None if there is neither."""
         runs, room = self.runs[stage], self.rooms[stage]
         for each in reversed(self.by_structure[self.program(first, end)[1]]):  # what was asked more closely first
             if (each.runs, each.room) == (runs, room):
@@ -260,7 +263,10 @@ class StageSearch:
         return self.planned.request.space(program, received)
 
     def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE, peak: int | None = None) -> Settings:
-        """How a stage is planned, within less than its room if a peak is given; the gap counts under a memory limit."""
+        """Return the settings to plan a stage, within less than its room if a peak is given.
+
+        The gap counts only under a memory limit.
+        """
         asked, room = self.planned.request.settings, self.rooms[stage]
         memory = peak if room is None or peak is not None else room.peak
         within = asked.gap if memory is None else max(asked.gap or 0.0, gap)
@@ -268,7 +274,7 @@ class StageSearch:
         return replace(asked.for_tensors(memory), time_limit=left, gap=within, hurried=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
-        """What a stage holds."""
+        """Return the memory model of a stage."""
         return MemoryModel(space, self.runs[stage], offloads=self.planned.request.settings.offloads)
 
     def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
@@ -311,7 +317,7 @@ class StageSearch:
         return room.excess(self.holding(known, runs)) <= 0
 
     def holding(self, known: Known, runs: Microbatches) -> Held:
-        """What choices hold with other micro-batches in flight."""
+        """Return the bytes that known choices hold with other micro-batches in flight."""
         key, made = (id(known), runs), known.made
         assert made is not None
         if key not in self.holds:

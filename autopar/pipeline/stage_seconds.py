@@ -56,13 +56,13 @@ def step_parts(plan: Plan) -> StepSeconds:
 def stage_seconds(
     plan: Plan, send_forward: Send = NOTHING, send_backward: Send = NOTHING, halves: bool = False
 ) -> StageSeconds:
-    """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
+    """Return the seconds of a stage's plan, with the transfers of its sends; raise PlanError for a loaded plan.
 
-    Forward and backward are those of a micro-batch as a timeline, beside what is sent, and so are the reductions of
-    gradients beside the last of them; what else is done once is a sum. The part of the backward that makes gradients of
-    weights is that of the calls that have a weight; all else, recomputation and collectives too, counts for the
-    gradients of inputs, which others wait for. `halves`: the schedule makes the two apart. PipeDream, whose
-    micro-batches each update the weights, reduces behind the backward.
+    Forward and backward are the timeline of a micro-batch, overlapped with its sends. The reductions of gradients come
+    from the timeline of the last micro-batch, whose backward they overlap. Other work once per step is a sum. The
+    backward of the calls with a weight counts for the gradients of weights; all else, recomputation and collectives
+    too, counts for the gradients of inputs, which other stages wait for. `halves`: the schedule runs the two
+    separately. In PipeDream, where each micro-batch updates the weights, reductions follow the backward.
     """
     context = _context(plan)
     memory, choices, share = context.memory_model, context.choices, context.space.hardware.communication_share

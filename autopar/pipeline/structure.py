@@ -1,4 +1,4 @@
-"""What plans of stages, and of blocks, follow from: equal stages are planned once, and equal blocks cost the same."""
+"""Structure of stages and blocks: equal stages are planned once, and equal blocks cost the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.program.program import Program
 
 
 def structure(planned: PlannedBlocks, program: Program) -> object:
-    """What the plan of a stage follows from, without the names that its nodes have in the model."""
+    """Return all that the plan of a stage depends on, without the names of its nodes in the model."""
     described = _described(planned, tuple(program.graph.nodes), program.parameter_names, program.received)
     sent = [str(planned.boundary(v.name)) for v in program.output[: program.num_sent] if isinstance(v, fx.Node)]
     return described, tuple(sent), program.num_outputs
@@ -57,6 +57,6 @@ def _described(
 
 
 def _made(node: fx.Node, number: dict[fx.Node, int]) -> tuple[str, str, str]:
-    """How a node is made of others."""
+    """Return the operation, target and arguments of a node, with other nodes by number."""
     args = str(map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}"))
     return node.op, str(node.target) if node.op == "call_function" else "", args

@@ -1,6 +1,4 @@
-"""What a plan says of its experts: that what rows cost is expected, how many they take at most, and which experts no
-axis can divide.
-"""
+"""Notes of a plan on its experts: expected cost of rows, capacities, and experts that no axis can divide."""
 
 from __future__ import annotations
 
@@ -25,14 +23,17 @@ HUNDREDTHS = 100  # of a share, in which it is said what a limit survives
 
 
 def notes_on_experts(context: PlanContext, answer: Answer) -> tuple[str, ...]:
-    """What is expected of how many rows experts have, and what their capacities are."""
+    """Return the notes on the number of rows that experts are expected to have, and on their capacities."""
     nodes = [decision.node for decision in context.space.decisions]
     limits = dict.fromkeys(_limit(node) for node in nodes if node.target is WITHIN_CAPACITY)
     return (*_expected(context, answer), *limits)
 
 
 def _expected(context: PlanContext, answer: Answer) -> tuple[str, ...]:
-    """Where rows are divided by expert: what is expected, and under a memory limit how uneven rows may be."""
+    """Describe the expected balance of rows that are divided by expert.
+
+    Under a memory limit, the notes also say how uneven the rows may be.
+    """
     space, choices = context.space, answer.choices
     ranks = [space.ranks_by_expert(rows, choices[rows.counts]) for rows in space.rows.values()]
     most = max(ranks, default=1)
@@ -44,7 +45,7 @@ def _expected(context: PlanContext, answer: Answer) -> tuple[str, ...]:
 
 
 def _both(context: PlanContext, answer: Answer) -> str:
-    """What is expected of balanced routing, and of the imbalance that was asked for."""
+    """Describe the expected cost with balanced routing, and with the requested imbalance."""
     memory, imbalance = context.memory_model, context.space.imbalance
     seconds = [parts_of(memory, answer.choices, answer.modes, each).seconds for each in (1.0, imbalance)]
     peak = memory_use(memory, answer.choices, answer.modes, 1.0)[0]
@@ -66,7 +67,7 @@ def _limit(node: fx.Node) -> str:
 
 
 def _survived(context: PlanContext, answer: Answer, limit: int, most: int) -> tuple[str, ...]:
-    """How many times its share the busiest device may have within the limit, which is `most` times at most."""
+    """Describe the largest imbalance of the busiest device that fits the limit; `most` is the largest possible."""
 
     def fits(hundredths: int) -> bool:
         found = memory_use(context.memory_model, answer.choices, answer.modes, hundredths / HUNDREDTHS)

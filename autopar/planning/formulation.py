@@ -38,7 +38,7 @@ class _Held:
 
     parts: _Parts
     by_mode: _Numbers
-    """What depends on the mode of a segment."""
+    """Numbers of the decisions or edges whose bytes depend on the mode of a segment, for each part."""
 
     @classmethod
     def of(cls, *parts: Mapping[int, Modes | None]) -> _Held:
@@ -80,12 +80,12 @@ class Formulation:
         self._with_rows = {number for number in space.rows if space.decisions[number].kind == "call"}
         """Calls that have rows of experts."""
         self._last: dict[bool, _Stated] = {}
-        """What was asked for last without a row, and with some."""
+        """Problems of the last request without memory rows (key True), and of the last one with some (key False)."""
         parameters = space.program.parameter_names
         self._names = [_name(decision, parameters) for decision in space.decisions]
-        """Of the decisions, as errors are to call them."""
+        """Names of the decisions in error messages."""
         self.without_a_limit: dict[object, Any] = {}
-        """What was found without a limit, by pins and modes."""
+        """Cache of answers without a memory limit, by limit, modes and pins."""
         self.near: Priced | None = None
         """Prices of memory of a plan of the same model, captured otherwise."""
 
@@ -186,7 +186,7 @@ class Formulation:
         return self._stacked(tuple(map(self._least, found)) if part == UNEVEN_WIRE else found, int)
 
     def _bytes_of(self, row: MemoryRow | None) -> _Held:
-        """What is held in a row."""
+        """Return the bytes of all decisions and edges in a row; zeros for None."""
         if row not in self._held:
             memory, space = self.memory, self.space
             if row is None:
@@ -203,7 +203,7 @@ class Formulation:
         return self._held[row]
 
     def _uneven_call(self, number: int, segment: int | None, again: Modes | None, by_mode: bool) -> list[_Edge]:
-        """What a call costs on account of rows beside a share of them."""
+        """Return the edges that price a call's expert rows beyond an equal share."""
         rows, seconds = self.space.rows[number], self.space.decisions[number].menu.seconds
         ends, more = (rows.counts, number), self._beside(rows, seconds)
         if segment is None or (again is None and not by_mode):
@@ -213,10 +213,10 @@ class Formulation:
         return [(ends, more, None), ((segment, *ends), added, (UNEVEN_NODE, number, True))]
 
     def _uneven_wire(self, number: int, wire: Wire, segment: int | None, by_mode: bool) -> list[_Edge]:
-        """What a wire costs on account of rows beside a share of them.
+        """Return the edges that price the expert rows on a graph edge beyond an equal share.
 
-        An edge has three ends at most. Where bytes depend on the mode, too, those are counted that are taken whatever
-        is at the wire's start: too few only where rows whose features are split move within a segment.
+        A problem's edge has at most three ends. If bytes also depend on the mode, only those count that are taken
+        whatever the source chooses. That is too few only if rows whose features are split move within a segment.
         """
         rows = self.space.rows_on(wire)
         assert rows is not None, "a wire without rows of experts"
@@ -296,5 +296,5 @@ def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
 
 
 def pinned_by(pins: Pins) -> object:
-    """What tells pins apart."""
+    """Return a hashable key that identifies the pins."""
     return tuple([(number, mask.tobytes()) for number, mask in pins.items()])

@@ -1,4 +1,4 @@
-"""What a plan says of losses in tiles: in how many, of how many rows, and how many bytes of logits that leaves."""
+"""Notes of a plan on losses in tiles: the number of tiles, their rows, and the bytes of logits that remain."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Whether what an optimizer keeps goes to the host, and whether there is room there for it and for activations.
+"""Optimizer and activation offload: whether they go to the host, and whether the host has memory for them.
 
-Where a plan takes more of a host than it may, it is made anew with the activations of so many layers there, the first
-ones, as have room, and refused only where what remains has none.
+If a plan exceeds the memory of a host, it is made again with fewer layers' activations there: the first ones, as many
+as fit. It is refused only if even the rest does not fit.
 
-Asked for "auto" under a memory limit, a model is planned with all of it on the device, but for the activations of
-layers, which the search may send to the host. Where memory costs time there, or nothing fits, it is planned with state
-and master copies on the host, too, and the faster plan is kept: that search ends once it proves that it finds none.
+With "auto" under a memory limit, a model is first planned with its optimizer on the device; the search may send the
+activations of layers to the host. If memory costs time there, or nothing fits, it is also planned with state and master
+copies on the host, and the faster plan is taken. That search ends once it proves that it finds none.
 Without a limit nothing is offloaded.
 
-Under a limit a plan that offloads says what the best one on the device takes, within the limit or, where none is,
-without it. Without one what was asked for is planned once.
+Under a limit, a plan that offloads reports the best plan on the device: within the limit or, if there is none, without
+it. Without a limit, an explicit request is planned once.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ P = TypeVar("P", bound=AnyPlan)
 
 @dataclass(frozen=True, slots=True)
 class Plans(Generic[P]):
-    """How plans of one kind are made and looked at."""
+    """Operations on one kind of plans: in one piece, or in stages."""
 
     best: Callable[[PlanRequest], P]
     """The best plan as it is asked for, where it is said whether that offloads."""
     pieces: Callable[[P], tuple[Plan, ...]]
     """The plans that it is made of: itself, or one for each stage."""
     seconds: Callable[[P], float]
-    """What a search makes least."""
+    """Seconds of a plan that a search minimizes."""
     cutoff: Callable[[P], float]
-    """What other plans are searched to be faster than; infinite where searches do not ask."""
+    """Seconds of a plan that further searches have to beat; infinite if they take no cut-off."""
     stored: Callable[[], int]
     """The least bytes that a device stores of a model whose optimizer is on the device, as far as that is known."""
     noted: Callable[[P, tuple[str, ...], PlanRequest], P]
@@ -88,7 +88,7 @@ def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> 
 
 
 class _NoRoomError(InfeasibleError):
-    """What is offloaded takes more of a host than it may, by so many bytes of each device."""
+    """Error for offloaded data that exceeds a host's memory, by `over` bytes of each device."""
 
     def __init__(self, message: str, over: int) -> None:
         super().__init__(message)
@@ -168,7 +168,7 @@ def _check_stored(stored: int, limit: int | None) -> None:
 
 
 def _against(request: PlanRequest, cutoff: float, deadline: float) -> PlanRequest:
-    """What is asked for with state on the host: something faster than the best on the device."""
+    """Return the request for a plan with optimizer state on the host, to be faster than the best on the device."""
     settings = request.settings
     settings = replace(settings, cutoff=min(settings.cutoff, cutoff), time_limit=seconds_until(deadline))
     return replace(request, settings=settings).without_auto(offloads_optimizer=True)

@@ -1,4 +1,4 @@
-"""From a space of plans to a plan: the problem is stated, solved, and its answer written down.
+"""Planning in a space of plans: state the problem, solve it, and write the answer down as a plan.
 
 `make_plan` solves, `replan` solves again in the same space; `record` writes the answer down.
 """
@@ -96,9 +96,9 @@ class Solved:
 
 
 class Statements:
-    """What states the problems of plans in one space, made once for all that are planned in it one after the other.
+    """Formulations of one space, built once and shared by all plans that are made in it one after the other.
 
-    What was found without a limit is kept with it, too.
+    Answers found without a limit are cached with them, too.
     """
 
     def __init__(self, space: Space) -> None:
@@ -107,7 +107,7 @@ class Statements:
         self._dealing: dict[frozenset[str], Statements] = {}
 
     def of(self, settings: Settings, microbatches: Microbatches | None = None) -> tuple[Formulation, ...]:
-        """What states the problems of plans with these settings (`formulations_of`)."""
+        """Return the formulations of plans with these settings (`formulations_of`)."""
         key = microbatches, settings.offloads, settings.depths
         if key not in self._kept:
             model = MemoryModel(self.space, microbatches, offloads=settings.offloads)
@@ -139,9 +139,9 @@ def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatc
 
 
 def formulations_of(memory: MemoryModel, settings: Settings) -> tuple[Formulation, ...]:
-    """What states the problems of plans with these settings: with weights so far ahead as is tried first, and then.
+    """Return one formulation per prefetch depth of these settings, in the order in which they are tried.
 
-    Where nothing passes beside computing, no room is asked for that "auto" would fetch ahead into.
+    If nothing overlaps with computing, only the last depth is used: "auto" then counts no memory for fetching ahead.
     """
     depths = settings.depths
     if memory.space.hardware.communication_share == 1:
@@ -234,7 +234,10 @@ def seconds_of_microbatch(plan: Plan) -> float:
 
 
 def is_bounded(plan: Plan, settings: Settings) -> bool:
-    """Whether a plan within a limit would be another one without: memory has a price, or layers are computed again."""
+    """Return whether a plan within a limit could differ from the plan without one.
+
+    It could if memory has a price, if the plan is not proven best, or if layers are recomputed or offloaded.
+    """
     again = settings.mode not in (None, *MODES) and set(plan.recompute.values()) - {"none"}
     return bool(plan.multiplier or plan.gap or again)
 
@@ -278,7 +281,7 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
 
 
 def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
-    """Whether a step is known to be faster, as a timeline, that fetches weights further ahead."""
+    """Return whether a step is known to be faster, in the simulated timeline, if weights are fetched further ahead."""
     if further.space.hardware.communication_share == 1 or whole_is_over():
         return False  # nothing passes beside computing, or there is no time to look at it
     with_more, with_less = (step_timeline(memory, answer.choices, answer.modes).seconds for memory in (further, less))

@@ -179,7 +179,6 @@ def _workload(context: PlanContext, answer: Answer) -> Workload | None:
 
 
 def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:
-    """What is on the host."""
     if OFFLOAD not in modes.values():
         return "none" if space.optimizer.offload is None else "optimizer"
     return "activations" if space.optimizer.offload is None else "both"

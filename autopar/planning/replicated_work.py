@@ -1,7 +1,8 @@
-"""How much of the computation a plan leaves whole on every device of a mesh axis, and a warning where that is most.
+"""Replicated computation: how much of it a plan leaves whole on every device of an axis, and a warning about it.
 
-Only products, convolutions and attention count, and calls without a rule, which nothing can split: what such a call
-does is not known, and taken for products of its rows with its weights, as in recurrent nets.
+Only products, convolutions, attention, and calls without a rule count. Nothing can split a call without a rule. Its
+work is unknown, and assumed to be products of its rows with its weights, as in recurrent nets. The warning is given if
+most of the computation is replicated.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def _replicated(space: Space, choices: Sequence[int], work: Counter[str]) -> Map
 
 
 def _flops(graph: RoledProgram, call: RoledCall) -> int:
-    """Of the forward, as far as the call is a main one."""
+    """Return the forward FLOPs of a call that is a main one or has no rule; 0 for others."""
     if not call.ruled.reason:
         counts = call.op.flops is not None or is_product(call.op, call.bound)
         return flops(call.call, call.op, call.bound) if counts else 0

@@ -1,4 +1,4 @@
-"""What a plan is made for: all that a user says beside the model, the mesh and the inputs.
+"""Requests for a plan: all options of a user besides the model, the mesh and the inputs.
 
 One value serves `plan`, `compile`, `attach` and the stages of pipelines: they lay out spaces, pin and solve alike.
 """
@@ -79,10 +79,10 @@ def axes_of_parts(inputs: Inputs, mesh: Mesh) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is made for, whatever the program and the mesh; InputError for a word that is not known."""
+    """Options for a plan, whatever the program and the mesh; raises InputError for an unknown word."""
 
     annotations: tuple[Annotation, ...] = ()
-    """What was said about the model, without what the preset adds."""
+    """Annotations of the model by the user, without those of the preset."""
     strategy: str | None = None
     """The name of a preset."""
     mode: Mode = "auto"
@@ -104,30 +104,33 @@ class PlanRequest:
     inputs: Inputs = "whole"
     """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
     capacity_factor: float | None = None
-    """How many times its balanced share of a sample's rows an expert takes; None: all that come."""
+    """Largest number of rows an expert takes of a sample, as a multiple of its balanced share; None for no limit."""
     loss_tiles: LossTiles = None
     """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses; None: where
     memory asks for it; False: never."""
     mlp_tiles: MlpTiles = None
     """Into how many tiles of rows MLPs are taken; "auto": where memory asks for it; None: the model as it is."""
     weight_tiles: bool = False
-    """Whether weights that are stored in parts may be gathered a tile at a time."""
+    """True if sharded weights may be gathered a tile at a time."""
     imbalance: float = 1.0
-    """How many times its share of the rows of experts the busiest device has."""
+    """Ratio of the busiest device's expert rows to its equal share."""
     precision: Precision = AS_IT_IS
     training: bool = True
-    """Whether there are gradients and steps of an optimizer; else the forward alone is planned and run."""
+    """True if the plan includes gradients and optimizer steps; else only the forward is planned and run."""
     implementations: frozenset[str] = frozenset()
-    """Those that are offered on demand beside those that annotations and the preset ask for."""
+    """On-demand implementations to offer in addition to those that annotations and the preset request."""
     offload: Offloaded = "none"
-    """What is on the host: what the optimizer keeps, and is updated there, what layers keep for their backward
-    ("activations"), or both; "auto": where memory asks for it."""
+    """Data on the host.
+
+    "optimizer": optimizer state, which is updated there. "activations": what layers save for their backward. "both", or
+    "none". "auto": what the memory limit requires.
+    """
     host_memory: int | None = None
     """Bytes of a host that may be taken; None: those that the profile says it has."""
     static_argnames: tuple[str, ...] = ()
     """Arguments of forward whose values are constants of the graph."""
     memory_conventions: MemoryConventions = OF_AUTOPAR
-    """What counts as memory of a device."""
+    """Conventions on what counts as memory of a device."""
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADED:
@@ -228,11 +231,11 @@ class PlanRequest:
         dealing: Collection[str] = (),
         beside: Beside | None = None,
     ) -> Space:
-        """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`).
+        """Build the space of plans; `input_layouts` says which inputs arrive split (see `build_space`).
 
-        `num_devices` are those of all stages, where the program is one of a pipeline. Axes of `dealing` deal positions
-        by zigzag; `plan` finds out which are to. With offload="auto" it is the
-        space of a model whose optimizer is on the device.
+        `num_devices` are those of all stages, if the program is one of a pipeline. Axes of `dealing` zigzag-shard
+        positions; `plan` finds out which ones should. With offload="auto" the space is that of a model whose optimizer
+        is on the device.
         """
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
         if self.offloads_optimizer:
@@ -280,17 +283,20 @@ class PlanRequest:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether what the optimizer keeps is on the host, whatever memory asks for."""
+        """True if the optimizer state is on the host in any case, not only if memory requires it."""
         return self.offload in ("optimizer", "both")
 
     @property
     def may_leave(self) -> bool:
-        """Whether layers may keep what could be sent to the host, and its bytes are known."""
+        """True if layers may save tensors that can be offloaded, and the bytes of these are known."""
         return self.settings.recompute in ("auto", "none") and self.imbalance == 1
 
     @property
     def searched(self) -> Settings:
-        """How to plan, with what is said on activations: without a limit all of them leave, or none."""
+        """Settings of the search with the requested offload of activations.
+
+        All activations are offloaded without a memory limit, and as many as needed with one.
+        """
         if self.offload not in ("activations", "both"):
             return self.settings
         return replace(self.settings, activations="leave" if self.settings.memory is None else "may leave")
@@ -359,7 +365,7 @@ class PlanRequest:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether the strategy has every micro-batch reduce the gradients of weights that are stored in parts."""
+        """True if the strategy has every micro-batch reduce the gradients of sharded weights."""
         return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
 
     def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""How to plan, and what a plan was made from."""
+"""Settings of the planner, and the context that a plan was made from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from autopar.space.space import Space
 Activations = Literal["stay", "may leave", "leave"]
 TIME_LIMIT = 120.0  # seconds of solving
 DEPTHS = (0, 1, 2)
-"""How many layers ahead of their use weights may be fetched."""
+"""Numbers of layers ahead of their use that weights may be fetched."""
 USUAL_DEPTH = 1  # as FSDP2's: a second layer helps where gathers take longer than products, and then waits all the same
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to plan: `memory` in bytes of a device, `recompute` "auto" or one mode for every segment."""
+    """Settings of the planner: `memory` in bytes per device, `recompute` "auto" or one mode for every segment."""
 
     memory: int | None = None
     recompute: str = "auto"
@@ -37,16 +37,21 @@ class Settings:
     """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be; None: it is the
     best, or within a thousandth of it where more would be dear."""
     prefetch: int | str = "auto"
-    """How many layers ahead of their use weights are fetched; "auto": one, but none where a limit has no room; a second
-    one where there is room for it, and use."""
+    """Number of layers ahead of their use that weights are fetched.
+
+    "auto": one, but none if a limit leaves no room; a second one if there is room for it and it helps.
+    """
     hurried: bool = False
-    """Whether this is one of many plans, of which none is worth a long search."""
+    """True for one of many plans, none of which is worth a long search."""
     cutoff: float = math.inf
     """Under a memory limit: seconds of a micro-batch with its share of what is done once a step, as another plan takes
     them. A search ends with CutOffError where it proves that no plan takes less."""
     activations: Activations = "stay"
-    """Whether what segments save for their backward stays on the device, "may leave" for the host where a limit asks
-    for it and `recompute` is "auto" or "none", or all "leave"."""
+    """Placement of the tensors that segments save for their backward.
+
+    "stay": on the device. "may leave": offloaded if a limit requires it and `recompute` is "auto" or "none". "leave":
+    all offloaded.
+    """
     leaving: int | None = None
     """The activations of only so many segments, the first ones, may leave; None: of all."""
     reserved: Reserved = NOTHING
@@ -90,7 +95,7 @@ class Settings:
 
     @property
     def mode(self) -> str | None:
-        """What segments may do, as `Formulation.problem` takes it; None where the only mode is that nothing is done."""
+        """Modes that segments may have, as `Formulation.problem` takes them; None if "none" is the only one."""
         if self.activations == "leave":
             return OFFLOAD
         if self.recompute == "none":
@@ -98,7 +103,10 @@ class Settings:
         return "" if self.recompute == "auto" else self.recompute
 
     def modes(self, segments: Sequence[str]) -> dict[str, str] | None:
-        """What each segment may do, as `Formulation.problem` takes it; None where nothing is done by any."""
+        """Return the modes that each segment may have, as `Formulation.problem` takes them.
+
+        None if "none" is the only one. With `leaving`, only the first so many segments may be offloaded.
+        """
         if self.mode is None:
             return None
         stays = {OFFLOAD: "none", f"none|{OFFLOAD}": "none", "": "|".join(RECOMPUTATIONS)}
@@ -108,14 +116,14 @@ class Settings:
 
     @property
     def offloads(self) -> bool:
-        """Whether what segments save for their backward may leave for the host."""
+        """True if tensors that segments save for their backward may be offloaded to the host."""
         return self.activations != "stay"
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many layers ahead plans fetch weights that are looked for, in turn, until there is one within the limit.
+        """Prefetch depths to plan with, in turn, until there is a plan within the limit.
 
-        What the search makes least counts gathers as issued ahead: without room for that a step takes longer.
+        The search's objective counts gathers as issued ahead: without memory for that a step takes longer.
         """
         if self.prefetch != "auto":
             return (int(self.prefetch),)
@@ -124,7 +132,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanContext:
-    """What a plan was made from, and how: enough to ask again with something changed."""
+    """Inputs and settings that a plan was made from: enough to plan again with something changed."""
 
     space: Space
     memory_model: MemoryModel
@@ -142,7 +150,7 @@ class PlanContext:
 
 
 def context_of(plan: Plan, asked: str = "context") -> PlanContext:
-    """What a plan was made from; PlanError where it was loaded, and what was `asked` needs its model."""
+    """Return the context of a plan; raise PlanError if the plan was loaded, since `asked` then needs its model."""
     if plan.context is None:
         raise PlanError(
             f"plan.{asked} needs the model that the plan is for, and a plan that was loaded does not bring it "

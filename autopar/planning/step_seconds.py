@@ -1,4 +1,4 @@
-"""What of a stage's predicted step is done for each micro-batch, and what once.
+"""Parts of a stage's predicted step: those done for each micro-batch, and those done once.
 
 forward     calls, the collectives and moves of activations, weights that are gathered again for the backward
 backward    calls, what runs again or is copied to the host and back, collectives of the backward
@@ -24,11 +24,11 @@ class StepSeconds(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step of one micro-batch."""
+        """Seconds of a step of one micro-batch."""
         return self.forward + self.backward + self.once
 
     def of(self, count: int) -> float:
-        """Of a step of `count` micro-batches, one after the other."""
+        """Return the seconds of a step of `count` micro-batches, one after the other."""
         return count * (self.forward + self.backward) + self.once
 
     def per_microbatch(self, count: int) -> float:

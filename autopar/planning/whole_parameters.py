@@ -1,10 +1,10 @@
-"""Whether parameters stay whole, decided by the simulated step.
+"""Choice between whole and sharded parameters, decided by the simulated step.
 
-The solver's sum prices each parameter by itself, and storage has a price for all of them together: if any is split, all
-become DTensors, and the optimizer takes longer for each (`Hardware.dtensor_s`). The timeline counts that. Where the
-price matters, a plan that splits parameters is compared with the best plan under the same pins whose parameters are all
-whole, which is taken unless its simulated step is longer. If the timeline of the plan of a small graph is still clearly
-longer than its sum, so that the sum may have chosen wrongly, the preset data_parallel is compared, too.
+The solver's sum prices each parameter by itself, but sharded storage has a price for all of them together: if any is
+sharded, all become DTensors, and the optimizer takes longer for each (`Hardware.dtensor_s`). The timeline counts that.
+If the price matters, a plan that shards parameters is compared with the best plan under the same pins whose parameters
+are all whole. That plan is taken unless its simulated step is longer. For a small graph the timeline may still be
+clearly longer than the sum, so that the sum may have chosen wrongly; then the preset data_parallel is compared, too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from autopar.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Repriced:
-    """What a plan costs at other sizes, with the same choices. `print` shows a table."""
+    """Cost of a plan at other sizes, with the same choices. `print` shows a table."""
 
     symbols: Mapping[str, int]
     seconds: float
@@ -75,11 +75,11 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParallelizePlan:
-    """What `parallelize_module` and `fully_shard` of torch take.
+    """Arguments of torch's `parallelize_module` and `fully_shard` that correspond to a plan.
 
-    `styles` has a ParallelStyle per module, for the mesh axis `axis` (None where the plan splits no matrix), and
-    `shards` says of each module that `fully_shard` is called on whether its weights are freed after the forward, the
-    root ("") last. `sharded` and `replicated` are the mesh axes on which samples differ: weights in parts, or whole.
+    `styles` has a ParallelStyle per module, for the mesh axis `axis` (None if the plan splits no matrix). `shards` maps
+    each module that `fully_shard` is called on to whether its weights are freed after the forward, the root ("") last.
+    `sharded` and `replicated` are the mesh axes on which samples differ: with sharded weights, or whole ones.
     """
 
     axis: str | None

@@ -55,9 +55,9 @@ class Contender:
     parameter_bytes: int = 0
     """Bytes of parameters on the device that has the most."""
     recomputed: str = ""
-    """What is computed again, in words."""
+    """Description of what is recomputed."""
     splits: str = ""
-    """What each axis splits, in words."""
+    """Description of what each axis splits."""
     same_on: tuple[Mesh, ...] = ()
     """Meshes whose plans are the same, with axes joined or divided."""
 
@@ -93,7 +93,7 @@ class Contender:
 
     @property
     def apart(self) -> float | None:
-        """How far the plan is from its estimate, relative to that; None without both."""
+        """Relative difference of the plan's seconds from their estimate; None unless both are known."""
         if not self.is_planned or self.seconds is None or not self.estimate:
             return None
         return self.seconds / self.estimate - 1

@@ -1,6 +1,6 @@
-"""What differs between two plans, from the plans alone: step, memory, traffic, and the choices.
+"""Differences between two plans, from the plans alone: step, memory, traffic, and the choices.
 
-Choices are compared decision by decision where both plans have one of that name, on the mesh axes that both have.
+Choices are compared for each decision whose name is in both plans, on the mesh axes that both have.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Change:
     after: str
     count: int
     seconds: Amount
-    """What these decisions cost in a step, with the reshards of their inputs."""
+    """Seconds of these decisions in a step, with the reshards of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `Plan.diff` found, from the plan it was asked of (before) to the other one (after); `print` shows tables."""
+    """Result of `Plan.diff`, from the plan it was called on (before) to the other one (after); `print` shows tables."""
 
     step: Amount
     bound: Amount
@@ -61,7 +61,7 @@ class Difference:
     """(collective, axis) → bytes per device and step."""
     changes: tuple[Change, ...]
     mismatches: tuple[str, ...]
-    """What is not the same in the two plans beside their choices: mesh, model, inputs, options."""
+    """Differences of the two plans other than their choices: mesh, model, inputs, options."""
     axes: tuple[str, ...] = ()
     """The mesh axes that both have, on which choices are compared."""
 

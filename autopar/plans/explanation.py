@@ -1,4 +1,4 @@
-"""What `Plan.explain` returns: a decision's strategy, what it costs, and what the other ones would cost.
+"""Result of `Plan.explain`: a decision's strategy, its cost, and the cost of the other strategies.
 
 Values only; `explain` finds them.
 """
@@ -45,7 +45,7 @@ class Reshard:
     moved: tuple[Moved, ...]
     inbound: bool
     num_consumers: int
-    """How many operations the moved tensor serves."""
+    """Number of operations that the moved tensor serves."""
     copied: float = 0.0
     """Seconds, of these, in which the device brings messages into order, before and behind them."""
 
@@ -87,21 +87,21 @@ class Explanation(Generic[P]):
     decision: str
     operation: str
     strategy: str
-    """In words: "dp=data, tp=column"."""
+    """Chosen strategy in words: "dp=data, tp=column"."""
     inputs: tuple[tuple[str, str], ...]
     """(tensor, layout) of each input."""
     outputs: tuple[str, ...]
     """Layouts."""
     num_strategies: int
     num_allowed: int
-    """How many of them annotations leave."""
+    """Number of strategies that annotations leave."""
     pinned_by: tuple[str, ...]
     """The annotations that say something about the decision."""
     forward_seconds: float
     backward_seconds: float
     recompute_seconds: float
     mode: str
-    """Of the segment: whether those are of a second forward, or of copies to the host."""
+    """Recompute mode of the segment: tells whether `recompute_seconds` are of a second forward or host copies."""
     optimizer_seconds: float
     own: tuple[Moved, ...]
     """The collectives that the operation runs itself."""
@@ -114,7 +114,7 @@ class Explanation(Generic[P]):
     reason: str
     """Why there is no runner-up, "" where there is one."""
     without_limit: tuple[str, float] | None
-    """Where it is memory that decides: the strategy that is best without the limit, and the seconds of that plan."""
+    """Best strategy without the memory limit, and that plan's seconds, if memory decides; else None."""
     alternatives: tuple[Alternative, ...]
 
     @property

@@ -26,7 +26,7 @@ MAX_NESTED = 60
 MAX_EXPONENT = 64
 MAX_DIGITS = 40
 MAX_BITS = 1000
-"""Of a fraction, above the line and below it: a float can hold it."""
+"""Largest number of bits of a fraction's numerator or denominator: a float can hold it."""
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?|[0-9]+)|(?P<name>[^\W\d]\w*)|(?P<sign>\*\*|[-+*/(),]))"
 )
@@ -109,7 +109,7 @@ class _Reader:
         return passed
 
     def unexpected(self, needed: str) -> PlanError:
-        """What to raise where something else was needed."""
+        """Return the error for text at the current position that is not what was needed."""
         here = self.text[max(0, self.position - len(self.token)) :][:40]
         return PlanError(f"not a formula: found {here!r} at character {self.position}, needed {needed}.")
 
@@ -155,7 +155,7 @@ class _Reader:
         raise self.unexpected(f"a number of at most {MAX_DIGITS} digits, (, or one of {known}")
 
     def _calls(self) -> bool:
-        """Whether a function comes next; an axis, and so a symbol, may have the same name."""
+        """Return whether a function call comes next; an axis, and so a symbol, may have the same name."""
         return self.token in self.numbers.functions and self.text[self.position :].lstrip().startswith("(")
 
     def closed(self, between: str = "") -> list[Any]:
@@ -172,7 +172,7 @@ class _Reader:
         return found
 
     def _takes(self, token: str) -> bool:
-        """Whether that comes next; then it is passed."""
+        """Return whether `token` comes next, and consume it if so."""
         if self.token != token:
             return False
         self.advance()

@@ -1,4 +1,4 @@
-"""What the formulas of a plan are called, and whether those that a file gives are whole and have values.
+"""Names of a plan's formulas, and checks that the formulas of a file are complete and have values.
 
 "seconds", "flops", "parameter_bytes", "memory"  what is formulated; "memory/activations", "all_reduce/dp": a part of it
 "all_reduce_over_dp"                             the seconds of a collective by its `bytes`, which others call
@@ -30,7 +30,7 @@ SIDES = (
     ("backward_computing", "backward_latency", "gradient_size"),
     ("forward_computing", "forward_latency", "weight_size"),
 )
-"""What is computed, divided by all devices, and on each, and what is moved: beside gradients, and beside weights."""
+"""Symbols of computation shared by all devices, latency on each, bytes moved: for gradients, for weights."""
 BESIDE = (*SIDES[0], *SIDES[1], "num_weights")
 MAX_RATE, MAX_TOGETHER = 1000, 2**19
 """Characters of the formula of a collective's seconds, which is computed for each call of it, and of all formulas."""
@@ -44,12 +44,12 @@ def rate_name(collective: str, axis: str, together: int = 0, passes: int = 1) ->
 
 
 def is_rate(name: str) -> bool:
-    """Whether it is the name of a collective's seconds."""
+    """Return whether `name` is that of a collective's seconds."""
     return _RATE.fullmatch(name) is not None
 
 
 def rate_of(name: str) -> tuple[str, str, int, int]:
-    """What `rate_name` was given.
+    """Return the arguments that `rate_name` was given.
 
     >>> rate_of("exposed3x2_all_gather_over_dp")
     ('all_gather', 'dp', 3, 2)

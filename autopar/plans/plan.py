@@ -40,9 +40,9 @@ Offloaded = Literal["none", "optimizer", "activations", "both"]
 
 
 class Context(Protocol):
-    """What a plan was made from (`planning.settings.PlanContext`): the plan carries it, and does not look inside.
+    """Context that a plan was made from (`planning.settings.PlanContext`); the plan carries it without looking inside.
 
-    Who answers for a plan takes it by `planning.settings.context_of`.
+    Code that answers for a plan gets it by `planning.settings.context_of`.
     """
 
     @property
@@ -77,7 +77,7 @@ class Plan:
     reserved: Reserved = NOTHING
     """Memory of a device besides tensors; nothing of a stage, which shares its device."""
     imbalance: float = 1.0
-    """How many times its share of the rows of experts the busiest device is planned for."""
+    """Ratio of the busiest device's expert rows to its equal share that is planned for."""
     unruled: Mapping[str, str] | None = None
     kept_whole: tuple[KeptWhole, ...] = ()
     """The operations of `unruled` calls with their shares of the step, the longest first."""
@@ -86,18 +86,21 @@ class Plan:
     recompute: Mapping[str, str] = field(default_factory=dict)
     """Segment → "none", "selective", "full_save_collectives", "full" or "offload"; empty if the search needed none."""
     prefetch: int = 0
-    """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
+    """Number of layers ahead of their use that weights are gathered, forward and backward; 0 if none is gathered."""
     mode: str = "auto"
     """"auto", "semi_auto", or "manual": the plan is what annotations say, and nothing was searched."""
     reduce_each: bool = False
-    """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
+    """True if each micro-batch reduces the gradients of sharded weights (ZeRO-2), and not the step (ZeRO-1)."""
     dealing: tuple[str, ...] = ()
     """Axes that deal positions by zigzag where they split them: causal attention divides its queries over such."""
     offload: Offloaded = "none"
-    """What is on the host: "optimizer" (state and master copies, for `autopar.optim.OffloadedAdamW`), "activations" (of
-    the segments whose mode is "offload"), or "both"."""
+    """Data on the host.
+
+    "optimizer" (state and master copies, for `autopar.optim.OffloadedAdamW`), "activations" (of the segments whose mode
+    is "offload"), or "both".
+    """
     host: Mapping[str, int] = field(default_factory=dict)
-    """What takes memory of the host ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
+    """Kind of host memory ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
     waits: Mapping[str, float] = field(default_factory=dict)
     """Kind of collectives of weights ("all_gather dp forward") → the share of them that the simulated step waits for,
     if costs count that in place of the rule of `hardware.beside`."""
@@ -110,14 +113,14 @@ class Plan:
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Symbol of the formulas ("batch", "sequence", …) → its value in this plan."""
     formulas: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What is formulated ("seconds", "all_reduce", …) → sympy expression in the symbols, as text.
+    """Quantity ("seconds", "all_reduce", …) → sympy expression in the symbols, as text.
 
-    Both follow from the choices; they are made when they are asked for, and when the plan is saved.
+    Symbols and formulas follow from the choices; they are made on request, and when the plan is saved.
     """
     comparison: Comparison | None = field(default=None, compare=False, repr=False)
     """The candidates of `mesh="auto"`; None of a plan on a mesh that was given."""
     context: Context | None = field(default=None, compare=False, repr=False)
-    """What the plan was made from, as long as it lives in the process that made it; not saved."""
+    """Context that the plan was made from, while it lives in the process that made it; not saved."""
 
     def __repr__(self) -> str:
         step, memory = format_seconds(self.step_seconds), format_bytes(self.peak_bytes)
@@ -143,7 +146,7 @@ class Plan:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's state is on the host, and `autopar.optim.OffloadedAdamW` is to step."""
+        """True if the optimizer's state is on the host, where `autopar.optim.OffloadedAdamW` has to step."""
         return self.offload in ("optimizer", "both")
 
     @property
@@ -152,7 +155,7 @@ class Plan:
         return sum(self.host.values())
 
     def is_kept(self, parameter: str) -> bool:
-        """Whether a parameter (its placeholder) that is stored in parts stays gathered for the backward."""
+        """Return whether a sharded parameter (its placeholder) stays gathered for the backward."""
         return is_kept(self.choices.get(parameter, ""))
 
     @property
@@ -174,9 +177,12 @@ class Plan:
         return view("Plan.with_formulas")(self)
 
     def formula(self, name: str) -> Any:
-        """What is formulated under `name` ("seconds", "all_reduce", "all_reduce/tp", …) as a sympy expression.
+        """Return the formula `name` ("seconds", "all_reduce", "all_reduce/tp", …) as a sympy expression.
 
-        Its symbols are positive integers. Raises PlanError with the names there are.
+        Its symbols are positive integers.
+
+        Raises:
+            PlanError: The plan has no such formula; the message lists the available names.
         """
         return view("Plan.formula")(self.with_formulas(), name)
 
@@ -268,7 +274,7 @@ class Plan:
         return view("Plan.timeline")(self)
 
     def diff(self, other: Plan) -> Difference:
-        """What differs from this plan to another one; `print` shows it as tables."""
+        """Return the differences from this plan to another one; `print` shows them as tables."""
         return view("Plan.diff")(self, other)
 
     def what_if(self, *said: str | Annotation, **options: Any) -> Plan:

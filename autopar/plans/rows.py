@@ -1,4 +1,4 @@
-"""What a plan's tables are made of: a row per decision, and the bytes that are alive at every moment."""
+"""Rows of a plan's tables: one per decision, and the live bytes at every moment."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ ROLES = {
     "replicated": "nothing, every device has all",
     "partial": "nothing, devices hold parts of a sum",
 }
-"""What an axis splits → in a few words."""
+"""Role of an axis → the thing it splits, in a few words."""
 _SPLIT = re.compile(r"[SZ]\((\d+)\)")
 
 
@@ -162,7 +162,7 @@ SAVED = (ACTIVATIONS, KEPT_WEIGHTS)
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What fills a device at the peak, and how the live bytes go up and down over a step."""
+    """Memory of a device at the peak, and its live bytes over a step."""
 
     parts: Mapping[str, int]
     """"parameters", "gradients", "optimizer", "activations", "gathered weights", … → bytes at the peak."""
@@ -179,5 +179,5 @@ _MAIN = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_nor
 
 
 def is_main(operation: str) -> bool:
-    """Whether a reader looks for an operation of this name: products, lookups, norms, losses."""
+    """Return whether an operation of this name is of interest to a reader: products, lookups, norms, losses."""
     return _MAIN.search(operation) is not None

@@ -1,4 +1,4 @@
-"""What the JSON of a plan may say: a table of its fields, and what must hold between them."""
+"""Schema of a plan's JSON: a table of its fields, and the conditions between them."""
 
 from __future__ import annotations
 

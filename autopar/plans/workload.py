@@ -1,4 +1,4 @@
-"""What a plan is for: model, inputs, dtypes, optimizer, model FLOPs, and the step of one device alone."""
+"""Workload of a plan: model, inputs, dtypes, optimizer, model FLOPs, and the step of one device alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.files.schema import Maybe, Real, Record, Table, Text, Whole
 FLOP_CONVENTION = (
     "model FLOPs of products and attention, forward and backward (6 per parameter and token), no recomputation"
 )
-"""What MFU counts (PaLM, appendix B); a forward alone counts its forward."""
+"""FLOPs that MFU counts (PaLM, appendix B); for a forward alone, those of the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Workload:
     compute: str
     """The dtype of most FLOPs: "bfloat16"."""
     optimizer: str
-    """In words: "adamw, float32 master copies"."""
+    """Optimizer in words: "adamw, float32 master copies"."""
     seconds: float
     """Predicted seconds of a step of all micro-batches."""
     flops: float

@@ -1,4 +1,4 @@
-"""What a node of a program is: a call, a `getitem` of a call's outputs, a cast."""
+"""Kinds of nodes of a program: a call, a `getitem` of a call's outputs, a cast."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a call only changes the dtype of a tensor."""
+    """Return whether a call only changes the dtype of a tensor."""
     return node.target in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether a node is a decision of its own: a call that is no `getitem`."""
+    """Return whether a node is a decision of its own: a call other than `getitem`."""
     return node.op == "call_function" and node.target is not operator.getitem
 
 

@@ -1,4 +1,4 @@
-"""What calls do beside returning a result (draw random numbers, write in place), and what depends on weights alone."""
+"""Side effects of calls (draws of random numbers, writes in place), and values that depend on weights alone."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNTAGGED = frozenset(
 )
 """Operations that draw random numbers, although PyTorch neither tags them nor gives them a generator."""
 RATES = ("dropout", "dropout_p")
-"""What PyTorch calls a probability to drop."""
+"""Names of the arguments in which PyTorch's operators take a probability to drop."""
 MODES = ("train", "training")
-"""What it calls the argument that says whether to draw at all."""
+"""Names of the arguments that say whether PyTorch's operators draw at all."""
 
 
 def draws(target: object, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call with these arguments, by schema name, draws random numbers."""
+    """Return whether a call with these arguments, by schema name, draws random numbers."""
     if not isinstance(target, torch._ops.OpOverload) or not _may_draw(target):
         return False
     rates = (*RATES, "p") if "dropout" in target._schema.name else RATES
@@ -45,7 +45,7 @@ def _may_draw(target: torch._ops.OpOverload) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a call draws random numbers."""
+    """Return whether a call draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload) or not _may_draw(node.target):
         return False
     given: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def _written(target: torch._ops.OpOverload) -> tuple[int, ...]:
 
 
 def lies_in_input(node: fx.Node) -> bool:
-    """Whether a call's result lies where its first input does, as a cache that is written into."""
+    """Return whether a call's result shares the memory of its first input, as a cache that is written into does."""
     return node.target is WRITE_CACHE
 
 

@@ -23,7 +23,7 @@ class Fold(Generic[Item]):
 
     path: Parts
     kind: Hashable
-    """What must be equal for two items to be alike."""
+    """Key that two items must share to be folded."""
     items: tuple[Item, ...]
 
 

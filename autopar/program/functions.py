@@ -63,7 +63,7 @@ def applied(function: Function, args: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FunctionCall:
-    """What a node calls that stands for `function.apply`; equal ones are one object (see `function_call`).
+    """Target of a node that stands for `function.apply`; equal ones are one object (see `function_call`).
 
     It takes the arguments of `apply`, and gives None in the place of outputs that are no tensors.
     """

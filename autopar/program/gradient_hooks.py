@@ -51,5 +51,5 @@ has_side_effect(GRADIENT_HOOK)  # nothing reads it while it is traced
 
 
 def is_hook(node: fx.Node) -> bool:
-    """Whether a call carries a gradient hook."""
+    """Return whether a call carries a gradient hook."""
     return node.target is GRADIENT_HOOK

@@ -1,9 +1,9 @@
-"""Which tensors may hold infinite values: a mask of -inf is ordinary, and 0 · inf is no number.
+"""Detection of tensors that may hold infinite values: a mask of -inf is ordinary, and 0 · inf is nan.
 
 A partial tensor may be zero on all ranks but one. Its product with an infinite factor is then nan on the others, though
 the product of the whole is infinite or zero. Infinite values come from outside (inputs and buffers of floating point),
-from constants that hold some, and from calls that are given one; they pass through what moves, adds, multiplies or
-selects elements, and end where a function is bounded (softmax, exp of -inf, clamp) or a sum over many values begins: a
+from constants that hold some, and from calls that are given one. They pass through operations that move, add, multiply
+or select elements. They end at a bounded function (softmax, exp of -inf, clamp) or at a sum over many values: a
 model whose matmuls meet infinite values does not train on one process either.
 """
 
@@ -64,7 +64,7 @@ def _lets_pass(operation: torch._ops.OpOverload) -> bool:
 
 
 def _given_infinity(node: fx.Node) -> bool:
-    """Whether a plain number among the arguments is infinite, as the value of a fill."""
+    """Return whether a plain number among a call's arguments is infinite or nan, as the value of a fill may be."""
     return _passes_or_fills(node) and any(
         isinstance(leaf, float) and not math.isfinite(leaf) for leaf in pytree.tree_leaves((node.args, node.kwargs))
     )

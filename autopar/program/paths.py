@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 
 
 def is_number(part: str) -> bool:
-    """Whether a part of a path is the number of one of several modules, as of a list of layers."""
+    """Return whether a part of a path is the number of a module in a list, as of layers."""
     return part.isdecimal()
 
 
 def split_at_number(path: str) -> tuple[str, str, str] | None:
-    """What lies before the first number of a path, the number, and what lies behind it; None where it has none.
+    """Return the path before its first number, the number, and the path behind it; None if it has no number.
 
     >>> split_at_number("model.layers.3.mlp.up_proj")
     ('model.layers', '3', 'mlp.up_proj')
@@ -43,7 +43,7 @@ def starred(path: str) -> str:
 
 
 def is_below(path: str, module: str) -> bool:
-    """Whether a path is a module's own or lies below it."""
+    """Return whether a path is a module's own or lies below it."""
     return not module or path == module or path.startswith(f"{module}.")
 
 
@@ -63,6 +63,6 @@ def relative_to(name: str, within: str) -> str | None:
 
 
 def matches(name: str, pattern: str, within: str) -> bool:
-    """Whether a name, as seen from the module `within`, is what the pattern says; False where it lies outside."""
+    """Return whether a name, relative to the module `within`, matches the pattern; False if it lies outside of that."""
     relative = relative_to(name, within)
     return relative is not None and fnmatchcase(relative, pattern)

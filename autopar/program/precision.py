@@ -1,4 +1,4 @@
-"""In which dtypes a model is stored, computed, reduced and returned, as FSDP2's `MixedPrecisionPolicy` says it.
+"""Dtypes in which a model is stored, computed, reduced and returned, as in FSDP2's `MixedPrecisionPolicy`.
 
     parameters   as parameters are stored and optimized, and as their gradients are added up
     compute      as weights are gathered and used, and as floating-point inputs are given to the forward

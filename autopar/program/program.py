@@ -28,7 +28,7 @@ from autopar.program.python_state import PythonState
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it exists: global shape, dtype, and whether a gradient flows into it."""
+    """Description of a tensor before it exists: global shape, dtype, and whether a gradient flows into it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,39 +66,39 @@ class Program:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     num_outputs: int
-    """How many entries of the graph's output belong to the user; the rest are buffer mutations."""
+    """Number of entries of the graph's output that belong to the user; the rest are buffer mutations."""
     mutations: tuple[str, ...]
     """Names of the mutated buffers, in the order of the remaining outputs."""
     training: bool = True
     input_names: tuple[str, ...] = field(default=())
     """A readable name per leaf, for errors: `input_ids`, `labels`, `args[0]`."""
     received: tuple[str, ...] = ()
-    """Of a pipeline stage: placeholders of what arrives from the stage before, in the order in which that sends it."""
+    """Placeholders of a pipeline stage for tensors from the stage before, in the order in which that sends them."""
     num_sent: int = 0
-    """Of a pipeline stage: how many entries of the graph's output, before the user's, go to the next stage."""
+    """Number of entries of a pipeline stage's output, before the user's, that go to the next stage."""
     reduced: torch.dtype | None = None
-    """In which dtype gradients of parameters are summed over devices; None: as they are made."""
+    """Dtype in which gradients of parameters are summed over devices; None: that in which they are made."""
     assumed: tuple[str, ...] = ()
     """Branches on the values of tensors that were not followed but assumed, with their place and outcome."""
     tileable: bool = False
-    """Whether it has a loss, of a linear layer, that could be taken in tiles."""
+    """True if the program has a loss, of a linear layer, that could be taken in tiles."""
     mlp_tileable: bool = False
-    """Whether it has an MLP that could be taken in tiles, where that was asked."""
+    """True if the program has an MLP that could be taken in tiles; looked for only if `mlp_tiles` is "auto"."""
     model: str = field(default="", compare=False)
     """The name of the model's class."""
     python: PythonState = field(default=PythonState(), compare=False)
-    """What the forward reads of Python beside its inputs, and what it leaves there."""
+    """Python state that the forward reads beyond its inputs, and that it leaves behind."""
     facts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What has been found out of the graph, by the name of the question: it does not change once it is captured."""
+    """Cached findings about the graph, by name of the question; the graph does not change after capture."""
 
     @property
     def num_results(self) -> int:
-        """How many entries of the graph's output are sent or the user's; the rest are buffer mutations."""
+        """Number of entries of the graph's output that are sent or the user's; the rest are buffer mutations."""
         return self.num_sent + self.num_outputs
 
     @property
     def learns(self) -> bool:
-        """Whether some tensor of it has a gradient; where none has, it is a forward alone."""
+        """True if some tensor of the program requires a gradient; otherwise the program is a forward alone."""
         if "learns" not in self.facts:
             found = (node.meta.get("tensor") for node in self.graph.nodes)
             infos = (info for each in found for info in (each if isinstance(each, tuple) else (each,)))

@@ -1,8 +1,8 @@
-"""What a forward reads of Python beside its inputs, and whether that is still as it was when the model was captured.
+"""Python state that a forward reads beyond its inputs, and the check that it is unchanged since capture.
 
 A forward reads attributes of modules and of objects that they hold, globals of files, cells of closures. Each is a
-`Place`. A `Watch` remembers what the places of one program hold, and is asked in every step: in one pass in C over flat
-lists, by identity; only where that finds another object are values compared.
+`Place`. A `Watch` remembers what the places of one program hold, and checks them in every step: in one pass in C over
+flat lists, by identity. Values are compared only if that finds another object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 MISSING: Any = types.SimpleNamespace(name="nothing")
-"""In place of a value where there is none."""
+"""Stand-in for an absent value."""
 ATOMS = (
     *(int, float, complex, bool, str, bytes, type(None), range, slice, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -31,19 +31,22 @@ INTERNALS = (frozenset(vars(nn.Module)) | frozenset(vars(nn.Module()))) - {"forw
 """Names that `nn.Module` itself keeps in modules: modes, hooks, parameters and buffers, which are no Python state."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 MAX_ITEMS = 1000
-"""Of a longer container, and of a larger array, only identity and length are watched."""
+"""Maximum size of a container or array whose contents are watched.
+
+Of a longer container only identity and length are watched, of a larger array only identity.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a forward reads: an attribute of a module of the model, of an object that one holds, or a global."""
+    """Place that a forward reads: an attribute of a module or of an object that a module holds, or a global."""
 
     owner: Any
     """The path of a module, a `str`; else what holds globals: the dict of a file, a class, an object, a cell."""
     steps: tuple[tuple[Literal["attribute", "item"], Any], ...]
-    """From the owner to the value."""
+    """Attribute and item accesses that lead from the owner to the value."""
     name: str
-    """As a user writes it: `layers.0.config.beta`."""
+    """Name of the place as a user writes it: `layers.0.config.beta`."""
 
     def holder(self, root: nn.Module) -> Any:
         """The object in which the last step looks."""
@@ -72,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PythonState:
-    """What the forward of a captured program reads of Python, and what it leaves there."""
+    """Python state that the forward of a captured program reads, and that it leaves behind."""
 
     read: tuple[Place, ...] = ()
     written: tuple[tuple[Place, Any], ...] = ()
@@ -84,11 +87,11 @@ class PythonState:
     modes: tuple[tuple[str, bool], ...] = ()
     """The functions of torch that the forward asks for modes (`is_grad_enabled` …), and what they say in the call."""
     settled: bool = True
-    """Whether the graph is the same before and after what is left is there."""
+    """True if the graph is the same before and after the written values are in place."""
 
 
 class Watch:
-    """Whether the places of a program hold what they held when this was made."""
+    """Snapshot of the Python state that a program reads, to check that it has not changed."""
 
     def __init__(self, root: nn.Module, state: PythonState) -> None:
         self._root, self._state = root, state
@@ -98,7 +101,7 @@ class Watch:
         self._values = self._entries.compared()
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed since the snapshot."""
         if any(getattr(torch, name)() != value for name, value in self._state.modes):
             return False
         if self._entries.same():
@@ -137,15 +140,15 @@ class _Entries:
     dicts: list[dict[Any, Any]] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    """What each dict has under its key."""
+    """Value of each dict under its key."""
     names: list[str] = field(default_factory=list)
-    """Of the places, as far as they are in a dict."""
+    """Names of the places that lie in a dict."""
     containers: list[tuple[Any, list[Any]]] = field(default_factory=list)
     """A container and its items."""
     tensors: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     others: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
-    """How to look, and what is found there."""
+    """Functions that look up the remaining places, each with the value found."""
 
     @classmethod
     def of(cls, root: nn.Module, places: Iterable[Place]) -> _Entries:
@@ -195,7 +198,7 @@ class _Entries:
             self._add_content(vars(value), seen)
 
     def same(self) -> bool:
-        """Whether every place holds the very same object."""
+        """Return whether every place still holds the very same object."""
         return (
             all(map(operator.is_, map(dict.get, self.dicts, self.keys, repeat(MISSING)), self.values))
             and all(_same_items(container, items) for container, items in self.containers)
@@ -215,12 +218,12 @@ class _Entries:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether an object keeps data in attributes that a watch must look at by itself: a namespace without code."""
+    """Return whether an object is a namespace without code, whose attributes a watch must check itself."""
     return isinstance(value, types.SimpleNamespace) and value is not MISSING
 
 
 def is_observable(value: Any) -> bool:
-    """Whether an object may keep data in attributes, and its class is written in Python."""
+    """Return whether an object may keep data in attributes, and its class is written in Python."""
     if isinstance(value, (*ATOMS, *CONTAINERS, Tensor, nn.Module, type, types.ModuleType, Mapping)) or callable(value):
         return False
     return bool(type(value).__flags__ & 1 << 9) and hasattr(value, "__dict__")  # Py_TPFLAGS_HEAPTYPE
@@ -232,7 +235,10 @@ def contents(container: Any) -> list[Any]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same to a forward: atoms and containers of them by value, others by identity."""
+    """Return whether two values are the same to a forward.
+
+    Atoms and containers of them are compared by value, others by identity.
+    """
     if one is other:
         return True
     if isinstance(one, CONTAINERS) and type(one) is type(other) and len(one) == len(other):

@@ -1,11 +1,11 @@
-"""Which tensors a call keeps for its backward: asked of autograd itself, on tensors without memory.
+"""Tensors that a call saves for its backward, found by running autograd on tensors without memory.
 
-These are on the meta device. Where the answer depends on the device (which kernel an attention takes), where the call
-would make tensors of its own, and where it has no kernel for the meta device, they are fake ones on the CPU, which take
-five times as long.
+These are on the meta device. Fake tensors on the CPU, which take five times as long, serve in three cases: the result
+depends on the device (which kernel an attention takes), the call would make tensors of its own, or it has no kernel for
+the meta device.
 
-Of what is drawn to be dropped nothing is kept: it is drawn again in the backward. Attention with dropout keeps what
-PyTorch's would keep without one, and a mask of truth values as it is.
+Masks that dropout draws are not saved: they are drawn again in the backward. Attention with dropout saves what
+PyTorch's would save without one, and a mask of truth values as it is.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Saved:
     aliases: frozenset[int] = frozenset()
     """Outputs that are views of an input."""
     strides: tuple[Strides, ...] = ()
-    """Of each output."""
+    """Strides of each output."""
 
 
 def saved_with(node: fx.Node, infos: tuple[TensorInfo, ...]) -> Saved:
-    """What the call would keep of other inputs, contiguous ones; RuntimeError where it does not take them."""
+    """Return what the call would save for other, contiguous inputs; RuntimeError if it does not accept them."""
     return _saved(_question(node, infos, (None,) * len(infos)))
 
 
 def saved_in(program: Program) -> Mapping[fx.Node, Saved]:
-    """What each call of a program keeps, its inputs lying in memory as the calls before have left them.
+    """Return what each call of a program saves, with its inputs laid out in memory as the calls before leave them.
 
     A view of an input counts as the input.
     """
@@ -143,7 +143,7 @@ def saved_otherwise(
 
 
 def backward_needs(value: fx.Node, saved: Mapping[fx.Node, Saved]) -> bool:
-    """Whether some call keeps a node's value, or a view of it, for its backward."""
+    """Return whether some call saves a node's value, or a view of it, for its backward."""
     for user in value.users:
         if user.op != "call_function" or user.target is operator.getitem:
             continue
@@ -156,7 +156,7 @@ def backward_needs(value: fx.Node, saved: Mapping[fx.Node, Saved]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """Where tensor input `number` stands among the arguments."""
+    """Stand-in for tensor input `number` among the arguments."""
 
     number: int
 
@@ -168,7 +168,7 @@ class _Question:
     target: Callable[..., Any]
     infos: tuple[TensorInfo, ...]
     strides: tuple[Strides | None, ...]
-    """Of each tensor; None where it is contiguous."""
+    """Strides of each tensor; None if it is contiguous."""
     arguments: Any
     text: str
 

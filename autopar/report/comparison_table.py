@@ -15,7 +15,7 @@ MOST_REASONS = 8
 MOST_MESHES = 3
 """Named with a reason."""
 MOST_CHARACTERS = 160
-"""Of a reason."""
+"""Longest part of a reason that is shown, in characters."""
 ABOUT = "≈"
 HEADERS = ("", "mesh", "step", "by estimate", "tensors", "microbatches", "schedule")
 RIGHT = (2, 3, 4, 5)

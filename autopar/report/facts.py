@@ -1,4 +1,4 @@
-"""What the head of a table or page says of a plan, as named facts."""
+"""Named facts about a plan, for the head of a table or page."""
 
 from __future__ import annotations
 

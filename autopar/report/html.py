@@ -200,7 +200,7 @@ class _Texts:
 
 
 def _data(plan: Plan) -> dict[str, Any]:
-    """What the script of the page reads; the columns are named there in the same order."""
+    """Return the data for the script of the page; the script names the columns in the same order."""
     position = {row.name: number for number, row in enumerate(plan.rows)}
     rows = sorted(plan.rows, key=lambda row: position.get(row.name.split("/")[0], position[row.name]))
     texts, choices, moves = _Texts(), _Texts(), _Texts()

@@ -1,13 +1,13 @@
-"""When each stage of a pipeline runs: the predicted step as a trace and as a page with a Gantt chart.
+"""Predicted step of a pipeline as a trace and as a page with a Gantt chart.
 
 A track (a lane) per rank; a slice per computation, named by its kind and micro-batch ("F3"):
 
     F       forward                   I    gradient of the input
     B       whole backward            W    gradient of the weights
-    once    what a stage does once a step
+    once    work of a stage once per step
 
-Colours tell kinds apart, lighter ones the later stages of a rank. Where nothing is drawn the rank waits: the bubble.
-Trace: Trace Event Format, as in `trace`; times in microseconds.
+Colours tell kinds apart, lighter ones the later stages of a rank. An empty part of a track is idle time, the bubble.
+The trace has the Trace Event Format, as in `trace`, with times in microseconds.
 """
 
 from __future__ import annotations

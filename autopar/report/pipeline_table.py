@@ -34,7 +34,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
 
 
 def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
-    """What the header says: the schedule, the step and the memory."""
+    """Return the facts of the header: the schedule, the step and the memory."""
     schedule, ranks = plan.schedule, range(plan.schedule.num_ranks)
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     fullest = max(ranks, key=plan.rank_bytes)

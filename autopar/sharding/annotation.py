@@ -1,4 +1,4 @@
-"""What a user says about a part of a model: an `Annotation`, one value, checked as far as it can be without a graph.
+"""User's statement about a part of a model: an `Annotation`, one value, checked as far as possible without a graph.
 
 tp="row"            a role: which factor of the operation the axis splits (the words of autopar/sharding/rule.py)
 tp=0                a dim: the output, or the stored parameter, is split along it; negative dims count from the end
@@ -9,10 +9,10 @@ storage="dp"        parameters are stored split over the axis, along whichever d
 regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False keeps them (ZeRO-2)
 stage=1             the calls of a module run on this stage of the pipeline (autopar/pipeline/stages/pins.py), from 0 on
 
-A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. Of
-such a node, and of operations, a factor of the rule may be named, too, or several that are split together:
-tp="factor:h", ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another. Behind " via " stands
-the implementation that is to do it, where the rule has several: cp="factor:s+t via ring_self_attention".
+A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. For
+such a node, and for operations, an annotation may also name a factor of the rule, or several that are split together:
+tp="factor:h", ep="factor:a0+x". The form "factor:+x" stands for all ways to split x together with another. A suffix
+" via " names the implementation, if the rule has several: cp="factor:s+t via ring_self_attention".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Slices = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What is said about everything that `pattern` matches. `str` prints the call that made it.
+    """Statement about everything that `pattern` matches; `str` prints the call that made it.
 
     >>> print(Annotation("lm_head", axes=(("tp", "column"),)))
     annotate("lm_head", tp="column")
@@ -79,7 +79,7 @@ class Annotation:
 
     @property
     def says_layouts(self) -> bool:
-        """Whether anything is said beside the stage."""
+        """True if the annotation says anything besides the stage."""
         return bool(self.axes or self.slices is not None or self.storage or self.regather is not None)
 
     @property

@@ -28,5 +28,5 @@ CONSTRAIN: torch._ops.OpOverload = torch.ops.autopar.constrain.default
 
 
 def is_constraint(target: Any) -> bool:
-    """Whether a call of this target is one of `autopar.constrain`, which says a layout and computes nothing."""
+    """Return whether a call target is that of `autopar.constrain`, which states a layout and computes nothing."""
     return target is CONSTRAIN

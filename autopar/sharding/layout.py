@@ -132,7 +132,7 @@ class Layout(tuple[Placement, ...]):
 
     @property
     def is_split(self) -> bool:
-        """Whether any axis splits a dim."""
+        """True if any axis splits a dim."""
         return any(placement.kind == "S" for placement in self)
 
     @property
@@ -150,11 +150,11 @@ class Layout(tuple[Placement, ...]):
         return math.prod(sizes[axis] for axis in self.axes_of(dim))
 
     def is_dealt(self, dim: int) -> bool:
-        """Whether some axis deals `dim` by zigzag, so that parts are whole pieces, two of each rank."""
+        """Return whether some axis zigzag-shards `dim`, so that each rank has two whole pieces."""
         return any(placement.zigzag and placement.dim == dim for placement in self)
 
     def num_pieces(self, dim: int, sizes: Sequence[int]) -> int:
-        """What the size of `dim` is a multiple of, where nothing is padded."""
+        """Return the number of equal pieces of `dim`, of which its size is a multiple unless it is padded."""
         return self.num_parts(dim, sizes) * (2 if self.is_dealt(dim) else 1)
 
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class Layout(tuple[Placement, ...]):
         return tuple(local)
 
     def divides(self, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether every split dim divides evenly."""
+        """Return whether every split dim divides evenly."""
         return all(shape[dim] % self.num_pieces(dim, sizes) == 0 for dim in {p.dim for p in self if p.kind == "S"})
 
 

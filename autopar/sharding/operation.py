@@ -75,17 +75,17 @@ class Implementation:
     joined: frozenset[str] = frozenset()
     """Factors missing on the right whose partial results the function sums itself: the output is I, not P."""
     padded: frozenset[str] = frozenset()
-    """Those of its factors whose padding the function leaves out of its results."""
+    """Factors whose padding the function leaves out of its results."""
     traffic: Traffic | None = None
     ordered: frozenset[str] | None = None
-    """Those of its factors of which it must know which part a rank has; None: all of them."""
+    """Factors for which the function must know which part a rank has; None: all of its factors."""
     zigzag: bool = False
-    """Whether it is told which are dealt by zigzag, where some are, by the keyword `zigzag`; `random` ones are."""
+    """True if the keyword `zigzag` passes it the zigzag-sharded factors, if any; `random` ones get it, too."""
     random: bool = False
     wraps: bool = False
-    """Whether it runs the ATen call itself, and is given that as `op`."""
+    """True if it runs the ATen call itself, which it is given as `op`."""
     name: str = ""
-    """What plans call it, beside others of the same rule; the first of a rule needs none."""
+    """Name by which plans tell it from others of the same rule; the first of a rule needs none."""
     on_demand: bool = False
     """Offered only where its name is asked for: by an annotation, a preset of that name, or a plan that has it."""
     flops: Callable[[Call, LocalSizes], int] | None = None
@@ -107,26 +107,31 @@ class Implementation:
     hidden_share: float | Callable[[Call, LocalSizes], float] = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
     keywords: tuple[tuple[str, int], ...] = ()
-    """What else it is called with, which tells apart implementations by one function."""
+    """Further keyword arguments, which distinguish implementations by one function."""
     choices: tuple[Choice, ...] = ()
-    """What a mesh axis may do by it alone, as a factor that is gathered while another one is split in its place.
+    """Choices of a mesh axis that this implementation alone offers.
 
-    One axis of a call does; it is the innermost of those that split the choice's first factor, of whose parts alone
-    the function is told that they are dealt by zigzag. No dim is padded then.
+    An example is a factor that is gathered while another one is split in its place.
+
+    One axis of a call makes such a choice. It is the innermost of those that split the choice's first factor; the
+    function is told of zigzag sharding of that factor's parts alone. No dim is padded then.
     """
     stands_for_last: bool = False
-    """Whether a choice of its own is also one that splits its last factor: what lies around the call is the same."""
+    """True if a choice of its own also counts as one that splits its last factor: the layouts around are the same."""
     shared: frozenset[str] = frozenset()
-    """Those of its choices that move the first input once for all calls that take it, where all of these do so."""
+    """Names of its choices that move the first input once for all calls that take it, if all of these make them."""
     follower: Implementation | None = None
-    """What runs those behind the first of such calls: it has what is theirs alone of traffic and of what is kept."""
+    """Variant for the calls after the first one that share its input.
+
+    It has the traffic and the saved bytes that are these calls' own.
+    """
     regathering: Implementation | None = None
     """The variant for segments that save results of products and gather again (selective): it saves no gathered rows.
 
     Its forward takes as long, and its choices are the same.
     """
     launches: Callable[[Call, LocalSizes], int] | None = None
-    """How many operations it starts on one device in place of the ATen call's one; None: as many."""
+    """Number of operations that it starts on one device in place of the ATen call's one; None: as many."""
 
     def __post_init__(self) -> None:
         share = self.hidden_share
@@ -135,7 +140,7 @@ class Implementation:
 
     @property
     def told_apart(self) -> frozenset[str]:
-        """Those of its factors of which it must know which part a rank has."""
+        """Factors for which the function must know which part a rank has."""
         return (self.factors or frozenset()) if self.ordered is None else self.ordered
 
 
@@ -162,7 +167,7 @@ class OpRule:
     only_together: frozenset[str] = frozenset()
     """Factors that an axis splits only together with another one, as one of `choices` says."""
     choices: tuple[Choice, ...] = ()
-    """What a mesh axis may do that the notation cannot say; one of a factor's name takes the place of its own."""
+    """Choices of a mesh axis that the notation cannot express; one named like a factor replaces that factor's own."""
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.implementations]
@@ -188,10 +193,10 @@ class OpRule:
         return replace(self, implementations=tuple(each.follower or each for each in self.implementations))
 
     def ways(self, choices: Collection[str]) -> tuple[Implementation | None, ...]:
-        """How a call may run whose axes do what these names say: by implementations, or (None) as the ATen call.
+        """Return the implementations that can run a call whose axes make these choices; None stands for the ATen call.
 
-        A factor that some implementation serves needs one that serves it; where several such are split, one for all.
-        A choice that only some implementation offers needs that one.
+        A factor that some implementation serves needs one that serves it; if several such are split, one must serve
+        all. A choice that only some implementation offers needs that one.
         """
         offering = [each for each in self.implementations if any(own.name in choices for own in each.choices)]
         needed = self.served.intersection(factor for name in choices for factor in factors_of(name))
@@ -259,14 +264,14 @@ class Call:
 
 
 def is_contraction(bound: BoundRule) -> bool:
-    """Whether the rule multiplies two tensors and sums a factor away."""
+    """Return whether the rule multiplies two tensors and sums a factor away."""
     factors = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
     kept = {factor for term in bound.rule.outputs for factor in term.factors}
     return any(left & right - kept for i, left in enumerate(factors) for right in factors[i + 1 :])
 
 
 def is_product(op: OpRule, bound: BoundRule) -> bool:
-    """Whether a call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
+    """Return whether a call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
     return op.flops is not None or is_contraction(bound)
 
 
@@ -278,7 +283,7 @@ def largest_split_input(call: Call, bound: BoundRule | None) -> int:
 
 
 def is_view(call: Call) -> bool:
-    """Whether the call returns an alias of its input and moves no data; a cast to another dtype does."""
+    """Return whether the call only returns an alias of its input; a cast to another dtype moves data."""
     if not isinstance(call.target, torch._ops.OpOverload) or not call.inputs:
         return False
     if any(output.dtype != call.inputs[0].dtype for output in call.outputs):

@@ -1,9 +1,9 @@
-"""Which factors of a call may be split unevenly, padded at the end of their dim to equal parts.
+"""Factors of a call that may be split unevenly, padded at the end of their dim to equal parts.
 
-What stands in the padding is no value of the model. It starts as zeros, operations make of it what they make of any
+The padding holds no value of the model. It starts as zeros, operations compute with it as with any
 value, and nobody sees it: it is cut off before a sum. For the same reason its gradient is zero, and the backward may
 sum over it. Both hold as long as values and derivatives are finite there: behind a square root, the zero gradient
-becomes 0 · inf, and the sum is no number for all that is not padding, too. So operations that are infinite or undefined
+becomes 0 · inf, and the sum is nan for all that is not padding, too. So operations that are infinite or undefined
 somewhere, or refuse some values, are not given padding.
 """
 
@@ -48,7 +48,7 @@ DIVIDING = frozenset(("div", "floor_divide", "fmod", "remainder"))
 
 
 def bears_padding(call: Call) -> bool:
-    """Whether the values and derivatives of a call are finite whatever stands in the padding; a user's are unknown."""
+    """Return whether a call's values and derivatives are finite for any padding; False for a user's operators."""
     if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace not in ("aten", "autopar"):
         return False
     if call.name in DIVIDING:

@@ -66,7 +66,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one mesh axis may do to one operation: the placement it asks of each input and gives each output.
+    """Choice of one mesh axis for one operation: the placement required of each input and given to each output.
 
     `name` is a factor, several that are split together ("t+x"), or "-" (not split), "R" (passes replicated values),
     "P0" (passes input 0 as a partial value), "P+" (passes all added terms as partial values).

@@ -1,9 +1,9 @@
-"""When a search has to end: a moment of `time.monotonic`, which whatever takes long looks at step by step, or Ctrl-C.
+"""Deadlines of searches: a moment of `time.monotonic` that all long work checks step by step, or Ctrl-C.
 
-A search that has something to show begins nothing new once its time is over; what has begun by then may take a moment
-more, and is broken off after that. Inside an `interruptible` block Ctrl-C ends a search as its time does.
+A search that has a result begins nothing new once its time is over. Work that has begun by then may take a moment more,
+and is broken off after that. Inside an `interruptible` block Ctrl-C ends a search as its time does.
 
-A time limit is of all that a user asks for at once: inside a `lasting` block no search has a later deadline than the
+A time limit covers all that a user requests at once: inside a `lasting` block no search has a later deadline than the
 block.
 """
 
@@ -27,13 +27,13 @@ ENDING = 0.95  # of a time limit: then searches end, so that what they found is 
 LEAST = 0.1  # of a time limit, at least, is for searches, whatever came before them took
 
 _interrupted = NEVER
-"""When Ctrl-C was pressed."""
+"""Time at which Ctrl-C was pressed."""
 _listening = False
-"""Whether an `interruptible` block is open."""
+"""True if an `interruptible` block is open."""
 _last: ContextVar[float] = ContextVar("last", default=NEVER)
 """The deadline of the `lasting` blocks around the caller."""
 _grace: ContextVar[float] = ContextVar("grace", default=GRACE)
-"""What they leave to what has begun."""
+"""Seconds past the deadline that are left to work that has begun."""
 
 
 def after(seconds: float) -> float:
@@ -52,7 +52,7 @@ class Allowance:
 
     seconds: float
     until: float
-    """When its searches are to end."""
+    """Time at which its searches have to end."""
 
     @classmethod
     def from_now(cls, seconds: float) -> Allowance:
@@ -75,7 +75,7 @@ def lasting(until: float, beyond: float = GRACE) -> Iterator[None]:
 
 
 def whole_is_over() -> bool:
-    """Whether the time of the `lasting` blocks around the caller is over: what may be left out is left out."""
+    """Return whether the time of the `lasting` blocks around the caller is over; optional work is then left out."""
     return is_over(_last.get())
 
 
@@ -85,12 +85,12 @@ def grace() -> float:
 
 
 def is_over(deadline: float) -> bool:
-    """Whether nothing new may begin."""
+    """Return whether the deadline has passed, or Ctrl-C was pressed: nothing new may begin then."""
     return time.monotonic() > min(deadline, _interrupted)
 
 
 def seconds_until(deadline: float) -> float:
-    """What is left, at least 0."""
+    """Return the seconds that are left until the deadline, at least 0."""
     return max(min(deadline, _interrupted) - time.monotonic(), 0.0)
 
 
@@ -101,17 +101,17 @@ def check(deadline: float) -> None:
 
 
 def nothing_found() -> str:
-    """What to say where a search has ended without anything to show."""
+    """Return the message for a search that has ended without any result."""
     return f"{why_over()} before any choice of strategies was found; give it longer, or forbid strategies."
 
 
 def why_over(time_passed: str = "the time limit passed") -> str:
-    """What ended a search whose time is over, in words."""
+    """Return the reason why a search whose time is over has ended, in words."""
     return time_passed if _interrupted == NEVER else "the search was interrupted"
 
 
 def is_interruptible() -> bool:
-    """Whether the caller runs inside an `interruptible` block."""
+    """Return whether the caller runs inside an `interruptible` block."""
     return _listening
 
 

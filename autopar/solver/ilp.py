@@ -30,7 +30,7 @@ BUILT_PER_S = 30_000  # variables
 
 @dataclass(frozen=True, slots=True)
 class IlpResult:
-    """What CP-SAT found: choices (None without a solution), a lower bound in seconds, and how it ended."""
+    """Result of CP-SAT: choices (None without a solution), a lower bound in seconds, and how it ended."""
 
     choices: tuple[int, ...] | None
     bound: float

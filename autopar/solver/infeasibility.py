@@ -42,7 +42,7 @@ class Conflict:
     nodes: tuple[int, ...]
     """Empty: the memory limit is too low even without any pin, or the edges contradict each other."""
     needs_memory: bool
-    """Whether the pins hold together but for the memory limit."""
+    """True if the pins conflict only because of the memory limit."""
     least_bytes: int | None
     """Least bytes with all pins in force; None where they contradict each other."""
     least_without: Mapping[int, int | None]
@@ -128,7 +128,10 @@ def least_bytes(problem: Problem) -> float:
 def _least_without(
     problem: Problem, pinned: Sequence[int], nodes: Sequence[int], deadline: float
 ) -> Mapping[int, int | None]:
-    """What freeing each of the first nodes gives; questions that ran out of time are left out."""
+    """Return the least bytes without each of the first nodes' pins; nodes whose question ran out of time are left out.
+
+    None stands for pins that still contradict each other.
+    """
     found: dict[int, int | None] = {}
     for node in nodes[:MAX_NAMED]:
         if is_over(deadline):
@@ -208,7 +211,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_feasible(problem: Problem) -> bool:
-    """Whether anything avoids all that is forbidden, whatever bytes it takes."""
+    """Return whether any choice avoids all that is forbidden, whatever bytes it takes."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None:

@@ -68,19 +68,19 @@ Least = Callable[[float], tuple[float, Point | None]]
 
 
 def is_closed(seconds: float, bound: float, gap: float) -> bool:
-    """Whether what takes so long is, but for a share of it, no longer than a bound: none where nothing is found yet."""
+    """Return whether `seconds` exceeds a bound by at most the relative gap; False if no solution was found yet."""
     return seconds < math.inf and seconds - bound <= gap * abs(seconds)
 
 
 @dataclass(slots=True, eq=False)
 class Met:
-    """What elimination found at prices, whatever the budget, and the tables of the last one."""
+    """Results of elimination at memory prices, whatever the budget, and the tables of the last price."""
 
     points: dict[float, tuple[float, Point | None]] = field(default_factory=dict)
     """Price → what `Least` says there; at an infinite one the fewest bytes, and choices that take no more."""
     price: float = math.nan
     evaluated: list[Floats] = field(default_factory=list)
-    """What `evaluate` returned at that price: up to 1.5 GB."""
+    """Tables that `evaluate` returned at that price: up to 1.5 GB."""
 
     def taken(self, price: float) -> list[Floats] | None:
         """The tables if they are those of this price; they are not kept here any longer."""
@@ -182,7 +182,7 @@ def maximise_bound(
 
 
 def priced(reached: float, price: float, budget: int, met: Point | None) -> Relaxation:
-    """What an evaluation at a price proves, and the solution it met if that fits."""
+    """Return the bound that an evaluation at a price proves, with the solution it visited if that fits."""
     # Rounding in the table sums must not let the bound pass what it bounds.
     bound = reached - price * budget - _slack(reached, price, budget)
     return Relaxation(price, bound, met if met is not None and met.num_bytes <= budget else NOTHING)

@@ -63,18 +63,21 @@ FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be bett
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a search for a price of memory begins with."""
+    """Starting point of a search for a memory price."""
 
     price: float = 0.0
-    """That nearly fits; 0: none is known."""
+    """Price at which the solution nearly fits; 0 if none is known."""
     known: Point | None = None
     """A solution that fits."""
     near: float = 0.0
-    """Where the best solution is so near the bound, as a share of it, the search ends."""
+    """Gap, as a share of the bound, at which the search ends."""
     cutoff: float = math.inf
-    """Where the bound is as high, the search ends."""
+    """Bound in seconds at which the search ends."""
     is_dear: bool = False
-    """Whether evaluations take seconds: what fits is then looked for at a price before that of the fewest bytes is."""
+    """True if evaluations take seconds.
+
+    A fitting solution is then first looked for at a price, and only after that by fewest bytes.
+    """
 
 
 COLD = Start()
@@ -82,18 +85,18 @@ COLD = Start()
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """How near the bound a solution has to be, as a share of its seconds, where more would be dear."""
+    """Tolerances of a search, as shares of the seconds: gaps at which it may stop if more is expensive."""
 
     dear: float = 0.0
-    """Where elimination takes seconds."""
+    """Gap at which the search may stop if elimination takes seconds."""
     counted: float = 0.0
-    """Where counts of equal parts take long: they are broken off. Infinite: wherever they do."""
+    """Gap at which long counts of equal parts are broken off; if infinite, they always are."""
     cutoff: float = math.inf
     """Seconds of another solution: where memory has a price, and its bound is as high, the search ends."""
     longest: float = math.inf
     """CP-SAT's deterministic seconds after which any count is broken off, however near a solution is."""
     widely: float = 0.0
-    """Where the graph is wide, and what is beside held nodes was looked through (`several_rows`)."""
+    """Gap on a graph of high treewidth, once the solutions given the fixed nodes were searched (`several_rows`)."""
 
     def effort(self, seconds: float, bound: float) -> float:
         """CP-SAT's deterministic seconds that a count may take, beside a solution of so many seconds."""
@@ -202,7 +205,7 @@ def best_bound(
 
 
 def _around(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:
-    """What is proven near the price to start from, a solution over the budget there, and one that fits."""
+    """Return the bound proven near the starting price, a solution over the budget there, and one that fits."""
     found, price = Relaxation(0.0, -math.inf, NOTHING), start.price
     large: Point | None = None
     small: Point | None = None
@@ -228,7 +231,7 @@ def _close_the_gap(
     gap: float,
     enough: Enough,
 ) -> Solution:
-    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left."""
+    """Close the gap between the bound of a price and the optimum, by fixing with min-marginals and counting ILPs."""
     incumbent, bound = relaxed.incumbent, relaxed.bound
     rounding = TOLERANCE * abs(incumbent.seconds)
     epsilon = FIRST_EPSILON * abs(bound)
@@ -306,9 +309,9 @@ def best_left(
     evaluated: Evaluated | None = None,
     only_few: bool = False,
 ) -> Counted:
-    """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP.
+    """Solve the remaining problem by counting ILPs, or by the plain ILP if it has too many choices for that.
 
-    With `only_few` TooManyChoicesError where that takes long.
+    With `only_few`, TooManyChoicesError is raised instead if counting would take long.
     """
     try:
         residual = Residual(problems, prices, limit, deadline, evaluated)
@@ -351,5 +354,5 @@ def warn(seconds: float, bound: float, why: str = "") -> None:
 
 
 def num_choices(problem: Problem) -> float:
-    """How many choices a problem has, as a logarithm."""
+    """Return the logarithm of the number of choices of a problem."""
     return sum(math.log(node.num_strategies) for node in problem.nodes)

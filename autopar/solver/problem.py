@@ -64,7 +64,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """What two or three nodes (by position) cost together: an array with a dim per end. Parallel edges add up.
+    """Joint cost of two or three nodes (by position): an array with a dim per end. Parallel edges add up.
 
     Both ends of an edge of two may be the same node, which then pays the diagonal.
     """
@@ -113,7 +113,7 @@ class _Alike:
     """Arrays that hold some bytes, and the rows, by number, that each is that of."""
     ends: tuple[Integers, ...]
     edges: Integers
-    """Which edges they are; for nodes negative."""
+    """Numbers of the edges; negative for nodes."""
 
 
 class Parts:
@@ -184,7 +184,7 @@ class Problem:
     budget: int | None = None
 
     is_sound: InitVar[bool] = False
-    """Whether all is taken from a problem that was looked at, or made of it: then it is not looked at again."""
+    """True if all parts come from a checked problem, so that they are not checked again."""
 
     def __post_init__(self, is_sound: bool) -> None:
         if self.budget is not None and self.budget < 0:
@@ -257,7 +257,7 @@ class Problem:
         return Problem(tuple(nodes), tuple(edges), is_sound=True)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes are within the memory limit."""
+        """Return whether so many bytes are within the memory limit."""
         return self.budget is None or num_bytes <= self.budget
 
 
@@ -270,7 +270,7 @@ class Solution:
     num_bytes: int
     bound: float
     solver: str
-    """What produced it, for reports: "elimination", "multiplier + counts", "relaxation", "ilp" …"""
+    """Method that produced it, for reports: "elimination", "multiplier + counts", "relaxation", "ilp", etc."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
     smaller: tuple[tuple[int, ...], ...] = ()
@@ -281,7 +281,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the solution may be from the optimum, as a share of its seconds."""
+        """Relative gap between the solution and its bound."""
         return 0.0 if self.seconds == self.bound else (self.seconds - self.bound) / abs(self.seconds or self.bound)
 
 

@@ -81,20 +81,20 @@ class Rows:
 
     @cached_property
     def parts(self) -> Parts:
-        """Of the problems."""
+        """Nodes and edges of the problems, grouped by equal arrays."""
         return Parts(self.problems)
 
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
-        """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
+        """Return for each row the remaining problem without strategies and pairs that cost over a margin above L(λ)."""
         return self.left(self.excesses(prices, margin), margin)
 
     def excesses(self, prices: tuple[float, ...], margin: float) -> Excesses:
-        """What strategies cost above L(λ), where that is below a margin."""
+        """Return the reduced costs of strategies above L(λ), where they are below a margin."""
         evaluated = self._evaluated(prices)
         return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
 
     def on(self, left: Sequence[Remaining]) -> Rows:
-        """What is left of the problem, eliminated in the same order."""
+        """Return the rows of the remaining problem, eliminated in the same order."""
         place = {node: number for number, node in enumerate(left[0].undecided)}
         order = [place[bucket.bag[0]] for bucket in self.elimination.buckets if bucket.bag[0] in place]
         found = Rows.of([each.problem for each in left], self.deadline, math.inf, order)
@@ -102,7 +102,7 @@ class Rows:
         return found
 
     def left(self, found: Excesses, margin: float) -> list[Remaining]:
-        """For each row, what is left of its problem without what costs more than a margin."""
+        """Return for each row the remaining problem without strategies and pairs that cost more than a margin."""
         return remaining_of_each(self.problems, found, margin, self.parts)
 
     def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
@@ -139,7 +139,10 @@ class Rows:
             return None
 
     def _by(self, search: Callable[[], _T]) -> _T | None:
-        """What a search finds that has a part of the time; None where that was too short for it to begin."""
+        """Run a search that has part of the time; return None if its time was too short.
+
+        Raises TimeLimitError if the deadline of the whole has passed.
+        """
         try:
             return search()
         except TimeLimitError:
@@ -147,7 +150,7 @@ class Rows:
             return None
 
     def _near(self, prices: tuple[float, ...], limit: float, margin: float) -> _Near | None:
-        """What labels and counts look through; None where nothing is within the margin."""
+        """Return the problems that labels and counts search; None if nothing is within the margin."""
         if self.elimination.work <= SMALL_WORK:  # to cut it takes longer than to look through it
             return _Near(self.problems, limit, (self.tables, self.elimination, self._evaluated(prices)))
         left = self.within(prices, margin)
@@ -178,11 +181,11 @@ class WideRows:
 
     @property
     def num_entries(self) -> int:
-        """That messages pass at most in one direction."""
+        """Table entries that messages touch in one direction, at most, including per-message overhead."""
         return self._wide.num_entries
 
     def finely(self) -> None:
-        """From here on go on as long as messages gain."""
+        """Let sweeps go on for longer from now on: until they gain less than `WORTHWHILE`."""
         self._wide.worthwhile = WORTHWHILE
 
     def at(
@@ -194,12 +197,12 @@ class WideRows:
         return least - paid - ROUNDING * (abs(least) + paid), None if met is None else met.choices
 
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
-        """For each row, what is left of its problem without what costs more than a margin above that bound."""
+        """Return for each row the remaining problem without strategies that cost over a margin above that bound."""
         return self._wide.within(self._wide.bound(*prices) + margin, *prices)
 
 
 def constant_of(left: Sequence[Remaining]) -> float:
-    """What is decided takes so many seconds; no end where it breaks a limit, or nothing is left."""
+    """Return the seconds of the decided nodes; infinite if these break a limit, or nothing is left."""
     return math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
 
 
@@ -213,7 +216,7 @@ class _Near:
     left: Remaining | None = None
 
     def of_the_whole(self, found: Counted, limit: float) -> Counted:
-        """What was found as choices and a bound of all of the problem."""
+        """Lift choices and a bound of the remaining problem to the whole problem."""
         if self.left is None:
             return found
         choices = None if found.choices is None else self.left.extend(found.choices)

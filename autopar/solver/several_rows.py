@@ -316,5 +316,5 @@ def _faster(
 
 
 def _asking(ask: OverElsewhere, extend: Callable[[tuple[int, ...]], tuple[int, ...]]) -> OverElsewhere:
-    """What is asked of choices of a problem, asked of those of a smaller one."""
+    """Adapt a predicate on mixtures of the original problem to mixtures of the presolved problem."""
     return lambda mixture: ask(tuple([(extend(choices), weight) for choices, weight in mixture]))

@@ -99,9 +99,9 @@ def solve(
 def solve_prepared(
     prepared: Prepared, *, time_limit: float = 120.0, gap: float = 0.0, price: float = 0.0, enough: Enough = EXACT
 ) -> Solution:
-    """As `solve`; `price` is one of memory, in seconds per byte, that is near that of the answer, where one is known.
+    """Solve like `solve`, from a prepared problem.
 
-    The search is shorter from there.
+    `price` is a memory price in seconds per byte near that of the answer, if one is known: it shortens the search.
     """
     try:
         solution = _by_reduction(prepared, after(time_limit), gap, only_narrow=False, price=price, enough=enough)
@@ -114,7 +114,7 @@ def solve_prepared(
 def solve_narrow(
     prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT, price: float = 0.0
 ) -> Solution | None:
-    """As `solve_prepared`, but None, after little work, where the graph is not narrow enough, or time is too short.
+    """Solve like `solve_prepared`, but return None after little work if treewidth is too high, or time too short.
 
     The tables of the last price stay with what was prepared, for `Cuts`.
     """
@@ -140,7 +140,7 @@ def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
 def _by_reduction(
     prepared: Prepared, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
 ) -> Solution | None:
-    """What can be decided beforehand is pruned away, and the rest is solved."""
+    """Solve the presolved problem, and extend its solution to the original one."""
     problem = prepared.problem
     ready = prepared.tables, prepared.elimination, prepared.met
     try:
@@ -178,12 +178,15 @@ def _solve_pruned(
 
 
 def is_wide(elimination: Elimination | None) -> bool:
-    """Whether messages take less than an elimination; there is none where the graph is wider still."""
+    """Return whether messages take less work than an elimination; also true if treewidth is too high for one."""
     return elimination is None or elimination.work > DEAR_WORK
 
 
 def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, known: int) -> bool:
-    """Whether elimination, which is not cheap, finds no choices by the deadline; `known` are its evaluations so far."""
+    """Return whether an expensive elimination cannot find choices by the deadline.
+
+    `known` is the number of its evaluations so far.
+    """
     evaluations = max(1 if problem.budget is None else FIRST_EVALUATIONS - known, 1)
     left = seconds_until(deadline) + grace()
     return elimination.work > CHEAP_WORK and evaluations * elimination.work > FAST_WORK_PER_S * left

@@ -1,4 +1,4 @@
-"""What a program computes and moves, whole, on one device: what is known of hiding before there is a plan."""
+"""Computation and parameter moves of a whole program on one device: the basis of overlap before there is a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.strategies.roles import RoledProgram
 
 
 def beside_of(program: Program, hardware: Hardware) -> Beside:
-    """Of all calls and parameters; made once for a program and a device."""
+    """Return the computation and moves of all calls and parameters; cached by program and hardware."""
     known: dict[Hardware, Beside] = program.facts.setdefault("beside", {})
     if hardware not in known:
         counts = Counter(each.ruled for each in RoledProgram.of(program).calls.values() if not is_view(each.call))
@@ -58,7 +58,10 @@ def weights_of(program: Program) -> Iterator[tuple[int, torch.dtype, torch.dtype
 
 
 def dtypes_of(program: Program, parameter: fx.Node) -> tuple[torch.dtype, torch.dtype | None]:
-    """In which a parameter, by its placeholder, is used, and in which its gradient is summed, if it has one."""
+    """Return the dtype in which a parameter (its placeholder) is used, and that in which its gradient is summed.
+
+    The latter is None if it has no gradient.
+    """
     info = info_of(parameter)
     used = next((info_of(user).dtype for user in parameter.users if is_cast(user)), info.dtype)
     return used, (program.reduced or used) if info.requires_grad else None

@@ -1,4 +1,4 @@
-"""What a plan moves between layouts: no annotation asks for such a move, so a manual plan lists it."""
+"""Moves between layouts in a plan: no annotation requests such a move, so a manual plan lists it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which parameters move together: parameters that take the same kind of path, in the order of their first use.
+"""Buckets of parameters that move together: those that take the same kind of path, in the order of their first use.
 
-Gradient reductions (I → R) are gathered into few buckets at the graph's entry, so that the backward reduces a bucket
-as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use; a small layer
-shares that of the next one (`cost.messages.joined_layers`), and a large weight that need not be copied out of a message
-is a bucket by itself (`cost.messages.gathered_alone`).
+Gradient reductions (I → R) are gathered into few buckets at the graph's entry. The backward thus reduces a bucket as
+soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use. A small layer
+shares the bucket of the next one (`cost.messages.joined_layers`). A large weight that need not be copied out of a
+message is a bucket by itself (`cost.messages.gathered_alone`).
 
-The gradients of a bucket are copied into one message, apart from that of a large parameter, which is a bucket by
-itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.
+The gradients of a bucket are copied into one message. A large parameter is a bucket by itself: if its gradient belongs
+to it alone, as that of a matrix product does, it is reduced in place.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Bucket:
     regathered: tuple[int, ...]
     """Positions of those that are freed after use and gathered again in the backward."""
     in_place: bool
-    """Whether it is one parameter whose gradient may be overwritten."""
+    """True if the bucket is one parameter whose gradient may be overwritten."""
     reduced: torch.dtype | None
     """The dtype in which gradients are summed, where it is not their own."""
     layer: str
@@ -67,7 +67,7 @@ class Bucket:
 
     @property
     def at_entry(self) -> bool:
-        """Whether the bucket only reduces gradients; such buckets open the graph, so that they close its backward."""
+        """True if the bucket only reduces gradients; such buckets open the graph, so that they close its backward."""
         return not any(step.gathers for step in self.steps)
 
 
@@ -173,13 +173,16 @@ def late_casts(space: Space, buckets: Sequence[Bucket]) -> dict[int, torch.dtype
 
 
 def _makes_its_gradient(target: Decision, wire: Wire) -> bool:
-    """Whether the gradient that the call gives to the wire is a new tensor: a product of matrices, not what came in."""
+    """Return whether the gradient that the call gives to the edge is a new tensor.
+
+    It is for a product of matrices; other calls may pass on the gradient that came in.
+    """
     is_product = target.kind == "call" and getattr(target.node.target, "_opname", "") in PRODUCTS
     return is_product and len(wire.tensor.shape) > 1  # a bias may get the gradient that came in
 
 
 def _first_uses(space: Space) -> Callable[[int], int]:
-    """For a decision, the position of the first call that consumes what arrives at it, looking through hubs."""
+    """Return a function from a decision to the position of its first consuming call, through shared reshards."""
     after: dict[int, list[int]] = defaultdict(list)
     for wire in space.wires:
         if space.decisions[wire.source].kind == "hub":
@@ -193,7 +196,7 @@ def _first_uses(space: Space) -> Callable[[int], int]:
 
 
 def _layers(space: Space) -> dict[str, str]:
-    """For each parameter, by placeholder, the layer in whose message it is gathered."""
+    """Return the layer in whose message each parameter, by its placeholder, is gathered."""
     joined = joined_layers(space.program)
     return {placeholder: joined[layer] for placeholder, layer in layers_read(space.program).items()}
 

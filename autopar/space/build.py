@@ -187,9 +187,10 @@ class _Builder:
             self.uses[key].append(_Use(decision, position, (node.target, position)))
 
     def _turn(self, call: RoledCall) -> Turn:
-        """Whether other calls of its kind may move the first input together with a call, and if it is their first.
+        """Return whether a call moves its first input "alone" or may share that move with calls of its kind.
 
-        The others of it are weights alone, so that all may be computed where the first one is.
+        If it may share, the value tells the "first" call from "later" ones. The other inputs of such calls are weights
+        only, so that all may be computed where the first one is.
         """
         value = call.inputs[0] if call.inputs else ("", 0)
         if not self.asked or not self.roled.is_activation(value) or not self.roled.infos[value].requires_grad:
@@ -309,9 +310,9 @@ class _Builder:
         return hub
 
     def _is_regathered(self, weight: fx.Node) -> bool:
-        """Whether a weight stored in parts may be gathered again for the backward, which needs it there.
+        """Return whether a sharded weight may be gathered again for the backward, which needs it there.
 
-        It has one consumer, or all of them take views of it, such as the pieces of a packed weight.
+        It has one consumer, or all consumers take views of it, such as the pieces of a packed weight.
         """
         if weight not in self._regathered:
             uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
@@ -321,7 +322,7 @@ class _Builder:
         return self._regathered[weight]
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether a call takes a view of a weight, such as a piece of it."""
+        """Return whether a call takes a view of a weight, such as a piece of it."""
         found = self.roled.calls.get(node.name)
         if found is None or not (found.learned and found.weight_only):
             return False

@@ -1,4 +1,4 @@
-"""What one device computes of a call under a strategy, and how long that takes."""
+"""Computation of one device for a call under a strategy, and its time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.space.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call computes, whichever strategy runs it: its FLOPs, and the sides of what is a product."""
+    """Computation of a call, whichever strategy runs it: its FLOPs, and the sides if it is a product."""
 
     call: Call
     op: OpRule
@@ -50,13 +50,13 @@ def computing_seconds(strategy: Strategy, work: Work, mesh: Mesh, hardware: Hard
 
 
 def num_launches(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> int:
-    """How many operations one device starts in a forward; `sizes` are those of the call's factors."""
+    """Return the number of operations that one device starts in a forward; `sizes` are those of the call's factors."""
     launches = strategy.implementation.launches if strategy.implementation is not None else None
     return 1 if launches is None else launches(call, strategy.local_sizes(sizes, mesh))
 
 
 def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> float:
-    """What one device computes: its share of the whole, or what the implementation says."""
+    """Return the FLOPs of one device: its share of `total`, or those that the implementation states."""
     implementation = strategy.implementation
     if implementation is not None and implementation.flops is not None:
         return implementation.flops(call, strategy.local_sizes(bound.sizes, mesh))
@@ -64,7 +64,7 @@ def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, m
 
 
 def _scratch_bytes(strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> int:
-    """What one device reads and writes beside inputs and outputs."""
+    """Return the bytes that one device reads and writes in addition to inputs and outputs."""
     implementation = strategy.implementation
     if implementation is None or implementation.scratch_bytes is None:
         return 0

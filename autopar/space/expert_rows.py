@@ -1,7 +1,8 @@
-"""Which decisions of a space have rows of experts, and which one says where these are divided by expert.
+"""Expert rows of a space: the decisions that have them, and those that say whether they are divided by expert.
 
-A rank's rows are S(0) whether ranks divide tokens or experts. What tells the two apart is the layout of the counts of a
-block, how many rows each expert has: S(0) where ranks have rows of own experts, P where they have rows of own tokens.
+A rank's rows are S(0) whether ranks divide tokens or experts. The two differ in the layout of a block's counts, that
+is, the number of rows of each expert: S(0) if ranks have rows of their own experts, P if they have rows of their own
+tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan says of causal attention whose queries are split in order, as their number does not divide for a zigzag.
+"""Notes of a plan on causal attention whose queries are split in order, as they do not divide for a zigzag.
 
 The last of n devices then computes (2n-1)/n² of the scores, where each would compute 1/n (see `strategies.zigzag`).
 """

@@ -31,9 +31,9 @@ from autopar.space.strategy import Strategy
 from autopar.strategies.ruled import RuledCall
 
 Turn = Literal["alone", "first", "later"]
-"""Of calls that may move an input together."""
+"""Turn of a call among those that may move an input together."""
 DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
-"""Of each input, and of each output, the dims that are dealt by zigzag."""
+"""Zigzag-sharded dims of each input, and of each output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Menu:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
     forward_seconds: np.ndarray
-    """Of the forward's compute alone."""
+    """Seconds of the forward's computation alone, by strategy."""
     call: Call | None = None
     op: OpRule | None = None
     bound: BoundRule | None = None
@@ -183,7 +183,7 @@ def menu_of(
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What one mesh axis may do to a call in one way to run it, and the factors that may then be padded."""
+    """Choices of one mesh axis for a call that runs in one way, and the factors that may then be padded."""
 
     choices: tuple[Choice, ...]
     dealt: tuple[Choice, ...]
@@ -214,7 +214,10 @@ def _dealt_apart(op: OpRule, bound: BoundRule, dealt: DealtDims) -> frozenset[st
 
 
 def _inside(names: Sequence[str], implementation: Implementation) -> bool:
-    """Whether one axis alone takes a choice of the implementation's own, and none within it splits its first factor."""
+    """Return whether exactly one axis takes a choice of the implementation's own, and no inner one splits its factor.
+
+    The factor is the first one of that choice.
+    """
     own = {choice.name for choice in implementation.choices}
     at = [axis for axis, name in enumerate(names) if name in own]
     first = factors_of(names[at[0]])[0]
@@ -222,7 +225,7 @@ def _inside(names: Sequence[str], implementation: Implementation) -> bool:
 
 
 def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
-    """Whether partial values, or gradients, meet an input of infinite values that all ranks have."""
+    """Return whether partial values, or gradients, would meet an input of infinite values that all ranks have."""
     passes = P in choice.inputs and choice.name.startswith(PASS_PARTIAL)
     passes_gradients = choice.name == PASS_REPLICATED and len(choice.inputs) > 1
     return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
@@ -281,9 +284,11 @@ def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[st
 
 
 def _nested(choices: Sequence[Choice], bound: BoundRule, mesh: Mesh) -> bool:
-    """Whether products of factors are split evenly, where their outermost factor is not, and inside of axes that do.
+    """Return whether the axes split products of factors so that their parts nest.
 
-    The parts that an axis makes of all query heads are no parts of the groups that an axis inside of it would make.
+    An axis may split a product only if its outermost factor would not divide evenly there. It has to be inside of all
+    axes that split that factor, and all parts have to be even. The parts that an axis makes of all query heads are no
+    parts of the groups that an axis inside of it would make.
     """
     for name, (outermost, *_) in bound.rule.products:
         parts, within = 1, False

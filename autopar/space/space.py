@@ -43,7 +43,7 @@ class Decision:
     """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
 
     def role(self, strategy: int, axis: int) -> str:
-        """What the strategy does on a mesh axis, in the words of annotations and tables."""
+        """Return what the strategy does on a mesh axis, in the words of annotations and tables."""
         if self.kind != "call":
             placement = repr(self.menu.strategies[strategy].outputs[0][axis])
             return self.roles.get(placement, placement)
@@ -74,7 +74,7 @@ class ExpertRows:
     counts: int
     """The decision on where it lies how many rows each expert has: split, where ranks have rows of own experts."""
     position: int
-    """Of the counts among the outputs of that decision."""
+    """Position of the counts among the outputs of that decision."""
 
 
 @dataclass(slots=True)
@@ -88,11 +88,11 @@ class Space:
     imbalance: float = 1.0
     """Rows of the busiest rank over the mean, where they are divided by expert."""
     beside: Beside = NOTHING
-    """What the model, of which the program may be a stage, computes beside the moves of its parameters."""
+    """Computation of the model that overlaps with the moves of its parameters; the program may be one of its stages."""
     num_devices: int | None = None
-    """Those of all stages, where the program is one of a pipeline; None: those of the mesh."""
+    """Number of devices of all stages, if the program is one of a pipeline; None for those of the mesh."""
     conventions: MemoryConventions = OF_AUTOPAR
-    """What a framework holds besides tensors of the program."""
+    """Conventions on the memory that a framework holds besides tensors of the program."""
     decisions: list[Decision] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
@@ -122,13 +122,13 @@ class Space:
         self.inbound[wire.target, wire.target_input] = wire
 
     def is_weight(self, number: int) -> bool:
-        """Whether a decision gives a parameter, as it is stored or cast for use."""
+        """Return whether a decision gives a parameter, as it is stored or cast for use."""
         decision = self.decisions[number]
         return decision.kind == "parameter" or decision.name in self.weight_casts
 
     @property
     def devices_on_host(self) -> int:
-        """How many of all devices share a host."""
+        """Number of devices that share a host."""
         return self.hardware.devices_on_host(self.num_devices or self.mesh.num_devices)
 
     def with_optimizer(self, optimizer: Optimizer) -> Space:
@@ -176,7 +176,7 @@ class Space:
         return replace(self, beside=waited, wires=wires, inbound=inbound)
 
     def is_matrix(self, number: int) -> bool:
-        """Whether the optimizer takes a parameter as a matrix."""
+        """Return whether the optimizer treats a parameter as a matrix."""
         node = self.decisions[number].node
         return self.optimizer.takes(self.program.parameter_names[node.name], node.meta["tensor"])
 
@@ -191,9 +191,10 @@ class Space:
         return math.prod(size for size, each in zip(self.mesh.sizes, layout, strict=True) if each.is_split)
 
     def excess(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
-        """How many more rows than its share the busiest rank has, in shares: 0.5 where it has 1.5 times as many.
+        """Return the rows of the busiest rank beyond an equal share, in shares: 0.5 if it has 1.5 times its share.
 
-        All that are divided by expert may come to one rank, and no more. Without an imbalance, that of the space.
+        At most all rows that are divided by expert may come to one rank. `imbalance` is that of the space unless it is
+        given.
         """
         asked = self.imbalance if imbalance is None else imbalance
         return 0.0 if rows is None or asked == 1 else self.excess_at(rows, choices[rows.counts], asked)
@@ -203,7 +204,7 @@ class Space:
         return min(imbalance, self.ranks_by_expert(rows, choice)) - 1.0
 
     def share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
-        """How many times its share of the rows the busiest rank has, and what they cost is more: 1 of other tensors."""
+        """Return the ratio of the busiest rank's rows to its share, by which their cost grows; 1 for other tensors."""
         return 1.0 + self.excess(rows, choices, imbalance)
 
     def table(self, wire: Wire, kept: bool = False) -> ReshardTable:

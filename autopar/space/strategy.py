@@ -23,7 +23,7 @@ class Strategy:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     implementation: Implementation | None = None
-    """What runs in place of the ATen call."""
+    """Implementation that runs in place of the ATen call."""
     transfers: tuple[Transfer, ...] = ()
     """The collectives that the implementation runs itself."""
     zigzag: frozenset[str] = frozenset()
@@ -31,7 +31,10 @@ class Strategy:
     waits: tuple[float, ...] = ()
     """Seconds of each of them, as far as computing does not hide them."""
     shared: bool = False
-    """Of a call, whether it moves its first input together with all calls that take it; of a hub, whether these do."""
+    """True if a call moves its first input together with all calls that take it.
+
+    On a shared reshard, it is true if its consumers do.
+    """
     regathering: Strategy | None = None
     """The same by the variant of the implementation that gathers again in the backward; None if it has none."""
     kept: bool = False
@@ -51,7 +54,7 @@ class Strategy:
 
     @property
     def communicates(self) -> bool:
-        """Whether a call runs collectives of its own in the forward, or has a part in those of another."""
+        """True if a call runs collectives of its own in the forward, or takes part in those of another call."""
         return self.shared or any(not transfer.backward for transfer in self.transfers)
 
     @property

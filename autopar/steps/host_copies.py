@@ -1,7 +1,7 @@
-"""What segments send to the host and have back, as tasks beside those that compute.
+"""Host copies of segments: what they send to the host and get back, as tasks that overlap with computation.
 
-Copies leave a call when it has run, and all of a segment's come back together. Where the device is the host itself,
-they are computed.
+Copies leave a call when it has run, and all of a segment's come back together. If the device is the host itself, the
+copies are tasks of the computing stream.
 """
 
 from __future__ import annotations

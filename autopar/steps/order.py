@@ -1,7 +1,7 @@
-"""In which order a rank runs its graph: calls, moves of activations, and buckets of weights at their first use.
+"""Order in which a rank runs its graph: calls, moves of activations, and buckets of weights at their first use.
 
-The order of `runtime.rewrite.rewrite`, which walks the program once, and emits what a call needs right before it. The
-backward goes the other way. Casts of weights stand before the move of their bucket, those made on its way, too.
+It is the order of `runtime.rewrite.rewrite`, which walks the program once, and emits what a call needs right before it.
+The backward runs in reverse. Casts of weights precede the move of their bucket, even those that are made during it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a wire brings, on its way to the layout that it is asked for."""
+    """Tensor of an edge that is resharded to the layout its target takes."""
 
     wire: Wire
     path: ReshardPath
@@ -49,7 +49,7 @@ Entry = Call | Moved | Gathered
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a forward runs, one after the other."""
+    """Sequence of entries that a forward runs."""
 
     entries: tuple[Entry, ...]
     reduced: tuple[Bucket, ...]

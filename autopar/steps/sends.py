@@ -43,13 +43,13 @@ class ReductionSeconds:
     """Seconds of the reductions of summed gradients, beside a stage's last backward and behind it."""
 
     slowing: float = 0.0
-    """By which the last backward is longer for them."""
+    """Seconds by which they lengthen the last backward."""
     slowing_send: float = 0.0
-    """By which the transfer of the last gradient is longer for them."""
+    """Seconds by which they lengthen the transfer of the last gradient."""
     behind: float = 0.0
-    """For which they run on when the last backward has ended."""
+    """Seconds for which they run on after the last backward has ended."""
     alone: float = 0.0
-    """Of those on one communicator, one after the other, on the one that has the most."""
+    """Seconds of the reductions on one communicator, one after the other, for the communicator that has the most."""
 
 
 def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: Send) -> MicrobatchSeconds:

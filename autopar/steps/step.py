@@ -147,7 +147,7 @@ class _Step:
         return tuple(self.tasks.found)
 
     def _is_each_time(self, entry: Entry) -> bool:
-        """Whether every micro-batch runs it."""
+        """Return whether every micro-batch runs the entry."""
         more = self.memory.accumulation
         if isinstance(entry, Call):
             return not more.once(entry.number)

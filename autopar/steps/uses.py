@@ -1,4 +1,4 @@
-"""Which calls use what arrives at a decision: where the first of them runs, and which keep it for their backward."""
+"""Uses of what arrives at a decision: its first call, and the calls that save it for their backward."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ class Message:
 
     transfer: Transfer
     waited_for: bool
-    """Whether it is waited for at once; else at the end of the backward."""
+    """True if the collective is waited for at once; False if only at the end of the backward."""
     of_sum: bool
     """True if it reduces gradients that several micro-batches have added up."""
 
 
 class Messages:
-    """What a bucket sends of its weights at some positions."""
+    """Messages that a bucket sends for its weights at some positions."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Messages:
         self.casts_late = any(source in casts for source in bucket.sources)
 
     def gathers(self, positions: Sequence[int] | None = None) -> list[Transfer]:
-        """What gathers its weights, or those at other positions, one step after the other."""
+        """Return the collectives that gather its weights, or those at other positions, one step after the other."""
         chosen = self.positions if positions is None else positions
         sums = [self._step(number, False, chosen) for number in range(len(self.bucket.steps))]
         return [each for each in sums if each is not None and each.num_bytes]
 
     @cached_property
     def reductions(self) -> tuple[Message, ...]:
-        """What reduces their gradients, in the order of the backward."""
+        """Messages that reduce the gradients, in the order of the backward."""
         found, first = [], first_gather(self.bucket)
         end = 0 if self.before else first
         for number in reversed(range(len(self.bucket.steps))):
@@ -91,7 +91,7 @@ class Messages:
         return Transfer(moved[0].collective, step.axis, sum(each.num_bytes for each in moved), backward)
 
     def _is_left_running(self, number: int) -> bool:
-        """Whether gradients go from here to where they are kept without a cast or another move."""
+        """Return whether gradients go from this step to their storage without a cast or another move."""
         tensor = self.wires[0].tensor
         stored = {info_of(self.space.decisions[source].node).dtype for source in self.bucket.sources}
         if self.casts_late:
@@ -129,10 +129,13 @@ class Reductions:
     """Reductions of gradients that a backward issues, and what it waits for of them."""
 
     def __init__(self, tasks: Tasks, frees: bool, with_sums: bool) -> None:
-        """With `frees` all are waited for at once; those of sums are issued only `with_sums`, and left to the step."""
+        """Start without reductions; with `frees`, all are waited for at once.
+
+        Reductions of sums are issued only `with_sums`, and left to the step.
+        """
         self.tasks, self.frees, self.with_sums = tasks, frees, with_sums
         self.left_running: list[int] = []
-        """What the backward waits for at its end."""
+        """Tasks that the backward waits for at its end."""
         self._scattered: list[int] = []
         """Reduce-scatters that may be running: each holds what it sends."""
 
@@ -168,7 +171,7 @@ class Regathered:
 
 
 class Backward:
-    """How a backward has its weights: those that are used, and those that come next on their way."""
+    """Regathering of weights in a backward: those that are used now, and those of the next layers, fetched ahead."""
 
     def __init__(self, tasks: Tasks, buckets: Iterable[Regathered], depth: int, streams: dict[str, str]) -> None:
         self.tasks, self.depth, self.streams = tasks, depth, streams

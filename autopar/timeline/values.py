@@ -1,4 +1,4 @@
-"""What runs in a step, on which stream, and when."""
+"""Values of a simulated step: what runs, on which stream, and when."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Task:
     links: tuple[tuple[str, float], ...] = ()
     """The links that it loads, each with the share of a device's port that it takes where it runs alone."""
     num_bytes: int = 0
-    """Of a collective, in NCCL's convention."""
+    """Bytes of a collective, in NCCL's convention."""
     beside: bool = False
-    """Whether it takes nothing of the device, though its stream is not the computing one: copies, and what hosts do."""
+    """True if the task takes nothing of the device, although its stream does not compute: copies, and work of hosts."""
     row: str = ""
     """The decision that it belongs to."""
     weights: bool = False
@@ -51,7 +51,7 @@ class Event:
     start: float
     end: float
     waited: float = 0.0
-    """Of what does not compute, the seconds that computing has lost to it (`simulation`)."""
+    """Seconds that computing has lost to the task, if it does not compute itself (`simulation`)."""
 
     @property
     def is_collective(self) -> bool:
@@ -105,7 +105,7 @@ class Timeline:
 
     @property
     def computing(self) -> float:
-        """What the computing stream takes where it runs alone."""
+        """Seconds of the computing stream if it runs alone."""
         return sum(each.task.seconds for each in self.events if each.task.stream == COMPUTE)
 
     @property
@@ -115,7 +115,7 @@ class Timeline:
 
     @property
     def communicating(self) -> float:
-        """What all collectives take where each runs alone."""
+        """Seconds of all collectives if each runs alone."""
         return sum(each.task.seconds for each in self.events if each.is_collective)
 
     @property

@@ -1,7 +1,7 @@
-"""What each axis of a plan is for, in one word: what most of the work that is divided on it is divided by.
+"""Purpose of each axis of a plan, in one word: the factor that divides most of the work split on it.
 
-"data" (samples), "tensor" (columns and rows of matrices), "sequence" (positions), "expert", or "nothing" where all that
-is computed is computed on each of its ranks.
+"data" (samples), "tensor" (columns and rows of matrices), "sequence" (positions), "expert", or "nothing" if each of its
+ranks computes everything.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def unsaid(plan: Plan, axis: str | None, said: Collection[str] = ()) -> tuple[st
 
 
 def recomputed(plan: Plan) -> tuple[str, ...]:
-    """How many segments are computed again in the backward, as something that is lost."""
+    """Return one note per recompute mode on the segments recomputed in the backward, which a translation loses."""
     counts = Counter(mode for mode in plan.recompute.values() if mode != "none")
     return tuple(
         f"recompute: {count} of {len(plan.recompute)} layers in the mode {mode!r}" for mode, count in counts.items()

@@ -42,7 +42,7 @@ def _style(matrix: Matrix) -> str:
 
 
 def _others(plan: Plan, axis: str | None) -> tuple[str, ...]:
-    """What the other axes are for, of which a tp_plan says nothing."""
+    """Return one note on the purpose of each other axis, which a tp_plan does not express."""
     parts = stored_in_parts(plan)
     return tuple(
         f"{name}: divided by {purpose}, weights {'in parts' if name in parts else 'whole'}; a tp_plan is about one axis"

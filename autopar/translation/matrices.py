@@ -1,8 +1,8 @@
-"""Which modules split their matrices on an axis so that plain local code between them computes what the plan does.
+"""Modules whose matrices are split on an axis so that plain local code between them computes what the plan does.
 
-A column-split matrix leaves a part of its outputs on each rank. Where all that is computed from it stays in parts, up
-to matrices that are split by rows, nothing is moved: the calls between are a chain. Where the plan moves it on, or
-where the model's code would take something whole that the plan has in parts, outputs are gathered behind the matrix.
+A column-split matrix leaves a part of its outputs on each rank. If everything computed from it stays in parts, up
+to matrices that are split by rows, nothing is moved: the calls between are a chain. Outputs are gathered behind the
+matrix in two cases: the plan reshards them, or the model's code would take something whole that the plan has in parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Matrix:
     role: str
     """"column", "row", or "" for one that is whole."""
     whole: bool = False
-    """Whether the end that is split is whole outside: outputs are gathered, or inputs sliced."""
+    """True if the split side is whole outside the module: outputs are gathered, or inputs sliced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,10 @@ class _Walk:
         return (alias for alias, first in self.space.program.tied.items() if first in names)
 
     def chain(self, start: int, rows: set[int]) -> _Chain:
-        """What is computed in parts behind a column-split matrix."""
+        """Return the calls that compute in parts behind a column-split matrix.
+
+        The chain is `broken` if something is resharded, or is an output of the model.
+        """
         chain, waiting = _Chain(), [start]
         while waiting and not chain.broken:
             for wire in self.outbound[waiting.pop()]:
@@ -169,7 +172,7 @@ class _Walk:
         return chain
 
     def _take_in(self, chain: _Chain, number: int) -> None:
-        """What a call of a chain takes beside it: in parts from other chains, whole weights, or whole values."""
+        """Record the other inputs of a call in a chain: those in parts, and those made of whole weights."""
         if self.space.decisions[number].kind == "hub":
             return
         for wire, source in self.inputs(number):

@@ -51,14 +51,14 @@ def _reshard(plan: Plan, lost: list[str]) -> str:
 
 
 def _loss_in_parts(plan: Plan, purpose: dict[str, str]) -> bool:
-    """Whether the loss takes its classes in parts on the tensor-parallel axes."""
+    """Return whether the loss takes its classes in parts on a tensor-parallel axis."""
     axes = [position for position, axis in enumerate(plan.mesh.names) if purpose[axis] == TENSOR]
     losses = [row for row in plan.rows if row.kind == "call" and "loss" in row.operation]
     return any(row.roles[position] == "column" for row in losses for position in axes)
 
 
 def _positions_in_parts(plan: Plan, purpose: dict[str, str]) -> bool:
-    """Whether something takes its positions in parts on a tensor-parallel axis, as norms do between blocks."""
+    """Return whether some call takes its positions in parts on a tensor-parallel axis, as norms between blocks do."""
     axes = [position for position, axis in enumerate(plan.mesh.names) if purpose[axis] == TENSOR]
     return any(row.roles[position] == "sequence" for row in plan.rows if row.kind == "call" for position in axes)
 

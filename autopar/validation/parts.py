@@ -29,7 +29,7 @@ def split(x: Tensor, placement: Placement, num_ranks: int) -> Parts:
 
 
 def value_fault(parts: Parts, placement: Placement, expected: Tensor, tolerance: float = 1e-9) -> str:
-    """How the parts, joined by the placement, differ from what is expected; empty if they do not."""
+    """Return how the parts, joined by the placement, differ from the expected tensor; "" if they do not."""
     local = local_shape(expected, placement, len(parts))
     if any(tuple(part.shape) != local for part in parts):
         return f"has local shape {list(parts[0].shape)}, not {list(local)}"

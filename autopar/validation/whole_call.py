@@ -96,7 +96,7 @@ class _Shown(str):
 
 
 def possible(whole: Whole, choice: Choice, num_ranks: int) -> bool:
-    """Whether every split dim divides and nothing is partial that cannot be summed."""
+    """Return whether every split dim divides evenly and no tensor that cannot be summed is partial."""
     placed = [*zip(choice.inputs, whole.inputs, strict=True), *zip(choice.outputs, whole.outputs, strict=True)]
     return all(
         placement in (I, R)
@@ -109,7 +109,7 @@ def possible(whole: Whole, choice: Choice, num_ranks: int) -> bool:
 def fault_of(
     whole: Whole, inputs: Placements, outputs: Placements, num_ranks: int, shape_argument: int | None = None
 ) -> str:
-    """What is wrong with these placements; empty if values and gradients are right."""
+    """Return a fault of these placements; "" if values and gradients are right."""
     given = [split(x, placement, num_ranks) for x, placement in zip(whole.inputs, inputs, strict=True)]
     shape = local_shape(whole.outputs[0], outputs[0], num_ranks) if shape_argument is not None else None
     cotangents = [
@@ -137,7 +137,7 @@ def joined_fault(
     local_outputs: Sequence[Sequence[Tensor]],
     local_gradients: Sequence[Sequence[Tensor | None]],
 ) -> str:
-    """What is wrong with the outputs and gradients of the ranks (rank first), joined by their placements."""
+    """Return a fault of the ranks' outputs and gradients (rank first), joined by their placements; "" if none."""
     tolerance = tolerance_of((*whole.inputs, *whole.outputs))
     for i, (y, placement) in enumerate(zip(whole.outputs, outputs, strict=True)):
         fault = value_fault([found[i] for found in local_outputs], placement, y, tolerance)
@@ -154,7 +154,7 @@ def joined_fault(
 
 
 def show(choice: Choice) -> str:
-    """For example `S(0), R -> S(0)`."""
+    """Return a choice as text, for example `S(0), R -> S(0)`."""
     return f"{', '.join(map(repr, choice.inputs))} -> {', '.join(map(repr, choice.outputs))}"
 
 

@@ -1,1 +1,1 @@
-"""What one GPU can show of autopar, in minutes: `python -m benchmarks.gpu`, or `make gpu` with its environment."""
+"""Benchmarks of autopar on one GPU, in minutes: `python -m benchmarks.gpu`, or `make gpu` with its environment."""

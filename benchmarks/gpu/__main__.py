@@ -1,19 +1,24 @@
-"""What one GPU can show of autopar, in less than ten minutes: `make gpu`.
+"""Benchmarks of autopar on one GPU, in less than ten minutes: `make gpu`.
 
     make gpu                                                an environment of its own (5 GB), and all parts
     make gpu GPU_PYTHON=python3                             with a Python that has torch for CUDA and autopar's needs
     python -m benchmarks.gpu --only tp8 tests               some parts
     python -m benchmarks.gpu --device cpu --small           the same code on tiny shapes, to try it without a GPU
 
-Measured are: a hardware profile of the device; the products, the attention and the optimizer's step of one of 8 ranks
-of Llama-3-8B beside that profile (within 5 %); a training step of such a rank, and of one of 8 × 8 with data
-parallelism, beside one that is written by hand, eager (≥ 0.97 of its speed) and with torch.compile (≥ 1.0), and its
-memory beside the plan's (within 10 %); and the tests that need CUDA. Collectives are stubbed: what one device cannot
-show is how they and computing hide each other. Every part is a process of its own with a time box; one that fails or
-hangs is told, and the others go on.
+The parts measure:
 
-Results, with hardware and date, are written to benchmarks/results. Exit status: 0 where all was measured and every goal
-met, 1 else.
+- a hardware profile of the device;
+- the products, the attention and the optimizer's step of one of 8 ranks of Llama-3-8B, against that profile (within
+  5 %);
+- a training step of such a rank, and of one of 8 × 8 with data parallelism, against a hand-written one: eager (≥ 0.97
+  of its speed) and with torch.compile (≥ 1.0), and its memory against the plan's (within 10 %);
+- the tests that need CUDA.
+
+Collectives are stubbed: one device cannot show how they overlap with computing. Every part is a process of its own with
+a time limit. A part that fails or hangs is reported, and the others go on.
+
+Results, with hardware and date, are written to benchmarks/results. The exit status is 0 if all parts were measured and
+every goal was met, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from benchmarks.gpu.parts import PARTS, ROOT, measure, run_all
 from benchmarks.gpu.setting import Setting
 
 SECONDS = 590.0
-"""For all parts; `make gpu` takes off what the environment took."""
+"""Seconds for all parts together; `make gpu` subtracts the time that the environment took."""
 NO_GPU = (
     "make gpu measures on an NVIDIA GPU, and torch {version} finds none here: nothing was measured. Run it on a "
     "machine with one; `python -m benchmarks.gpu --device cpu --small` tries the script itself."

@@ -136,7 +136,7 @@ class Layer(nn.Module):
 
 
 class LlamaByHand(nn.Module):
-    """What one rank has of a model of `config` (transformers' LlamaConfig), its weights not yet set."""
+    """One rank's shard of a Llama model of `config` (transformers' LlamaConfig), with uninitialized weights."""
 
     def __init__(self, config: Any, tp: Group, dp: Group | None = None) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class LlamaByHand(nn.Module):
                 mine.copy_(whole[name])
 
     def reduce_gradients(self) -> None:
-        """From now on, sum each gradient over the samples' ranks as soon as it is there."""
+        """Register hooks that all-reduce each gradient over the data-parallel ranks as soon as it is accumulated."""
         assert self.dp is not None, "no ranks have other samples"
         for parameter in self.parameters():
             parameter.register_post_accumulate_grad_hook(self._reduce)

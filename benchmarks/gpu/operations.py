@@ -87,7 +87,6 @@ def _optimizer(setting: Setting, plan: Plan) -> tuple[Step, float]:
 
 
 def _seconds_of(plan: Plan, module: str, operation: str) -> float:
-    """Of the call of the module, forward and backward."""
     (row,) = (
         row
         for row in plan.rows

@@ -28,7 +28,7 @@ LAST_LINES = 15  # of what a part that failed said
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is measured, and the seconds that it may take."""
+    """A measurement with its time limit in seconds."""
 
     name: str
     about: str
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a part: what it found, or why it found nothing."""
+    """Result of a part: its finding, or the reason why it has none."""
 
     part: str
     about: str
@@ -87,7 +87,7 @@ PARTS: Sequence[Part] = (
     Part("tp8-compiled", "a step of a tp8 rank with torch.compile on both sides", 120, _compared(TP, True)),
     Part("dp8-tp8-compiled", "the same of a dp8×tp8 rank", 120, _compared(DP_TP, True)),
 )
-"""In the order of their worth: the last ones are left out where time is over."""
+"""Parts in order of importance; the last ones are skipped if time runs out."""
 
 
 def measure(part: Part, setting: Setting, output: Path) -> None:

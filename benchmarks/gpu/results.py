@@ -21,7 +21,7 @@ VERDICTS = {True: "met", False: "MISSED", None: ""}
 
 
 def about(setting: Setting) -> dict[str, str]:
-    """What the numbers depend on."""
+    """Return the conditions that the numbers depend on: date, device, host, versions, model."""
     known = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{platform.machine()} CPU",
@@ -60,7 +60,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def is_whole(outcomes: Sequence[Outcome]) -> bool:
-    """Whether every part was measured and every goal met."""
+    """Return whether every part was measured and every goal met."""
     return all(each.finding and all(row.met is not False for row in each.finding.rows) for each in outcomes)
 
 

@@ -1,4 +1,4 @@
-"""What is measured, and on what: the model's sizes, its dtype, the device, and what a finding is."""
+"""Settings and results of a measurement: model sizes, dtype, device, and the findings of a part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ SEED = 20240613
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where it is measured; `small` takes tiny shapes in float32, for a CPU, whose numbers say nothing."""
+    """Device, sizes and hardware profile of a measurement.
+
+    `small` selects tiny shapes in float32 for a CPU; its numbers are meaningless.
+    """
 
     device: str = "cuda"
     small: bool = False
@@ -50,24 +53,26 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """That count, of each contestant."""
+        """Number of measured steps per contestant."""
         return 3 if self.small else 20
 
     @property
     def effort(self) -> Effort:
-        """Of timings of single operations."""
+        """Effort of the timings of single operations."""
         return TINY_EFFORT if self.small else CUDA
 
     def judged(self, met: bool) -> bool | None:
-        """Whether a goal of speed is met; None of tiny shapes, which say nothing."""
+        """Return whether a speed goal is met; None for tiny shapes, whose speed is meaningless."""
         return None if self.small else met
 
     def num_layers(self, compiled: bool) -> int:
-        """Of the model; compiling takes seconds a layer."""
+        """Return the number of layers of the model; fewer when compiled, because compiling takes seconds per layer."""
         return 1 if self.small else 4 if compiled else 8
 
     def config(self, num_layers: int) -> Any:
-        """Of Llama-3-8B (transformers' LlamaConfig), but for the number of layers."""
+        """Return the config of Llama-3-8B (transformers' LlamaConfig) with this number of layers; tiny sizes if
+        `small`.
+        """
         llama = BUILT_IN["llama-8b"]
         assert isinstance(llama, BuiltIn)
         config = llama.config(num_layers)
@@ -112,7 +117,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a part has found; `data` is kept in the JSON of the results."""
+    """Findings of a part; `data` goes into the JSON of the results."""
 
     rows: tuple[Row, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)

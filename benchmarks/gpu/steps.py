@@ -27,7 +27,7 @@ from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
 WARM_UP = 3  # steps; the first ones plan, compile, and fill the optimizer's state
 EAGER_GOAL, COMPILED_GOAL, MEMORY_GOAL = 0.97, 1.0, 0.1
 APART = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""How far losses may lie apart, relatively."""
+"""Largest allowed relative difference of losses, by dtype."""
 
 
 def compared(setting: Setting, axes: Mapping[str, int], compiled: bool) -> Finding:
@@ -127,7 +127,7 @@ def _by_autopar(setting: Setting, mesh: DeviceMesh, compiled: bool) -> Trainer:
 
 
 def _num_texts(mesh: DeviceMesh) -> int:
-    """Of the global batch: one for each of those that have other samples."""
+    """Return the number of texts in the global batch: one per data-parallel rank."""
     return mesh.size() // mesh["tp"].size()
 
 

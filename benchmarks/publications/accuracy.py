@@ -1,4 +1,4 @@
-"""How well predictions meet what was measured: errors, ranks, and out-of-memory told right."""
+"""Accuracy of predictions against measurements: errors, rank order, and correctly predicted out-of-memory runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autopar.benchmarking.rank_correlation import spearman
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of pairs of predicted and measured numbers; shares of the measured one."""
+    """Errors of predicted numbers, as shares of the measured ones."""
 
     count: int
     mean: float
     """MAPE."""
     median: float
-    """With its sign: below 0 where half of the predictions and more are too small."""
+    """Signed median error; below 0 if more than half of the predictions are too small."""
     median_absolute: float
     spearman: float
 
@@ -47,12 +47,12 @@ class Confusion:
 
     @property
     def share(self) -> float:
-        """Of the runs of which the right thing was told."""
+        """Share of runs whose outcome (fits or runs out of memory) was predicted correctly."""
         return (self.fitting_told + self.failing_told) / (self.fitting + self.failing)
 
 
 def confusion(fails: Sequence[bool], told: Sequence[bool]) -> Confusion:
-    """What was told of runs that fail, and of those that do not."""
+    """Count the runs that fit and that fail, and the correct predictions of each."""
     pairs = list(zip(fails, told, strict=True))
     return Confusion(
         sum(not each for each in fails),
@@ -63,9 +63,9 @@ def confusion(fails: Sequence[bool], told: Sequence[bool]) -> Confusion:
 
 
 def pairs_in_order(predicted: Sequence[float], measured: Sequence[float], apart: float = 0.0) -> tuple[int, int]:
-    """Of all pairs of different measured numbers those that are predicted in the same order, and all.
+    """Return the number of pairs that are predicted in the measured order, and the number of all pairs.
 
-    Numbers differ where the larger is more than a share `apart` above the smaller.
+    A pair counts only if its larger measured number exceeds the smaller by more than a share `apart`.
     """
     right = every = 0
     for one in range(len(measured)):

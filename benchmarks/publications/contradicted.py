@@ -53,7 +53,10 @@ def contradicted(rows: Sequence[Row]) -> list[Contradiction]:
 
 
 def is_above(other: Row, row: Row) -> bool:
-    """Whether what another run took is enough for this one."""
+    """Return whether `other` bounds the time of `row` from above.
+
+    It does if it is another run with at least as many tp ranks and devices.
+    """
     return other is not row and other.tp >= row.tp and other.devices >= row.devices
 
 

@@ -108,7 +108,7 @@ def _made(plan: Plan, make: Make) -> tuple[Task, ...]:
 
 
 def _beside_layers(plan: Plan) -> tuple[int, int]:
-    """How many calls a model has before its layers, and behind them."""
+    """Return the number of calls before the first layer of a model and the number after its last layer."""
     lifetimes = context_of(plan).memory_model.lifetimes
     inside = [n for n, number in enumerate(lifetimes.calls) if lifetimes.segment[number]]
     return inside[0], len(lifetimes.calls) - 1 - inside[-1]

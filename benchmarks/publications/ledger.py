@@ -47,7 +47,7 @@ class Passes:
     once: float
 
     def further(self, fewer: Passes, times: int) -> Passes:
-        """With so many layers more than these have, which have one more than `fewer`."""
+        """Return the passes with `times` more layers; `fewer` are the passes with one layer less than these."""
         pairs = zip(self._all(), fewer._all(), strict=True)
         return Passes(*(more + times * (more - less) for more, less in pairs))
 
@@ -115,7 +115,7 @@ class RowLedger:
     row: Row
     hardware: Hardware
     stages: tuple[tuple[Ledger, Ledger | None, int, tuple[float, float]], ...]
-    """Of each kind the longer plan, the shorter, the layers that they stand for besides, and seconds of messages."""
+    """Per kind of stage: longer plan, shorter plan, number of layers to extrapolate, seconds of its two messages."""
     order: tuple[int, ...] = ()
     """The kind of each stage of a pipeline."""
     schedule: Schedule | None = None
@@ -147,7 +147,7 @@ class RowLedger:
         return cls(row, hardware, tuple(kinds), tuple(order), schedule, search.planned.request.mesh)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Of a step on other numbers."""
+        """Return the seconds of a step on other hardware numbers."""
         kinds = [_passes(*each[:3], hardware) for each in self.stages]
         if self.schedule is None or self.mesh is None:
             return kinds[0].step + (self.row.accumulation - 1) * (kinds[0].forward + kinds[0].backward)

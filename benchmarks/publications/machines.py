@@ -1,4 +1,4 @@
-"""What a source's machine and framework differ in from the profile of its devices: numbers that a profile may hold.
+"""Differences of a source's machine and framework from the profile of its devices, as numbers of a profile.
 
     BLOOM         a node's cards carry 400 Gb/s; the framework is vTrain's
     vTrain        a node's cards carry 800 Gb/s, as its README says: 12.5 GB/s a device
@@ -28,12 +28,12 @@ UNCHECKED = 440e9  # bytes/s of an all-reduce in a node: no run of nanotron is w
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is replaced in a profile."""
+    """Numbers of a hardware profile that differ on a machine."""
 
     network_bytes_per_s: float = inf
-    """Of the outermost link, where that carries more."""
+    """Upper bound on the bandwidth of the outermost link, in bytes/s."""
     node_bytes_per_s: float = inf
-    """Of the link in a node, where that carries more."""
+    """Upper bound on the bandwidth of the link inside a node, in bytes/s."""
     message_s: float = 0.0
     """Seconds in which a message between stages begins; 0: as the links have it."""
 

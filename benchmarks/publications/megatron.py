@@ -29,7 +29,7 @@ HALF_BYTES = 2
 ENGINE_WORKSPACES = {"a100": 4 * MIB, "h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB, "gb200": 32 * MIB}
 """Profile → the workspace of Transformer Engine's products."""
 NO_SHAPE = Shape("gpt", 1, 1, 1, 1, 1, 1)
-"""Of rows that are listed with a reason only."""
+"""Placeholder shape of rows that are listed only with the reason why they are left out."""
 DENSE = ("gpt",)
 """Families whose models the benchmark builds."""
 

@@ -1,13 +1,13 @@
-"""What a framework and a device hold beside what a plan counts, as stated assumptions, and whether a step fits.
+"""Memory of a framework and a device beyond the plan's, as stated assumptions, and a test whether a step fits.
 
 allocated   what a plan predicts: tensors; nanotron has further ones that it keeps between steps, as its code says
-peak        tensors at the fullest moment, with those that its code makes beside autopar's, and with those that wait for
-            NCCL: reduce-scatters run on a stream of their own, and the allocator has their inputs back when the device
-            has come so far. A rule that is inferred from the peaks, and seen in no code: where hosts are ahead of the
-            device, those of all forwards wait; where hosts check its collectives for longer than a layer computes,
-            those of the last two do not
-reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them, a factor
-            that is the median of runs of other models, of those on a pipeline where the run is
+peak        tensors at the fullest moment, with those that its code makes in addition to autopar's, and with those that
+            wait for NCCL: reduce-scatters run on a stream of their own, and the allocator gets their inputs back when
+            the device has come so far. This rule is inferred from the peaks, and seen in no code: if hosts are ahead of
+            the device, the inputs of all forwards wait; if hosts check its collectives for longer than a layer
+            computes, those of the last two do not
+reserved    what the allocator has taken of the device: tensors, and the free space that their sizes leave between them,
+            a factor that is the median of runs of other models (of those on a pipeline if the run is on one)
 device      reserved, CUDA's context with the kernels of libraries, and the buffers of NCCL's communicators
 """
 
@@ -137,15 +137,18 @@ def at_the_peak(outcome: Outcome) -> float:
 
 
 def fragmentation(found: Sequence[Outcome]) -> float:
-    """How many times its tensors at the peak an allocator takes: the median of runs; 1 where none says what it took."""
+    """Return the median ratio of reserved bytes to predicted tensor bytes at the peak.
+
+    Returns 1 if no run states its reserved bytes.
+    """
     known = [each for each in found if each.predicted is not None and each.row.reserved_bytes]
     return statistics.median((each.row.reserved_bytes or 0) / at_the_peak(each) for each in known) if known else 1.0
 
 
 def factors(found: Sequence[Outcome]) -> list[float]:
-    """For each row the fragmentation of the models of other folds, where there are several, else that of all.
+    """Return a fragmentation factor for each row, taken from the models of the other folds.
 
-    Rows with and without a pipeline are kept apart.
+    Without other folds it is the factor of all rows. Rows with and without a pipeline are treated separately.
     """
     made = [1.0] * len(found)
     for on_pipeline in (False, True):
@@ -170,5 +173,8 @@ def usable(row: Row) -> float:
 
 
 def runs_out(outcome: Outcome, factor: float = 1.0) -> bool:
-    """Whether the allocator would need more than there is; False for a device of which no table says what ran out."""
+    """Return whether the allocator would need more than the usable memory of the device.
+
+    Returns False for a device of which no table says what ran out.
+    """
     return outcome.row.device in CAPACITY and factor * at_the_peak(outcome) > usable(outcome.row)

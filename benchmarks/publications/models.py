@@ -20,7 +20,7 @@ from benchmarks.publications.rows import Shape
 
 
 class RMSNorm(nn.Module):
-    """Of the last dim, in one kernel."""
+    """RMS normalization over the last dim, in one kernel."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

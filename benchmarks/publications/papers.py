@@ -18,12 +18,12 @@ FAMILIES = (
     ("dgxc-benchmarking", "nemotron4"),
     ("pytorch/ao", "torchao"),
 )
-"""What a source names → the family."""
+"""Pairs of a text that a source's name contains and the family of that source."""
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved_1f1b", "ZB-1p": "interleaved_zero_bubble"}
 VOCABULARY = 51200  # of GPT-2 as Megatron pads it, where a table says none
 MIXED = {"bf16": "bf16-pure", "amp_bf16": "bf16-mixed", "fp16": "fp16-mixed", "BF16": "bf16-mixed"}
 NO_SHAPE = Shape("llama", 1, 1, 1, 1, 1, 1)
-"""Of rows that are listed with a reason only."""
+"""Placeholder shape of rows that are listed only with the reason why they are left out."""
 SHARDED = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 
@@ -83,7 +83,7 @@ def _shape(cells: Cells, family: str) -> Shape:
 
 
 def _refused(cells: Cells, family: str) -> str | None:
-    """What a source says that autopar, or its models here, have not."""
+    """Return the reason why autopar or the benchmark's models cannot express a row; None if they can."""
     notes, precision = cells["notes"], cells["precision"].upper()
     if "FP8" in precision or "FP4" in precision or "FLOAT8" in precision:
         return "products in FP8 or FP4, for which profiles have no rate and the runtime no kernels"

@@ -61,7 +61,7 @@ class Part:
 
 
 def is_of_parts(path: str | Path) -> bool:
-    """Whether a table is one of parts, by its columns."""
+    """Return whether the columns of a CSV file are those of a table of memory parts."""
     with Path(path).open(newline="") as file:
         return set(next(csv.reader(file), ())) >= COLUMNS
 
@@ -126,7 +126,7 @@ def _masks(model: str, mode: str) -> int:
 
 
 def _kept(plan: Plan) -> float:
-    """What stands when the forward is over, less what stands when it begins."""
+    """Return the bytes that the forward saves: bytes at its end, less those at its beginning."""
     forward = moments(plan, Microbatches())[FORWARD]
     return float(forward[-1] - forward[0])
 

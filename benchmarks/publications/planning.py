@@ -56,7 +56,7 @@ class RankBytes:
     peak: int
     standing: int
     inputs: int = 0
-    """Of `standing`: buffers and inputs."""
+    """Bytes of buffers and inputs, included in `standing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +64,33 @@ class Predicted:
     """Seconds of a step, and bytes of each rank of the pipeline."""
 
     first_seconds: float
-    """Of a step of one micro-batch, or of all of a pipeline."""
+    """Seconds of a step of one micro-batch, or of the whole step of a pipeline."""
     further_seconds: float
-    """Of each further micro-batch; 0 on a pipeline."""
+    """Seconds of each further micro-batch; 0 on a pipeline."""
     ranks: tuple[RankBytes, ...]
     derived: bool
-    """Whether plans of few layers stand for it."""
+    """True if the prediction is extrapolated from plans of few layers."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Peak bytes of the fullest rank."""
         return max(rank.peak for rank in self.ranks)
 
     @property
     def standing_bytes(self) -> int:
-        """Of the rank with the most between steps."""
+        """Bytes between steps of the rank that has the most."""
         return max(rank.standing for rank in self.ranks)
 
     def seconds(self, accumulation: int) -> float:
-        """Of a step of so many micro-batches."""
+        """Return the seconds of a step with this number of micro-batches."""
         return self.first_seconds + (accumulation - 1) * self.further_seconds
 
 
 def predicted(asked: Pinned, counts: Sequence[int], hardware: Hardware, whole: bool = False) -> Predicted:
-    """What autopar predicts; `counts` are the layers of each stage, and `whole` plans all of them.
+    """Predict the step and memory of a pinned strategy.
 
-    Raises the errors of autopar's planner.
+    `counts` are the layers of each stage. `whole` plans all of them; otherwise plans of few layers are extrapolated
+    where that is possible. Raises the errors of autopar's planner.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
@@ -103,7 +104,7 @@ def predicted(asked: Pinned, counts: Sequence[int], hardware: Hardware, whole: b
 
 
 def request_of(asked: Pinned, hardware: Hardware) -> PlanRequest:
-    """What autopar is asked for."""
+    """Build autopar's planning request for a pinned strategy."""
     return PlanRequest(
         annotations=asked.annotations,
         strategy=asked.strategy,
@@ -167,7 +168,7 @@ def _runs(request: PipelineRequest) -> list[Microbatches]:
 
 
 def stage_search(asked: Pinned, hardware: Hardware) -> StageSearch:
-    """What plans the stages of a pipeline, without a limit, in a model that is as deep as that needs."""
+    """Build the search that plans a pipeline's stages, without limits, in a model of just enough layers."""
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
     # The first and the last stage may each have as many layers as a longer plan.
     depth = 2 * ((FEWEST_GATHERED if asked.gathered else FEWEST) + 1)
@@ -255,7 +256,7 @@ def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Pl
 
 
 def _seconds(depths: Depths, sent: tuple[Send, Send], share: float, halves: bool) -> StageSeconds:
-    """As `stage_seconds` of autopar, at all layers."""
+    """Return the seconds of a stage with all its layers, computed as by autopar's `stage_seconds`."""
     weight = depths.line(lambda plan: weight_seconds(context_of(plan).memory_model, context_of(plan).choices))
     once = depths.line(lambda plan: step_parts(plan).once)
     reduced = depths.line(lambda plan: reduction_seconds(context_of(plan).memory_model, context_of(plan).choices))

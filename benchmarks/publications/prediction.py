@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is planned once for all rows that ask for it."""
+    """Planning problem that is solved once for all rows that share it."""
 
     pinned: Pinned
     counts: tuple[int, ...]
@@ -98,7 +98,7 @@ def outcomes(
 
 
 def _asked(row: Row, hardware_of: HardwareOf, whole: bool) -> _Asked | str:
-    """What is to be planned, or why nothing is."""
+    """Return the planning problem of a row, or the reason why the row has none."""
     try:
         return _Asked(pinned(row), cuts(row) if row.pp > 1 else (row.shape.layers,), hardware_of(row), whole)
     except Unexpressed as reason:
@@ -120,7 +120,7 @@ def _answers(wanted: Sequence[_Asked], jobs: int, store: Path | None) -> Iterato
 
 
 def _planned(missing: Sequence[_Asked], jobs: int) -> Iterator[tuple[_Asked, Predicted | str]]:
-    """In groups of which the model is captured once."""
+    """Yield the predictions, planned in groups that share one capture of the model."""
     groups: dict[object, list[_Asked]] = defaultdict(list)
     for each in missing:
         said = each.pinned

@@ -1,10 +1,12 @@
-"""What plans of few equal layers say of one with more, exactly.
+"""Exact extrapolation from plans of few equal layers to a plan of more layers.
 
-Two plans that differ in one layer show what a layer adds. Its tasks are put in as often as there are further layers,
-and the longer list is simulated, as every step is; sums, and the bytes at each moment, counted from the begin or from
-the end of the model, are straight lines in the number of layers, so that their maximum lies at one of the ends. Where
-the longer plan is not the shorter with a layer put in, as where messages join several layers, or where a message takes
-so much less in it that none would be left, `NotRepeated` says so, and the model is planned whole.
+Two plans that differ in one layer show what a layer adds. Its tasks are inserted once per further layer, and the longer
+list is simulated like any step. Sums are linear in the number of layers. So are the bytes at each moment, counted from
+the beginning or from the end of the model; their maximum therefore lies at one of the ends.
+
+`NotRepeated` is raised if the longer plan is not the shorter one with a layer inserted. Examples are messages that join
+several layers, and a message that takes so much less in the longer plan that none would be left. The model is then
+planned whole.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def extended(shorter: Sequence[Task], longer: Sequence[Task], times: int) -> tup
     """`longer`, with what it has more than `shorter` put in `times` times more, in each of the passes."""
     fewer = {name: (start, kinds) for name, start, kinds in _passes(shorter)}
     order: list[tuple[int, int | None]] = []
-    """In the new order the places in `longer`, and in `shorter` of what is in both."""
+    """Positions of the new order's tasks in `longer`, and in `shorter` for tasks that both have."""
     section: dict[int, int] = {}
     for number, (name, start, kinds) in enumerate(_passes(longer)):
         first, given = fewer.get(name, (0, []))
@@ -65,7 +67,7 @@ def _passes(tasks: Sequence[Task]) -> list[tuple[str, int, list[tuple[str, ...]]
 
 
 def _layer(fewer: list[tuple[str, ...]], kinds: list[tuple[str, ...]], name: str) -> int:
-    """Where the longer list has a layer more; of several places that are possible the one in their middle."""
+    """Return the position at which the longer list has one more layer; the middle one of several candidates."""
     alike, rest = _alike(fewer, kinds), len(fewer) - _alike(fewer[::-1], kinds[::-1])
     if len(kinds) < len(fewer) or rest > alike:
         raise NotRepeated(
@@ -75,7 +77,7 @@ def _layer(fewer: list[tuple[str, ...]], kinds: list[tuple[str, ...]], name: str
 
 
 def _alike(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> int:
-    """How many of them begin alike."""
+    """Return the length of the common prefix of two lists."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -1,4 +1,4 @@
-"""What the command prints: by source how well predictions meet what was measured, and why rows have none."""
+"""Report of the command: accuracy of the predictions by source, and reasons why rows have none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.publications.prediction import Outcome
 
 SCHEDULED = "zero bubble"
 COUNTED = {"between steps": "allocated_bytes", "at the peak": "peak_bytes"}
-"""What the allocator counts → the field of a row."""
+"""Quantity that the allocator counts → field of a row."""
 APART = 0.1
 """Share by which two peaks of golden values differ whose order counts."""
 
@@ -159,7 +159,7 @@ def bloom(found: Sequence[Outcome]) -> str:
 
 
 def order_of_schedules(found: Sequence[Outcome]) -> str:
-    """How many pairs of schedules of one model and batch are in the measured order."""
+    """Return a line that counts the pairs of schedules, of one model and batch, that are in the measured order."""
     grouped: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
     for each in found:
         if each.row.source == SCHEDULED and each.predicted and each.row.seconds:

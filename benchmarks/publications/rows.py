@@ -1,4 +1,4 @@
-"""What a table says of one training step: the model, the strategy it ran by, and what was measured; SI units."""
+"""One training step of a published table: model, strategy, and measurements in SI units."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Shape:
     vocabulary: int
     tied: bool = False
     flash: bool = True
-    """Whether attention is one kernel, that keeps no scores."""
+    """True if attention is one kernel that saves no scores."""
     dropout: float = 0.0
     rotary: bool = False
-    """Of "gpt": whether positions are rotary, and not learned."""
+    """True if positions are rotary instead of learned; for "gpt" only."""
     qk_norm: bool = False
-    """Of "gpt": whether queries and keys have LayerNorms of their own."""
+    """True if queries and keys have LayerNorms of their own; for "gpt" only."""
 
     def __post_init__(self) -> None:
         assert self.kind in ("llama", "gpt", "mpt"), self.kind
@@ -58,14 +58,14 @@ class Row:
     accumulation: int
     """Micro-batches of a step."""
     device: str
-    """As the source has it, in small letters."""
+    """Name of the device as the source has it, in lower case."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
     schedule: str = "1f1b"
-    """As autopar names them; ignored without a pipeline."""
+    """Pipeline schedule by autopar's name; ignored without a pipeline."""
     chunks: int = 1
     """Stages of the pipeline on each rank."""
     zero: int = 0
@@ -74,17 +74,17 @@ class Row:
     precision: str = "bf16-mixed"
     seconds: float | None = None
     allocated_bytes: float | None = None
-    """Of a device between steps, as the allocator of the framework counts."""
+    """Bytes of a device between steps, as counted by the framework's allocator."""
     reserved_bytes: float | None = None
-    """What that allocator has taken of a device at most."""
+    """Largest number of bytes that the framework's allocator has reserved on a device."""
     peak_bytes: float | None = None
-    """Of tensors on a device at most, as that allocator counts."""
+    """Peak bytes of tensors on a device, as counted by the framework's allocator."""
     device_bytes: float | None = None
-    """Of a device, as nvidia-smi shows them."""
+    """Bytes of a device, as shown by nvidia-smi."""
     is_local: bool = False
-    """Of Megatron: whether its own modules run, and not those of Transformer Engine."""
+    """True if Megatron's own modules run instead of Transformer Engine's."""
     conventions: str = "autopar"
-    """What counts as memory, by a name of autopar's."""
+    """Name of autopar's memory conventions, which define what counts as memory."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; empty where they are dealt out as the framework does."""
     out_of_memory: bool = False
@@ -99,7 +99,7 @@ class Row:
 
     @property
     def model(self) -> str:
-        """What is left out together in cross-validation."""
+        """Key of the model; cross-validation leaves out all rows with the same key together."""
         each = self.shape
         return f"{each.kind} {each.layers}x{each.hidden}x{each.ffn}"
 

@@ -28,7 +28,7 @@ PROFILES = {
     "b200": "b200",
     "gb200": "gb200",
 }
-"""What the sources call a device → the profile."""
+"""Device as the sources call it → profile."""
 MEGATRON = ("megatron", "korthikanti", "zero bubble", "megatron golden", "megatron-deepspeed")
 """Frameworks that are Megatron-LM, as its papers used it: messages beside computing came later."""
 DATA = ("data_parallel", "zero1", "zero2", "zero3")
@@ -51,23 +51,23 @@ class Pinned:
     batch: int
     """Sequences of one micro-batch, of all replicas."""
     axes: tuple[tuple[str, int], ...]
-    """Of a stage."""
+    """Axes of a stage's mesh with their sizes."""
     strategy: str
     storage: int
     """The stage of ZeRO that is said beside the strategy; 0: none."""
     precision: str
     recompute: str
     several: bool
-    """Whether a step has several micro-batches."""
+    """True if a step has several micro-batches."""
     pipeline: int
     schedule: str
     chunks: int
     accumulation: int
     """Micro-batches of a step on a pipeline; without one 1 or 2."""
     waits: bool = False
-    """Whether ranks wait for their messages, as Megatron's do where stages are interleaved."""
+    """True if ranks wait for their messages, as Megatron's do with interleaved stages."""
     conventions: str = "autopar"
-    """What counts as memory."""
+    """Name of autopar's memory conventions, which define what counts as memory."""
 
     @property
     def annotations(self) -> tuple[Annotation, ...]:
@@ -75,7 +75,7 @@ class Pinned:
 
     @property
     def gathered(self) -> bool:
-        """Whether each layer gathers its weights, forward and backward."""
+        """True if each layer gathers its weights, forward and backward."""
         return self.storage == 3 or self.strategy == "zero3"
 
     def mesh(self, hardware: str) -> Mesh:

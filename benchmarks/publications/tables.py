@@ -13,7 +13,7 @@ from benchmarks.publications.rows import GIB, Row, Shape
 
 Cells = Mapping[str, str]
 VOCABULARY = 51200
-"""Of GPT-2 as Megatron pads it, where a table says none."""
+"""Vocabulary of GPT-2 as Megatron pads it, for tables that state none."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 

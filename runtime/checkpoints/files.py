@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie: one file, or several with an index, as Hugging Face names them."""
+"""Files with the tensors of a checkpoint: one file, or several with an index, named as by Hugging Face."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from autopar.runtime.ranks.agreement import gathered, is_first_rank, on_all_rank
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What one file has: who writes it, and the bytes of its tensors by name."""
+    """File of a checkpoint: the rank that writes it, and the bytes of its tensors by name."""
 
     writer: int
     num_bytes: dict[str, int]

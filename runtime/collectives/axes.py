@@ -172,7 +172,10 @@ def one_axis_of(names: Iterable[str]) -> Axis | None:
 
 
 def part_of(axes: Sequence[Axis]) -> Any:
-    """Which part this rank holds of a dim that the axes split, outer first; a SymInt where ranks are simulated."""
+    """Return the number of this rank's part of a dim that the axes split, outer axis first.
+
+    It is a SymInt if ranks are simulated.
+    """
     part: Any = 0
     for axis in axes:
         part = part * axis.size + axis.rank
@@ -180,7 +183,7 @@ def part_of(axes: Sequence[Axis]) -> Any:
 
 
 def on_rank(number: Any, rank: int) -> int:
-    """What a number is on a simulated rank, each of which may have its own."""
+    """Return the value of a number on a simulated rank; each rank may have a value of its own."""
     ints = getattr(getattr(number, "node", None), "_local_ints", None)
     return int(number) if ints is None else ints[rank]
 

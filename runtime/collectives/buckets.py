@@ -111,7 +111,7 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
 
 
 def _leaves_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """For each parameter what `_leaf_of` says; many come from one node, which is asked once."""
+    """Return `_leaf_of` for each parameter; parameters from one autograd node share one look-up."""
     found: dict[Any, Tensor | None] = {}
     leaves: list[Tensor | None] = []
     for parameter in parameters:
@@ -126,7 +126,10 @@ def _leaves_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _leaf_of(node: Any) -> Tensor | None:
-    """What keeps a gradient that goes there without another collective, or one of those that get theirs together."""
+    """Return the leaf whose gradient passes `node` without a further collective, or the first of several such leaves.
+
+    Returns None if another collective comes first.
+    """
     while node.name().rpartition("::")[2] in QUIET:
         if not node.next_functions:
             return node.variable

@@ -141,9 +141,9 @@ def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) ->
 def raw_all_to_all(
     x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int, zigzag: tuple[bool, bool] = (False, False)
 ) -> Tensor:
-    """From a split along `source_dim` to one along `target_dim`; `size` is the whole of `source_dim`.
+    """Move a split from `source_dim` to `target_dim` by all-to-all; `size` is the whole size of `source_dim`.
 
-    `zigzag` is of both.
+    `zigzag` tells of both dims whether they are zigzag-sharded.
     """
     if axis.size == 1:
         return x

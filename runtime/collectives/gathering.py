@@ -19,7 +19,7 @@ from autopar.runtime.collectives.messages import Part, joined, sent, unpacked
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the weights of a bucket are gathered."""
+    """Instructions for gathering the weights of a bucket."""
 
     axis: Axis
     dims: tuple[int, ...]

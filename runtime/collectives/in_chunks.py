@@ -19,7 +19,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def start_gather(part: Tensor, axis: Axis) -> Tensor:
-    """What all ranks have, [n, *part], once it is waited for."""
+    """Start an all-gather of the ranks' parts; the result, once waited for, is [n, *part]."""
     part = part.contiguous()
     count("all_gather", axis, part.numel() * part.itemsize * axis.size)
     return rows_in_flight(part.unsqueeze(0), axis)
@@ -38,22 +38,22 @@ def arrived(buffer: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How a whole, whose rows along `dim` are those of all ranks, is taken in chunks of a rank's part along a dim.
+    """Chunks of a tensor that has the rows of all ranks along `dim`; a rank's part is cut along `along`.
 
-    A chunk of samples (`along` is another dim than `dim`) has all rows of these, in the order of the whole. A chunk of
-    rows has those of one rank after the other, [n, …, C, …].
+    A chunk of samples (`along` is another dim than `dim`) has all rows of these samples, in the order of the whole. A
+    chunk of rows has the rows of one rank after the other, [n, …, C, …].
     """
 
     dim: int
     along: int
     sizes: tuple[int, ...]
-    """Of the chunks, along the dim that is cut."""
+    """Sizes of the chunks, along the dim that is cut."""
     num_ranks: int
     zigzag: bool
 
     @property
     def of_samples(self) -> bool:
-        """Whether all rows are in every chunk, as they are where there is one."""
+        """True if every chunk has all rows, also if there is one chunk only."""
         return self.along != self.dim or len(self.sizes) == 1
 
     def in_one(self) -> Chunks:
@@ -77,7 +77,7 @@ class Chunks:
         return whole_of(parts, self.dim, self.zigzag) if self.of_samples else parts
 
     def by_rank(self, chunk: Tensor) -> Tensor:
-        """What each rank is to have of a chunk, [n, *part]."""
+        """Return the part of a chunk for each rank, [n, *part]."""
         return self._apart(chunk) if self.of_samples else chunk
 
     def _apart(self, whole: Tensor) -> Tensor:

@@ -33,11 +33,11 @@ class _Bucket:
     layer: int | None
     """The number of the layer in whose backward they are used; None where nothing is known of it."""
     depth: int
-    """How many layers ahead of their use weights are asked for."""
+    """Number of layers by which weights are fetched ahead of their use."""
     uses: int = 0
-    """How often a weight, or a view of one, was saved for the backward."""
+    """Number of times that a weight, or a view of one, was saved for the backward."""
     asked: int = 0
-    """How many of those uses this backward has asked for."""
+    """Number of those uses that this backward has requested so far."""
     again: tuple[Tensor, ...] | None = None
     in_flight: InFlight | None = None
     done: int = NEVER
@@ -122,7 +122,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     current: Regather | None = None
     in_order: bool = True
-    """Whether backwards go through all layers, one after the other."""
+    """True if backwards go through all layers, one after the other."""
 
     def __init__(self, depth: int = 0) -> None:
         super().__init__(self._pack, self.given_back)
@@ -176,7 +176,10 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     @staticmethod
     def hold(x: Tensor) -> object:
-        """What to keep of a tensor, as an open `Regather` block would; `given_back` makes the tensor of it, once."""
+        """Return the object to save for a tensor, as an open `Regather` block would save it.
+
+        `given_back` turns it into the tensor, once.
+        """
         return _without_graph(x) if Regather.current is None else Regather.current._pack(x)
 
     @staticmethod

@@ -33,7 +33,7 @@ class Travelling:
 
 
 def _parts(size: int, axis: Axis, steps: int) -> list[int]:
-    """How much goes to each rank, where all goes to the one so many steps on."""
+    """Return the number of elements that this rank sends to each rank: all to the rank `steps` further on."""
     if isinstance(axis.rank, int):
         return [size if rank == (axis.rank + steps) % axis.size else 0 for rank in range(axis.size)]
     there = (torch.zeros(1, dtype=torch.int64) + axis.rank + steps) % axis.size

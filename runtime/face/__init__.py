@@ -1,4 +1,4 @@
-"""What a compiled module is to code that does not know it: the model, by its class, its signature and its methods.
+"""Module interface of a compiled module: to other code it is the model, by its class, signature and methods.
 
-Also what such code must not do with it. Knows nothing of plans and graphs.
+Also refuses what such code must not do with it. Knows nothing of plans and graphs.
 """

@@ -34,7 +34,7 @@ class NotToBeWrapped:
 
 
 class _NeverApplied(OrderedDict[Any, Any]):
-    """What composable functions keep in a module: they look first whether they are in it."""
+    """State that composable functions keep in a module; the look-up with which they begin raises an error."""
 
     def __contains__(self, function: object) -> bool:
         raise refusal(getattr(function, "__name__", str(function)))

@@ -22,7 +22,7 @@ from autopar.runtime.implementations.randomness import randomness
 from autopar.strategies.notation import names
 
 SIZE = "size"
-"""What ATen calls the argument that states the shape of a new tensor."""
+"""Name of ATen's argument that states the shape of a new tensor."""
 
 
 @torch.compiler.disable
@@ -35,9 +35,9 @@ def seeded(
     zigzag: Axes = IN_ORDER,
     **kwargs: Any,
 ) -> Any:
-    """As `op`, whose factors are called a, b, c … after the dims of its result. Moves nothing outside tests.
+    """Compute `op`, a draw, whose factors are called a, b, c … after the dims of its result.
 
-    Under torch.compile it stands between compiled regions.
+    Moves nothing outside tests. Under torch.compile it stands between compiled regions.
     """
     if randomness().deterministic:
         return _of_whole(op, args, kwargs, axes, sizes, zigzag) if axes else op(*args, **kwargs)
@@ -94,7 +94,6 @@ def _of_whole(
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where a call draws."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor | torch.device):
             return leaf.device if isinstance(leaf, Tensor) else leaf
@@ -123,7 +122,7 @@ def _seeded_generator(device: torch.device, key: int, part: Any) -> Iterator[Non
 
 @contextlib.contextmanager
 def _seeded_on_each_rank(mode: LocalTensorMode, key: int, part: Any) -> Iterator[None]:
-    """As `_seeded_generator`, where ranks are simulated and `part` may be a number per rank."""
+    """Seed the generators of simulated ranks, as `_seeded_generator` does; `part` may be a number per rank."""
     states = mode._per_rank_rng_states
     before = dict(states)
     with mode.disable():

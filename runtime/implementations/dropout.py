@@ -27,7 +27,10 @@ from autopar.runtime.implementations.randomness import randomness
 def dropout(
     x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int], zigzag: Axes = IN_ORDER
 ) -> Tensor:
-    """As `aten.dropout.default`; the factors of `sizes` are the dims of `x` in order. Moves nothing."""
+    """Compute `aten.dropout.default`; the factors of `sizes` are the dims of `x` in order.
+
+    Moves nothing.
+    """
     if p == 0 or not train:
         return x
     split = [axes_of(axes.get(factor, ())) for factor in sizes]
@@ -107,7 +110,10 @@ def _draw(shape: list[int], p: float, seed: Tensor, device: torch.device) -> Ten
 
 @functools.cache
 def _generator(device: torch.device, thread: int) -> torch.Generator:
-    """What draws on a device, seeded for each draw; a backward may run in another thread than its forward."""
+    """Return the generator of a device and thread; a backward may run in another thread than its forward.
+
+    It is seeded for each draw.
+    """
     return torch.Generator(device)
 
 

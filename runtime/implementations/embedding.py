@@ -25,9 +25,10 @@ def vocabulary_parallel_embedding(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `aten.embedding.default` with the rows of `weight` split: rows of other ranks are zero, the result is partial.
+    """Compute `aten.embedding.default` with split rows of `weight`; the result is partial.
 
-    Every rank sees all `indices`. The last rows may be padding, which no index reaches. Moves nothing.
+    Rows of other ranks count as zero. Every rank sees all `indices`. The last rows may be padding, which no index
+    reaches. Moves nothing.
     """
     assert not scale_grad_by_freq and not sparse, "no rule splits the rows of such an embedding"
     num_rows = weight.shape[0]
@@ -49,10 +50,10 @@ def vocabulary_parallel_bags(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `autopar.embedding_bags` of sums or means with the rows of `weight` split: the result is partial.
+    """Compute `autopar.embedding_bags`, sums or means, with split rows of `weight`; the result is partial.
 
-    Every rank sees all `indices` (bags, size) of its bags; those of other ranks count as zero. The last rows may be
-    padding, which no index reaches. Moves nothing.
+    Every rank sees all `indices` (bags, size) of its embedding bags; rows of other ranks count as zero. The last rows
+    may be padding, which no index reaches. Moves nothing.
     """
     num_rows = weight.shape[0]
     local = indices - part_of(axes_of(axes.get(ROWS, ()))) * num_rows

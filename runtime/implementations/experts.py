@@ -32,7 +32,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """How a mesh splits experts: by which axes, and over which of these rows travel."""
+    """Split of experts by a mesh: the axes that split them, and those of them over which rows travel."""
 
     axes: tuple[Axis, ...]
     travelled: tuple[Axis, ...]
@@ -60,9 +60,9 @@ class _Experts:
         return axis_of(joined_name(names, range(len(names))))
 
     def is_reached(self, expert: Tensor) -> Tensor:
-        """Whether a row of this expert goes to a rank with the same place on the axes that split experts alone.
+        """Return a mask of the rows whose expert shares this rank's place on the axes that split experts alone.
 
-        Rows that are dropped go nowhere.
+        Dropped rows go nowhere.
         """
         block, found = expert // self.per_block, expert < self.num_experts
         for axis in reversed(self.axes):
@@ -72,7 +72,7 @@ class _Experts:
         return found
 
     def reached(self, counts_E: Tensor) -> Tensor:
-        """Of counts of all experts, those that this rank's rows may go to: one row for each destination."""
+        """Select from the counts of all experts those that this rank's rows may go to: one row per destination."""
         blocks = counts_E.view(*(axis.size for axis in self.axes), self.per_block)
         for dim, axis in enumerate(self.axes):
             if axis in self.kept:
@@ -84,14 +84,14 @@ class _Experts:
 def dispatch(
     x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, *, axes: Axes, sizes: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `autopar.dispatch` for this rank's tokens: rows of its experts.
+    """Compute `autopar.dispatch` for this rank's tokens: return the rows of its experts.
 
     Counts are of this rank's experts, one row for each rank that has sent some; ids are numbers of these experts. Route
-    has the row of every slot before rows travel, -1 where it is another rank's or dropped. Splits, on the CPU, are how
-    many rows have gone to and come from each rank.
+    has the row of every slot before rows travel, -1 if it is another rank's or dropped. Splits, on the CPU, are the
+    numbers of rows that have gone to and come from each rank.
 
-    Moves, where rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the
-    latter backward, by all-to-all; less of these where rows are dropped.
+    Moves, if rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the latter
+    backward, by all-to-all; fewer rows if some are dropped.
     """
     experts = _Experts.of(axes, num_experts)
     if experts.kept or dropping:
@@ -112,12 +112,18 @@ def dispatch(
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
-    """As `autopar.grouped_mm` for this rank's rows, experts and features. Moves nothing."""
+    """Compute `autopar.grouped_mm` for this rank's rows, experts and features.
+
+    Moves nothing.
+    """
     return torch.ops.autopar.grouped_mm(rows, weight, counts.view(-1, weight.shape[0]).sum(0))
 
 
 def of_expert(values: Tensor, ids: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
-    """As `autopar.of_expert` for this rank's rows and experts. Moves nothing."""
+    """Compute `autopar.of_expert` for this rank's rows and experts.
+
+    Moves nothing.
+    """
     return values[ids]
 
 
@@ -132,9 +138,9 @@ def combine(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `autopar.combine`: this rank's tokens; partial sums where an axis splits experts alone.
+    """Compute `autopar.combine` for this rank's tokens; sums are partial if an axis splits experts alone.
 
-    Moves, where rows travel, T · K · D bytes forward and backward by all-to-all.
+    Moves, if rows travel, T · K · D bytes forward and backward by all-to-all.
     """
     experts, features = _Experts.of(axes, sizes[EXPERTS]), rows.shape[-1]
     if experts.travelled:

@@ -28,7 +28,7 @@ CLASSES = "v"
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
 WIDE = (torch.float32, torch.float64)
-"""In which a sum over rows is exact enough."""
+"""Dtypes in which a sum over rows is exact enough."""
 
 
 def cross_entropy(
@@ -74,14 +74,20 @@ def cross_entropy_of_rows(
     sizes: Mapping[str, int],
     divisor: Tensor | None = None,
 ) -> Tensor:
-    """As `autopar.cross_entropy_loss`, classes last; moves what `cross_entropy` does."""
+    """Compute `autopar.cross_entropy_loss`, with classes last.
+
+    Moves as much as `cross_entropy`.
+    """
     given = logits.flatten(0, -2), target.flatten(), weight, reduction, ignore_index, label_smoothing
     loss = cross_entropy(*given, axes=axes, sizes=sizes, divisor=divisor)
     return loss.view(target.shape) if reduction == NONE else loss
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean of this rank's rows divides by: the weights of their targets; their number where there are none."""
+    """Return the divisor of a mean over this rank's rows: the sum of their targets' weights, or their number.
+
+    Ignored targets do not count.
+    """
     kept = target != ignore_index
     if weight is None:
         return kept.sum(dtype=torch.float64)
@@ -146,7 +152,7 @@ class _Columns:
 
     start: Any
     padding_V: Tensor | None
-    """Which columns are padding; None where there is none."""
+    """Mask of the columns that are padding; None if there are none."""
     weight_V: Tensor
 
     @classmethod

@@ -30,9 +30,9 @@ def mean(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `aten.mean.dim` or `aten.mean.default`; the factors of `sizes` are the dims of `x` in order.
+    """Compute `aten.mean.dim` or `aten.mean.default`; the factors of `sizes` are the dims of `x` in order.
 
-    Partial over the axes that split an averaged dim. Moves nothing.
+    The result is partial over the axes that split an averaged dim. Moves nothing.
     """
     named = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
     factors = list(sizes)

@@ -34,10 +34,10 @@ def batch_norm(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `aten.batch_norm.default` with dim 0 split; running statistics are updated in place, alike on all ranks.
+    """Compute `aten.batch_norm.default` with dim 0 split; running statistics change in place, alike on all ranks.
 
-    Moves, per axis that splits the batch, 2 · channels · 8 bytes forward (sums in float64) and, where `x` gets a
-    gradient, 2 · channels · max(4, itemsize) backward: one all-reduce each. Gradients of weight and bias are partial.
+    Moves, per axis that splits the batch, 2 · channels · 8 bytes forward (sums in float64) and, if `x` gets a gradient,
+    2 · channels · max(4, itemsize) backward: one all-reduce each. Gradients of weight and bias are partial.
     """
     del cudnn_enabled
     if not training and running_mean is not None:
@@ -54,7 +54,7 @@ def batch_norm(
 
 
 def _num_values(x: Tensor, axes: tuple[Axis, ...]) -> int:
-    """How many values of one channel there are on all ranks."""
+    """Return the number of values of one channel on all ranks."""
     return x.numel() // x.shape[1] * num_parts_of(axes)
 
 

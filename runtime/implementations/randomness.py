@@ -1,6 +1,6 @@
-"""What the random draws of a step depend on, and the seed of each of them.
+"""State on which the random draws of a step depend, and the seed of each draw.
 
-A draw is seeded by (seed, step, key of the call, which part of the tensor this rank holds): ranks that hold the same
+A draw is seeded by (seed, step, key of the call, number of this rank's part of the tensor): ranks that hold the same
 part draw the same numbers, whatever their own generators are seeded with. In the deterministic mode all draws come from
 the default generator, in order, as on one device.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Randomness:
-    """What the draws of one step depend on."""
+    """State on which the draws of one step depend."""
 
     seed: int = 0
     step: int = 0
     deterministic: bool = False
     first_key: int = 0
-    """What is added to the keys of calls."""
+    """Number that is added to the keys of calls."""
 
     def seed_of(self, key: int, part: int) -> int:
         """The seed of a call's draw for one part of its tensor, below 2^63."""
@@ -60,5 +60,5 @@ def _use(new: Randomness) -> Iterator[None]:
 
 
 def randomness() -> Randomness:
-    """What draws depend on now."""
+    """Return the state on which draws depend now."""
     return _randomness

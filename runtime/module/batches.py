@@ -30,7 +30,7 @@ def split_batch(arguments: Arguments, num_microbatches: int) -> list[Arguments]:
 
 
 def batch_size(arguments: Arguments) -> int:
-    """How many samples a batch has; InputError where no input tensor says so."""
+    """Return the number of samples of a batch; raise InputError if no input tensor has dims."""
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.ndim)
     first = next(tensors, None)
     if first is None:
@@ -55,9 +55,9 @@ def _parts(leaf: Any, batch: int, count: int) -> list[Any]:
 
 
 def loss_position(program: Program) -> int:
-    """Which of the user's outputs is the loss: the only one, the one called "loss", or the first.
+    """Return the position of the loss in the user's outputs: the only one, the one called "loss", or the first.
 
-    Raises InputError where that is no number with a gradient.
+    Raises InputError if that is not a scalar with a gradient.
     """
     numbered = pytree.tree_unflatten(list(range(program.num_outputs)), program.out_spec)
     found = numbered["loss"] if isinstance(numbered, Mapping) and "loss" in numbered else numbered

@@ -1,4 +1,4 @@
-"""What runs one kind of input on a rank: a captured program, its plan, and the per-rank graph with what it takes."""
+"""Executable of one kind of input on a rank: a captured program, its plan, and the per-rank graph with its inputs."""
 
 from __future__ import annotations
 
@@ -89,25 +89,25 @@ Runs = TypeVar("Runs", bound=Captured)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Executable:
-    """What runs one kind of input: the captured program, its plan, and the per-rank graph with what it takes."""
+    """Executable of one kind of input: the captured program, its plan, and the per-rank graph with its inputs."""
 
     program: Program
     plan: Plan
     local: LocalProgram
     mesh: DeviceMesh
     axes: Mapping[str, Axis]
-    """What the graph names: axes of the mesh, and joined ones."""
+    """Name in the graph → axis of the mesh, or joined axes."""
     parameters: tuple[GraphParameter, ...]
     buffers: dict[str, TensorInfo]
     constants: dict[str, torch.Tensor]
     """Placeholder → the constant, on the device of the mesh."""
     graph: RankGraph
     draws: bool
-    """Whether the graph draws random numbers."""
+    """True if the graph draws random numbers."""
 
     @property
     def python(self) -> PythonState:
-        """What the forward has read of Python."""
+        """Python state that the forward has read."""
         return self.program.python
 
     @property
@@ -193,7 +193,9 @@ class Executable:
 
     @contextlib.contextmanager
     def surroundings(self, random: Randomness) -> Iterator[None]:
-        """What the graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
+        """Enter the surroundings of the graph: the mesh, the seed of this step, no autocast (its casts are in the
+        graph).
+        """
         axes, drawn = use_axes(self.axes), use_randomness(random.seed, random.step, random.deterministic)
         with contextlib.ExitStack() as stack, axes, drawn:
             if random.deterministic and self.draws:

@@ -110,7 +110,7 @@ def values_of(arguments: Arguments) -> Values:
 
 
 def _part_of(value: DTensor) -> str:
-    """Which part of a DTensor this rank holds, by the axes that split it."""
+    """Describe the part of a DTensor that this rank holds, by the axes that split it."""
     mesh = value.device_mesh
     split = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
     return " ".join(f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]}={mesh.get_local_rank(axis)}" for axis in split)

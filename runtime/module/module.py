@@ -82,7 +82,7 @@ class ParallelModule(StoredModule[Executable]):
 
     @uncompiled
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
-        """What runs a micro-batch of these inputs, planned on their first appearance."""
+        """Return the executable for a micro-batch of these inputs, planned when they first appear."""
         with self._watch:
             arguments = self._arguments(args, kwargs)
             return self._prepared(split_batch(arguments, self._num_microbatches)[0])
@@ -129,15 +129,15 @@ class ParallelModule(StoredModule[Executable]):
         return accumulate(stage, batches, position, self.random_state.advance(len(batches)), scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of the parameters, of gradients that wait on the host, too.
+        """Clip gradients as `torch.nn.utils.clip_grad_norm_` does, including gradients that wait on the host.
 
-        On a pipeline, which has it too, the norm is that of all stages.
+        A pipeline has it too; there the norm is that of all stages.
         """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
-        """What runs these inputs, and what its graph takes."""
+        """Return the executable for these inputs, and the values that its graph takes."""
         arguments = self._arguments(args, kwargs)
         executable = self._prepared(arguments, arguments)
         given = {**executable.constants, **executable.weights_of(self), **executable.buffers_of(self)}
@@ -151,7 +151,7 @@ class ParallelModule(StoredModule[Executable]):
 
     @uncompiled
     def _left(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
-        """What the user gets; mutated buffers are written."""
+        """Write mutated buffers, and return the outputs as the user gets them."""
         program = executable.program
         executable.write_buffers(self, outputs)
         values, layouts = outputs[: program.num_outputs], executable.local.output_layouts[: program.num_outputs]

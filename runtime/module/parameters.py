@@ -58,18 +58,19 @@ def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh, columns_f
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How this rank stores the parameters and buffers of a model.
+    """Storage of a model's parameters and buffers on this rank.
 
-    Parameters become DTensors where `layouts` splits one of them: optimizers and clipping do not mix DTensors and plain
-    tensors. Where it splits none they become plain tensors, which cost no dispatch. Those without a layout are stored
-    as `whole`. Buffers become plain tensors. What is plain is equal on every rank: the first rank's values count.
+    If `layouts` splits any parameter, all parameters become DTensors, because optimizers and clipping do not mix
+    DTensors and plain tensors. Otherwise they become plain tensors, which cost no dispatch. Parameters without a layout
+    are stored as `whole`. Buffers become plain tensors. Plain tensors are equal on every rank, with the values of the
+    first rank.
     """
 
     mesh: DeviceMesh
     layouts: Mapping[str, Layout]
     whole: Layout
     wanted: Callable[[str], bool] = lambda name: True
-    """Of whose (first) name this is false, that is left out, under all its names."""
+    """First name of a tensor → False if the tensor is left out, under all its names."""
     agreed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """The values of a tensor that count; called for each one, of those left out too."""
     stores: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
@@ -97,7 +98,10 @@ class Storage:
         return stored
 
     def filled(self, name: str, given: nn.Parameter) -> nn.Parameter | None:
-        """What is stored of a parameter put in another's place: itself where that is whole, with values that count."""
+        """Return the stored form of a parameter that replaces another: itself if stored whole, with the agreed values.
+
+        Returns None if this rank does not store it.
+        """
         if self.splits or isinstance(given, DTensor) or given.is_meta:
             return self.parameter(name, given.full_tensor() if isinstance(given, DTensor) else given)
         values = self._values(name, given, self.whole)

@@ -31,11 +31,11 @@ from autopar.sharding.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """How a module is called: over which axes the batch is given in parts, and whether calls compare their values."""
+    """Convention of calls: axes over which the batch is given in parts, and whether calls compare their values."""
 
     axes: tuple[str, ...] = ()
     check: bool | None = None
-    """In every call, or in none; None: in the first ones."""
+    """True: in every call; False: in none; None: in the first calls."""
     static: tuple[str, ...] = ()
     """Arguments of forward whose values are constants of the graph."""
 

@@ -45,7 +45,7 @@ class Stage(nn.Module):
         self._first_step = 0
         self._sums = Sums(executable.mesh)
         self.microbatch = 0
-        """Which micro-batch the next forward runs."""
+        """Number of the micro-batch that the next forward runs."""
 
     def begin(self, microbatches: Sequence[Arguments], first_step: int) -> None:
         """Move the weights, and make leaves of them; `first_step` counts the micro-batches of the steps before."""
@@ -57,7 +57,7 @@ class Stage(nn.Module):
         self._parameters.update((f"weight{number}", leaf) for number, leaf in enumerate(leaves))
 
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
-        """What the micro-batch sends, and the user's outputs."""
+        """Run the forward of a micro-batch; return the tensors that it sends, and the user's outputs."""
         program, root = self.executable.program, self._root[0]
         given = {**self.executable.constants, **self.executable.buffers_of(root)}
         given.update(self.executable.inputs_of(self._microbatches[self.microbatch]))
@@ -101,7 +101,7 @@ class Stage(nn.Module):
 
 
 def _is_leaf(moved: Tensor) -> TypeGuard[nn.Parameter]:
-    """Whether a weight is stored as it is used, and its gradient, unwatched, adds up as in a leaf of its own."""
+    """Return whether a weight is used as stored, and its gradient adds up, without hooks, as in a leaf of its own."""
     return (
         isinstance(moved, nn.Parameter)
         and not moved._backward_hooks

@@ -63,11 +63,11 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
     Its process group is that of all ranks of the mesh: all of them skip an update, or none.
     """
     compilation: Compilation | None = None
-    """What `compile` was told."""
+    """Options given to `compile`; None before."""
     varying: Varying | None = None
     """Brings calls to the sizes of buckets, where there are any."""
     _padding: Padding | None = None
-    """Of the most recent call."""
+    """Padding of the most recent call."""
     _compiled: ClassVar[type]
     """This class, where that of an instance is the model's, too."""
 
@@ -111,7 +111,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self._state: State | None = None
         self._storage: Storage | None = None
         self._held = Held(tree)
-        """What the tree's slots of parameters hold, as it was laid out or checked."""
+        """Parameters in the tree's slots, when they were last laid out or checked."""
 
     def lay_out(self, storage: Storage, model: nn.Module) -> None:
         """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
@@ -120,10 +120,10 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         watch_optimizers(self, model, self._held.tensors)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
-        """As in `torch.nn.Module`: from now on graphs run as `torch.compile` makes them, in `train_step`, too.
+        """Run graphs under `torch.compile` from now on, in `train_step` too, as `torch.nn.Module.compile` does.
 
-        Takes the arguments of `torch.compile` behind the model. `regional`: layers are compiled one by one, equal ones
-        once; weights are moved between them as without `torch.compile`.
+        Takes the arguments of `torch.compile` that follow the model. `regional`: layers are compiled one by one, equal
+        ones once; weights are moved between them as without `torch.compile`.
         """
         self.compilation = Compilation(lambda graph: torch.compile(graph, *args, **kwargs), regional)
 
@@ -138,14 +138,14 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self._python.follow(original)
 
     def __getattr__(self, name: str) -> Any:
-        """As for the model: its instance's attribute first, then what a `__getattr__` of its class finds."""
+        """Look up an attribute as the model does: the instance's own first, then the `__getattr__` of its class."""
         python = vars(self).get("_python")
         if python is not None and python.shown and python.keeps(name):
             return getattr(python.root, name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in `torch.nn.Module`; an attribute that is the model's own, or new, is set in the model."""
+        """Set an attribute as `torch.nn.Module` does; one that is the model's own, or new, is set in the model."""
         python = vars(self).get("_python")
         if python is None or not python.shown or name in vars(self) or not python.takes(self._compiled, name, value):
             super().__setattr__(name, value)
@@ -153,7 +153,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             setattr(python.root, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """As in `torch.nn.Module`; an attribute that the model keeps is deleted there."""
+        """Delete an attribute as `torch.nn.Module` does; one that the model keeps is deleted there."""
         python = vars(self).get("_python")
         if python is not None and name not in vars(self) and name in vars(python.root) and name not in INTERNALS:
             delattr(python.root, name)
@@ -192,11 +192,14 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             self.prepare(*example)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs:
-        """What runs inputs such as these."""
+        """Return the executable or pipeline for inputs such as these."""
         raise NotImplementedError
 
     def _ready(self) -> Runs:
-        """What ran last, on parameters as they are to be; InputError where the module has none yet."""
+        """Return the latest executable or pipeline, with replaced parameters stored.
+
+        Raises InputError if the module has no parameters yet.
+        """
         if self._latest is None:
             raise InputError(
                 "the model was compiled without example_inputs, so it has no parameters and no plan yet; "
@@ -206,11 +209,11 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return self._latest
 
     def _prepared(self, arguments: Arguments, batch: Arguments | None = None, *, runs: bool | None = None) -> Runs:
-        """What runs these arguments, prepared on their first appearance.
+        """Return the executable or pipeline for these arguments, prepared when they first appear.
 
-        `batch` is what they are the first micro-batch of; without it they are an example, whose values do not count and
-        which does not run, as a call of which only `runs` is false.
-        Raises InputError where another rank is called differently.
+        `batch` is the batch of which they are the first micro-batch. Without it they are an example, whose values do
+        not count and which does not run; `runs` overrides the latter. Raises InputError if another rank is called
+        differently.
         """
         frozen = None
         if self._latest is not None:
@@ -262,13 +265,15 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return self._returning.outputs(program, results, self._padding)
 
     def _counted(self, runs: Runs, num_outputs: int) -> tuple[Counted | None, ...]:
-        """What the outputs count, where some of them may have to be cut."""
+        """Return which dims of the outputs count positions and samples, if outputs may have to be cut; else None for
+        each.
+        """
         if self.varying is None or self._padding is None:
             return (None,) * num_outputs
         return self.varying.counted[runs]
 
     def _said(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
-        """What other ranks are told of a call."""
+        """Describe a call for comparison with other ranks."""
         _, *below = self.tree.root.named_modules()
         autocast = Autocast.around(self._device)
         return {
@@ -282,33 +287,33 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         }
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
+        """Return the named parameters as `torch.nn.Module` does; raise InputError before a lazy compile's first inputs."""
         self._ready()
         return super().named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
+        """Return the named buffers as `torch.nn.Module` does; raise InputError before a lazy compile's first inputs."""
         self._ready()
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
+        """Return the state dict as `torch.nn.Module` does; raise InputError before a lazy compile's first inputs."""
         self._ready()
         return super().state_dict(*args, **kwargs)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """As the model's own class does it, extra state included."""
+        """Save as the model's own class does, extra state included, and add the random state."""
         self.tree.root._save_to_state_dict(destination, prefix, keep_vars)
         self.random_state.write_into(destination._metadata[prefix[:-1]])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the model's own class does it, extra state included."""
+        """Load as the model's own class does, extra state included, and read the random state."""
         self.tree.root._load_from_state_dict(*args, **kwargs)
         _, _, metadata, *_ = args
         self.random_state.read_from(metadata)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As in `torch.nn.Module`; parameters may also be whole tensors, equal on every rank."""
+        """Load a state dict as `torch.nn.Module` does; parameters may also be whole tensors, equal on every rank."""
         self._ready()
         if not isinstance(state_dict, Mapping):
             raise InputError(f"a state dict is a mapping of names to tensors; found a {type(state_dict).__name__}.")
@@ -357,7 +362,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         write_pretrained(self.tree.root, stand_ins, stored, self._mesh, save_directory, parse_bytes(max_shard_size))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""
+        """Apply a function as `torch.nn.Module` does (`to`, `to_empty` …), but keep tied parameters tied."""
         self._ready()
         ties, unset = ties_of(self), self.unset_buffers.names(self)
         super()._apply(fn, recurse)
@@ -367,7 +372,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """As in `torch.nn.Module`, but buffers that no state dict has keep their values, if they have any."""
+        """Empty as `torch.nn.Module.to_empty` does, but keep the values of buffers that no state dict has, if any."""
         self._ready()
         before = dict(not_persistent(self))
         super().to_empty(device=device, recurse=recurse)

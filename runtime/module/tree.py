@@ -29,20 +29,20 @@ FACE = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What a compiled module has in common with the root of its tree: the very same dicts."""
+"""Attributes that a compiled module shares with the root of its tree: the very same dicts."""
 MISSING: Any = object()
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Where a module keeps one of its parameters or buffers."""
+    """Place of a parameter or buffer in a module."""
 
     name: str
     kind: str
     stand_in: Tensor
     """The same one in all slots of a tied tensor."""
     tensors: dict[str, Any] = field(default_factory=dict)
-    """Of the module that is there now: its parameters, or its buffers."""
+    """Parameters, or buffers, of the module that has this place now."""
 
     @property
     def leaf(self) -> str:
@@ -50,17 +50,17 @@ class Slot:
 
 
 class State(NamedTuple):
-    """What a captured graph depends on, beside the inputs: which modules there are, their modes and their hooks."""
+    """State on which a captured graph depends, besides its inputs: the modules, their modes and their hooks."""
 
     training: bool
     modes: tuple[bool, ...]
     hooks: tuple[int, ...]
     """Numbers that are given once: a hook that was removed never comes back."""
     changes: int
-    """How often modules have been put in the place of others."""
+    """Number of times that modules were put in the place of others."""
 
     def may_come_back(self, now: State) -> bool:
-        """Whether modules can be in this state again, that are in state `now`."""
+        """Return whether modules that are in state `now` can be in this state again."""
         return self.changes == now.changes and set(self.hooks) <= set(now.hooks)
 
 
@@ -76,7 +76,7 @@ class Tree:
         self.buffers = tuple(Slot(name, "_buffers", stand_in) for name, stand_in in named)
         first: dict[int, str] = {}
         self.first_name = {each.name: first.setdefault(id(each.stand_in), each.name) for each in self._slots()}
-        """Of a tensor under each of its names: the first one."""
+        """Name of a tensor → the first of its names."""
         self._children: list[dict[str, Any]] = []
         self._known: list[object] = []
         self._attributes: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ class Tree:
 
     @property
     def first_names(self) -> tuple[str, ...]:
-        """Of all parameters, tied ones once."""
+        """First names of all parameters, so that tied ones appear once."""
         return tuple(slot.name for slot in self.parameters if self.first_name[slot.name] == slot.name)
 
     def put(self, stored: Mapping[str, Tensor]) -> None:
@@ -115,11 +115,11 @@ class Tree:
         return {name: self.root.get_submodule(name) for name in owners - here}
 
     def held(self) -> list[Any]:
-        """What the slots of parameters hold now."""
+        """Return the current contents of the parameters' slots."""
         return [tensors.get(leaf, MISSING) for tensors, leaf in self._places]
 
     def state(self, training: bool) -> State:
-        """What a captured graph depends on, beside the inputs."""
+        """Return the state on which a captured graph depends, besides its inputs."""
         modes = [each["training"] for each in self._attributes]
         hooks = tuple(number for hooks in (*self._hooks, hooks_on_all_modules()) if hooks for number in hooks)
         return State(training, tuple(modes), hooks, self._changes)

@@ -32,7 +32,7 @@ def persistent(root: nn.Module) -> dict[str, Tensor]:
 
 
 class UnsetBuffers:
-    """Which buffers of a module have memory and no values yet; whoever writes or replaces one gives it values."""
+    """Buffers of a module that have memory and no values yet; a write or a replacement gives one its values."""
 
     def __init__(self) -> None:
         self._unset: dict[str, tuple[weakref.ref[Tensor], int]] = {}
@@ -42,7 +42,7 @@ class UnsetBuffers:
         return bool(self._unset)
 
     def names(self, root: nn.Module) -> tuple[str, ...]:
-        """Those that have none still."""
+        """Return the names of the buffers that still have no values."""
         found = ((name, root.get_buffer(name), *known) for name, known in self._unset.items())
         return tuple(name for name, buffer, known, version in found if known() is buffer and buffer._version == version)
 

@@ -18,7 +18,10 @@ from autopar.warned import warn_user
 PLANNED = 3
 """Plans for different values of one number, after which it is warned of."""
 ATTEMPTS = 2
-"""To replace one number: for a value such as 1 the program may lack a call that those for others have."""
+"""Attempts to replace one number by a tensor.
+
+One may fail because the program for a value such as 1 lacks a call that those for other values have.
+"""
 
 Kind = TypeVar("Kind", bound=Hashable)
 KindOf = Callable[[Collection[int]], Kind]

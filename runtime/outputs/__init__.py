@@ -1,3 +1,3 @@
-"""What a call of a compiled module returns, and how gradients enter by it from outside."""
+"""Outputs of a compiled module's call, and the gradients that enter by them from outside."""
 
 from __future__ import annotations

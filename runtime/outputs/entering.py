@@ -74,7 +74,7 @@ class _Handed(torch.autograd.Function):
 
 
 class _Averaged(_Handed):
-    """As `_Handed`, for gradients that are summed over ranks, which has no second derivative."""
+    """Variant of `_Handed` for gradients that are summed over ranks; it has no second derivative."""
 
     @staticmethod
     @once_differentiable

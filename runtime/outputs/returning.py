@@ -1,4 +1,4 @@
-"""From a rank's flat results to what the user gets: plain tensors, or DTensors where they were asked for."""
+"""Conversion of a rank's flat results to the user's outputs: plain tensors, or DTensors if requested."""
 
 from __future__ import annotations
 

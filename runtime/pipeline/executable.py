@@ -1,4 +1,4 @@
-"""What runs one kind of input on a rank of a pipeline: its plan, the programs of all stages, this rank's graphs."""
+"""Pipeline for one kind of input on a rank: its plan, the programs of all stages, this rank's graphs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from autopar.sharding.layout import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """What runs one kind of input on a rank of a pipeline."""
+    """Pipeline for one kind of input, as a rank runs it."""
 
     plan: PipelinePlan
     programs: tuple[Program, ...]
-    """Of all stages."""
+    """Programs of all stages."""
     executables: Mapping[int, Executable]
-    """Of this rank's stages."""
+    """Number of a stage → its executable, for this rank's stages."""
     result_layouts: tuple[Layout | None, ...]
-    """Of the user's outputs, which the last stage gives; None where an output is no tensor."""
+    """Layouts of the user's outputs, which the last stage gives; None for an output that is no tensor."""
     holders: Mapping[str, tuple[int, ...]] = field(init=False)
     """The parameters that several ranks hold."""
 
@@ -40,7 +40,7 @@ class Pipeline:
 
     @property
     def python(self) -> PythonState:
-        """What the forward has read of Python."""
+        """Python state that the forward has read."""
         return self.programs[0].python
 
     @property

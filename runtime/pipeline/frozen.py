@@ -1,7 +1,8 @@
-"""Which parameters are frozen, over all ranks of a pipeline: each rank sees those of its own stages.
+"""Frozen parameters over all ranks of a pipeline; each rank sees those of its own stages.
 
-A stage's graph depends on what is frozen before it, so all ranks must make a graph when one of them has frozen or
-thawed something. Every step asks, with a message of one number from host to host; only a change costs more.
+A stage's graph depends on the frozen parameters of the stages before it. So all ranks must make a new graph when one of
+them has frozen or unfrozen a parameter. Every step asks, with a message of one number from host to host; only a change
+costs more.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class PipelineModule(StoredModule[Pipeline]):
         self._frozen_names = FrozenNames(self._hosts)
         self._older_weights = OlderWeights()
         self.optimizer: torch.optim.Optimizer | None = None
-        """Of this rank's parameters; only schedule="pipedream" needs it, which updates inside `train_step`."""
+        """Optimizer of this rank's parameters; needed only by schedule="pipedream", which updates inside `train_step`.
+        """
 
     @property
     def plan(self) -> PipelinePlan:
@@ -91,7 +92,7 @@ class PipelineModule(StoredModule[Pipeline]):
             print(readable_code(executable.graph.ahead, executable.mesh.mesh_dim_names or ()))
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
-        """What trains a batch of these inputs, planned on its first appearance."""
+        """Return the pipeline that trains a batch of these inputs, planned when they first appear."""
         with self._watch:
             arguments = self._arguments(args, kwargs)
             batches = split_batch(arguments, self._num_microbatches(arguments, self.training))
@@ -153,17 +154,17 @@ class PipelineModule(StoredModule[Pipeline]):
         return self._returned(pipeline, pipeline.programs[-1], results, pipeline.result_layouts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As in the base class; older weights are forgotten."""
+        """Load a state dict as the base class does, and forget older weights."""
         self._older_weights.forget()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def load_safetensors(self, path: str | Path) -> None:
-        """As in the base class; older weights are forgotten."""
+        """Load safetensors as the base class does, and forget older weights."""
         self._older_weights.forget()
         super().load_safetensors(path)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As in the base class; older weights are forgotten."""
+        """Apply a function as the base class does, and forget older weights."""
         self._older_weights.forget()
         return super()._apply(fn, recurse)
 
@@ -187,7 +188,7 @@ class PipelineModule(StoredModule[Pipeline]):
         return norm
 
     def _frozen(self) -> frozenset[str]:
-        """Those of all ranks: a stage's graph depends on what is frozen before it."""
+        """Return the frozen parameters of all ranks, because a stage's graph depends on what is frozen before it."""
         return self._frozen_names.of_all_ranks(super()._frozen())
 
 

@@ -47,7 +47,7 @@ class StashingStage(Stage):
         self._stash: dict[int, tuple[tuple[Tensor, ...], dict[str, nn.Parameter | None]]] = {}
 
     def run(self, microbatches: Sequence[Arguments], first_step: int, number: int, received: Sequence[Tensor]) -> Any:
-        """What micro-batch `number` sends, and the user's outputs, on the newest weights."""
+        """Run micro-batch `number` on the newest weights; return the tensors that it sends, and the user's outputs."""
         self.begin(microbatches, first_step)
         stored = {_memory(part) for part in self.executable.weights_of(self._root[0]).values()}
         for name, leaf in self._parameters.items():
@@ -129,9 +129,10 @@ class PipeDream:
     def _forward(
         self, batches: Sequence[Arguments], first_step: int, number: int, total: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What micro-batch `number` receives, and what its backward begins at; its part of the loss goes to `total`.
+        """Run the forward of micro-batch `number`; return what it received, and the tensors where its backward begins.
 
-        Nothing else holds them, and with them the weights that the micro-batch has stashed.
+        Its part of the loss is added to `total`. Nothing else holds these tensors, and with them the weights that the
+        micro-batch has stashed.
         """
         received = self._from_before()
         outputs = self._stage.run(batches, first_step, number, received)
@@ -141,7 +142,7 @@ class PipeDream:
         return received, self._to_after(outputs)
 
     def _from_before(self) -> list[Tensor]:
-        """What the stage before sends of the next micro-batch, as leaves."""
+        """Receive the tensors that the stage before sends for the next micro-batch, as leaves."""
         received = [torch.empty_like(each, device=self._device, requires_grad=False) for each in self._received]
         for tensor in received:
             dist.recv(tensor, group=self._group, group_src=self._before)
@@ -169,7 +170,7 @@ class PipeDream:
                 self._send(gradient, self._gradients_group, self._before)
 
     def _gradients_of_sent(self) -> list[Tensor | None]:
-        """What the next stage sends back; None for tensors that have no gradient."""
+        """Receive the gradients that the next stage sends back; None for tensors that have no gradient."""
         found: list[Tensor | None] = []
         for like in self._sent:
             gradient = torch.empty_like(like, device=self._device, requires_grad=False) if like.requires_grad else None

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from autopar.runtime.collectives.regather import Regather
 
 Given = tuple[Tensor | None, ...]
-"""What arrives at a node, one entry per output of its forward."""
+"""Gradients that arrive at a node, one entry per output of its forward."""
 
 
 @dataclass(slots=True, eq=False)

@@ -124,14 +124,17 @@ class ScheduledStage(PipelineStage):
     # Sends. All schedules but 1F1B hold what was sent up to the end of the step, so it is sent here for them.
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As in the base class; none where the outputs are on their way already."""
+        """Return the sends of outputs that the schedule is to post; none if they are in transit already."""
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         if not self._fuses:
             self._outputs_sent[fwd_chunk_id] = _posted(operations)
         return self._left_to_schedule(operations)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As in the base class; none where the gradients are on their way already, behind those before them."""
+        """Return the sends of gradients that the schedule is to post; none if they are in transit already.
+
+        Gradients are sent here after the previous ones have arrived.
+        """
         operations = super().get_bwd_send_ops(bwd_chunk_id)
         if not self._fuses:
             _wait(self._gradients_sent)
@@ -158,13 +161,13 @@ class ScheduledStage(PipelineStage):
     # Computations.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As in the base class."""
+        """Run the forward of a micro-batch as the base class does; tell the stage its number, and free sent tensors."""
         self._let_go_of_sent()
         self.stage.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As in the base class; what is sent back is contiguous."""
+        """Run the backward of a micro-batch as the base class does; make the gradients that are sent back contiguous."""
         self._let_go_of_sent()
         _wait(self._outputs_sent.pop(bwd_chunk_id, []))  # their gradients are there, so it has arrived
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -177,9 +180,10 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """As in the base class, whose own halves of a backward leave out weights that no input is upstream of.
+        """Run a backward, or a half of one, so that weights that no input is upstream of are not left out.
 
-        The last one of a stage reduces gradients as it makes them.
+        The halves of the base class leave such weights out. The last backward of a stage reduces gradients as it makes
+        them.
         """
         if last_backward:
             self.stage.begin_last_backward()
@@ -223,14 +227,14 @@ class _Handed(nn.Module):
 
 
 def received_tensors(executable: Executable) -> tuple[Tensor, ...]:
-    """What a rank's part of a stage receives, as tensors without memory."""
+    """Describe the tensors that a rank's part of a stage receives, as tensors without memory."""
     nodes, layouts = executable.program.placeholders(), executable.local.layouts
     infos = [nodes[name].meta["tensor"] for name in executable.program.received]
     return _described(executable, infos, [layouts[name] for name in executable.program.received])
 
 
 def sent_tensors(executable: Executable) -> tuple[Tensor, ...]:
-    """What a rank's part of a stage sends, as tensors without memory."""
+    """Describe the tensors that a rank's part of a stage sends, as tensors without memory."""
     program = executable.program
     infos = [_info(value) for value in program.output[: program.num_sent]]
     layouts = executable.local.output_layouts[: program.num_sent]

@@ -1,4 +1,4 @@
-"""What all ranks of a mesh must agree on before they run, so that none waits for another that has failed."""
+"""Agreement of all ranks of a mesh before they run, so that none waits for another that has failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
-    """What `work` gives on the first rank of the mesh, on every rank; where it fails there, its error on every rank."""
+    """Return on every rank the result of `work` on the first rank of the mesh; raise its error on every rank."""
     if not many_processes(mesh):
         return work()
     result: Any = None
@@ -38,9 +38,10 @@ def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
 def on_all_ranks(
     work: Callable[[], T], describe: Callable[[T], str], mesh: DeviceMesh, details: Callable[[T], list[str]]
 ) -> T:
-    """What `work` gives on this rank; an error on every rank where it fails on one or `describe` tells them apart.
+    """Return the result of `work` on this rank; raise an error on every rank if one fails or their results differ.
 
-    Where it does the error names the first of the lines of `details` that differ.
+    Results differ if `describe` gives different texts. The error then names the first of the lines of `details` that
+    differ.
     """
     if not many_processes(mesh):
         return work()
@@ -70,7 +71,7 @@ def on_all_ranks(
 
 
 def _difference(lines: list[str], others: list[str]) -> str:
-    """Where two lists of lines part."""
+    """Describe the first line in which two lists of lines differ; "" if there is none."""
     for number, (line, other) in enumerate(itertools.zip_longest(lines, others, fillvalue="nothing")):
         if line != other:
             return f" They part at node {number}: {line} and {other}."
@@ -98,10 +99,10 @@ def gathered(value: Any, mesh: DeviceMesh) -> list[Any]:
 
 
 def is_first_rank(mesh: DeviceMesh) -> bool:
-    """Whether this is the rank whose answers count."""
+    """Return whether this is the first rank of the mesh, whose results all ranks use."""
     return dist.get_rank() == int(mesh.mesh.flatten()[0])
 
 
 def many_processes(mesh: DeviceMesh) -> bool:
-    """Whether the mesh spans processes; simulated ranks share one."""
+    """Return whether the mesh spans processes; simulated ranks share one."""
     return mesh.size() > 1 and dist.get_backend() != "fake"

@@ -1,7 +1,7 @@
-"""Which backend carries the tensors of a device: a group may have one for each kind of device, or one for all.
+"""Backends that carry the tensors of a device: a group may have one for each kind of device, or one for all.
 
-What the hosts of a group tell each other goes by a backend for tensors of the CPU: read on a GPU, it would have to be
-waited for, and with it all that the GPU has been given to do.
+Messages between the hosts of a group go through a backend for CPU tensors. To read a message on a GPU, a host would
+have to wait for it, and with it for all work that the GPU was given before.
 
 `torch.distributed.get_backend` says "undefined" of groups that were made without naming one, and one of the two of
 "cpu:gloo,cuda:nccl".

@@ -37,14 +37,14 @@ from autopar.runtime.ranks.failure import IN_STEP, Watch
 from autopar.runtime.ranks.signs import read
 
 CHECKED = frozenset((1, 2, *(10**power for power in range(1, 10))))
-"""Which calls of a kind are announced in any case."""
+"""Numbers of the calls of a kind that are announced in any case, counted from 1."""
 MAX_RUN = 64
-"""As how many equal events in a row a longer run of them counts."""
+"""Length beyond which runs of equal events count as equally long."""
 ASSERT_SECONDS = 0.2  # between two looks at `pending`, for which threads look each second
 LONGEST_PAUSE = 0.02  # seconds between two looks at the outcome
 
 Said = Mapping[str, str | list[str]]
-"""What is said of a call, by the name of an input or option; what is in a list is compared one by one."""
+"""Description of a call by name of an input or option; lists are compared element by element."""
 EVENT, VALUES, ADVICE = "event", "values", "advice"
 THE_OUTPUT = "the output"
 """The name of an output that is the only one."""
@@ -76,7 +76,7 @@ projections of gradients, which rounding may change. "" is the part of all."""
 
 
 class Calls:
-    """What all ranks of a watch call next."""
+    """Agreement of all ranks of a watch on the call that they make next."""
 
     def __init__(self, watch: Watch, check_inputs: bool | None = None) -> None:
         """`check_inputs`: whether inputs are compared in every call, or in none; None: in the first calls."""
@@ -198,7 +198,7 @@ class Calls:
         self._written = written
 
     def _outcome(self, event: int) -> str:
-        """What came of an announcement, once that is known."""
+        """Wait for the outcome of an announcement, and return it."""
         store, key, pause, asserted = self._watch.store, f"{event}/outcome", 0.0005, False
         look_again = time.monotonic() + ASSERT_SECONDS
         while not store.check([key]):
@@ -261,7 +261,7 @@ def _unequal(sums: Mapping[str, int | Projections], first_rank: int, first: Mapp
 
 
 def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
-    """How two ranks were called, as far as that differs, and what to do."""
+    """Describe the differences between two ranks' calls, and what to do."""
     (rank, said), (other_rank, other_said) = sorted((one, other), key=lambda each: each[0])
     if EVENT in said or EVENT in other_said:
         here, there = (each.get(EVENT, "another call of the model") for each in (said, other_said))
@@ -286,7 +286,7 @@ def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
 
 
 def _only(name: str, said: Said, other: Said) -> str:
-    """What is said under a name; of a list what the other does not have."""
+    """Describe the value of a name; of a list, only the elements that the other rank lacks."""
     value = said.get(name, "none")
     if isinstance(value, list):
         rest = [each for each in value if each not in other.get(name, ())]

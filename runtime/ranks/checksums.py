@@ -19,7 +19,7 @@ MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd, as int6
 NUM_PROJECTIONS = 4
 SAME_SIGNS = 7  # seed
 TOLERANCE = 2.0
-"""By how many square roots of the machine epsilon, relative to the norm, projections of equal gradients may differ."""
+"""Tolerance of projections of equal gradients, in square roots of the machine epsilon, relative to the norm."""
 
 Projections = list[float]
 """The allowed difference, and the dot products with random signs."""

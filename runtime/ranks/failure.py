@@ -54,21 +54,21 @@ EXIT_STATUS = 1
 IN_STEP = "Every rank must make the same calls and run backward for the same ones."
 
 _made: Counter[str] = Counter()
-"""How many watches there have been for a mesh: ranks make their modules in the same order."""
+"""Number of watches made so far for each mesh, which is alike on all ranks: they make modules in the same order."""
 
 
 class Watch:
-    """What a rank says about its steps to the other ranks of `mesh`, and what it hears; nothing on one process.
+    """Messages and heartbeats about steps between this rank and the others of `mesh`; nothing on one process.
 
-    It is the context of a step, and may be entered again inside one. Errors in `forgives` leave it usable where every
-    rank raises one in the same step.
+    It is the context of a step, and may be entered again inside one. Errors in `forgives` leave it usable if every rank
+    raises one in the same step.
     """
 
     def __init__(self, mesh: DeviceMesh, forgives: type[Exception] = AutoparError) -> None:
         self.many = many_processes(mesh)
-        """Whether there are other ranks."""
+        """True if there are other ranks."""
         self.step = 0
-        """How many steps have ended, alike on every rank."""
+        """Number of steps that have ended, alike on every rank."""
         self.depth = 0
         """1 in a step; more where a step is entered again inside one."""
         if not self.many:
@@ -91,7 +91,7 @@ class Watch:
         self._device = mesh.device_type
         self._patience = _patience_of(self._groups[0], mesh.device_type)
         self.on_poll: Callable[[Store], None] = lambda store: None
-        """What the thread does besides, each second."""
+        """Further work of the thread, done each second."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._beats = 0
@@ -239,7 +239,7 @@ class Watch:
             return obituary([], f"{broken}; the store in which ranks write their messages is gone, too")
 
     def _message_of_others(self, broken: str) -> str:
-        """What is written about this step; where that is nothing, who no longer writes that it is alive."""
+        """Return the message about this step; if there is none, name the ranks whose heartbeats have stopped."""
         before = self._all_beats()
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
@@ -291,11 +291,11 @@ class Watch:
                 self._end(begun, message)
 
     def _is_waiting(self, begun: int) -> bool:
-        """Whether this rank is in the last of so many events."""
+        """Return whether this rank is still in event number `begun`."""
         return self._begun == begun and (self.depth > 0 or self._backwards > 0)
 
     def _read_news(self, step: int) -> str:
-        """What has been written about a step; says that this rank knows."""
+        """Return the message about a step, "" if there is none; note that this rank knows it."""
         message = read(self._thread_store, f"{step}/failure")
         if message and self._news[0] != step:
             self._news = step, message
@@ -303,7 +303,10 @@ class Watch:
         return message
 
     def _news_of_backward(self, step: int) -> str:
-        """What has been written about the step whose backward this rank is in, where one rank alone fails in it."""
+        """Return the message about the step whose backward this rank runs.
+
+        Returns "" if there is no message or no backward, or if every rank refused that step.
+        """
         if not self._backwards or not step:
             return ""
         message = self._read_news(step - 1)
@@ -334,7 +337,7 @@ class Watch:
             os._exit(EXIT_STATUS)
 
     def _left_within(self, seconds: float, begun: int) -> bool:
-        """Whether this rank comes out of the event in that time."""
+        """Wait up to `seconds` for this rank to leave the event; return whether it does."""
         deadline = time.monotonic() + seconds
         while self._is_waiting(begun):
             if time.monotonic() > deadline:
@@ -371,7 +374,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone; gloo raises RuntimeErrors that only their text tells apart."""
+    """Return whether an error tells that another rank is gone; gloo's RuntimeErrors are recognized by their text."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in ("gloo", "by peer", "Broken pipe"))

@@ -36,7 +36,7 @@ class RankError(AutoparError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How many ranks there are, on which device; of a fake world only rank 0 runs, and its collectives do nothing."""
+    """Number of ranks and their device; in a fake world only rank 0 runs, and collectives do nothing."""
 
     num_ranks: int
     device: str = "cpu"
@@ -44,9 +44,9 @@ class World:
 
 
 def on_ranks(world: World, work: Callable[..., Any], arguments: Sequence[Any], preload: Sequence[str] = ()) -> Any:
-    """What `work(*arguments)`, a function of a module, returns on rank 0.
+    """Run `work(*arguments)`, a function of a module, on all ranks, and return the result of rank 0.
 
-    Raises RankError where a rank fails, with the message of that rank, after ending the others.
+    Raises RankError if a rank fails, with the message of that rank, after ending the others.
     """
     multiprocessing.set_forkserver_preload([*preload, *PRELOADED])
     sys.stdout.flush()

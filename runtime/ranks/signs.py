@@ -1,6 +1,6 @@
-"""What ranks write of themselves into the store in which they met, and what follows from it.
+"""Heartbeats of ranks in their common store, and conclusions from them.
 
-A beat says that a rank lives, how many of its events have ended and begun, and whether it has left.
+A heartbeat says that a rank lives, how many of its events have ended and begun, and whether it has left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(store: Store, key: str) -> str:
 
 
 def is_gone(beat: str, event: int, silent_seconds: float) -> bool:
-    """Whether the rank that wrote `beat` will not come to an event."""
+    """Return whether the rank that wrote `beat` will never reach an event: it has left, or its heartbeats stopped."""
     if not beat:
         return False  # it may not have been called yet
     _, ended, left, *_ = map(int, beat.split())
@@ -37,12 +37,12 @@ def is_gone(beat: str, event: int, silent_seconds: float) -> bool:
 
 
 def events_of(beat: str) -> int:
-    """How many events have begun on the rank that wrote `beat`."""
+    """Return the number of events that have begun on the rank that wrote `beat`."""
     return int(beat.split()[3]) if beat else 0
 
 
 def has_left(beat: str) -> bool:
-    """Whether the rank that wrote `beat` takes part in nothing any more."""
+    """Return whether the rank that wrote `beat` takes part in no further step."""
     return bool(beat) and bool(int(beat.split()[2]))
 
 

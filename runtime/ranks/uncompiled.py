@@ -1,4 +1,4 @@
-"""What talks to other processes is no part of a graph that `torch.compile` makes."""
+"""Exclusion of communication with other processes from the graphs that `torch.compile` makes."""
 
 from __future__ import annotations
 

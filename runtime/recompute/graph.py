@@ -21,12 +21,12 @@ from autopar.runtime.recompute.run import run, steps_of
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What a model's `compile` was told."""
+    """Options given to a model's `compile`."""
 
     torch_compile: Callable[[fx.GraphModule], Callable[..., Any]]
     """`torch.compile` with its options."""
     by_layers: bool
-    """Whether layers are compiled one by one, equal ones once."""
+    """True if layers are compiled one by one, equal ones once."""
 
 
 InLayers = Callable[[fx.Graph, Callable[[fx.Graph], Callable[..., Any]]], fx.Graph]
@@ -34,7 +34,7 @@ InLayers = Callable[[fx.Graph, Callable[[fx.Graph], Callable[..., Any]]], fx.Gra
 
 
 def compiling() -> bool:
-    """Whether torch.compile has been put around the caller."""
+    """Return whether torch.compile has been put around the caller."""
     return get_eval_frame_callback() not in (None, False)
 
 
@@ -59,16 +59,17 @@ class RankGraph:
         self._steps = steps_of(self.ahead.graph)
         self._recomputes = any(step.role is not None for step in self._steps)
         self.regathers = any(node.kwargs.get("regather") for node in module.graph.nodes)
-        """Whether some gathered weights are freed after use and gathered again in the backward."""
+        """True if some gathered weights are freed after use and gathered again in the backward."""
         self._compiled: dict[tuple[Compilation, bool], Callable[..., Any]] = {}
 
     @uncompiled
     def runner(self, compilation: Compilation | None, compiling: bool = False) -> Callable[..., Any]:
-        """What runs the graph, with a backward where gradients are on; with `compilation`, as that makes it.
+        """Return a callable that runs the graph, with a backward if gradients are on; compiled if given `compilation`.
 
-        `compiling`: whether torch.compile has been put around the caller.
+        `compiling`: torch.compile has been put around the caller.
 
-        Raises InputError where torch.compile would trace once what is to run every time.
+        Raises InputError if torch.compile would trace only once what has to run every time, or if it cannot offload
+        what the plan offloads.
         """
         learns = torch.is_grad_enabled()
         if compilation is None and not compiling:

@@ -1,4 +1,4 @@
-"""What the mode of its segment means for each call of a per-rank graph, as the rewriter writes it down."""
+"""Marks on the calls of a per-rank graph: the effect of their segment's recompute mode, as the rewriter notes it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OF_OUTPUTS = "leaves_of_outputs"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the mode of its segment means for a call of a per-rank graph."""
+    """Effect of a segment's recompute mode on a call of a per-rank graph."""
 
     segment: str
     mode: str
     kept: bool
     """True if the call never runs again: the mode saves its result."""
     weight: bool = False
-    """Whether the call casts a parameter, perhaps long before its segment runs: it is computed again on its own."""
+    """True if the call casts a parameter, perhaps long before its segment runs; it is recomputed on its own."""
 
 
 def role_of(node: fx.Node) -> Mark | None:
@@ -41,7 +41,7 @@ def role_of(node: fx.Node) -> Mark | None:
 
 
 def is_offloaded(node: fx.Node) -> bool:
-    """Whether what a call saves for its backward leaves for the host."""
+    """Return whether a call's saved tensors are offloaded to the host."""
     role = role_of(node)
     return role is not None and role.mode == OFFLOAD
 

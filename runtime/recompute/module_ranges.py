@@ -29,14 +29,14 @@ from torch.utils.module_tracker import ModuleTracker
 from autopar.program.paths import is_number
 
 MODEL = "model"
-"""What `print_code` calls the section of what belongs to no module, too."""
+"""Name of the outermost range; also the section in `print_code` for calls that belong to no module."""
 BACKWARD = " (backward)"
 NO_SEQUENCE = 2**63
 """Nodes that accumulate gradients have greater numbers than any that a call makes."""
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at what runs now."""
+    """Return whether a profiler, a FLOP counter or a recorder of memory history is active."""
     return _profiler_enabled() or _history_is_recorded() or any(_trackers())
 
 
@@ -131,7 +131,7 @@ def scopes_of(path: str) -> tuple[str, ...]:
 
 
 def _trackers() -> Iterator[ModuleTracker]:
-    """What tells the FLOP counters that count now which modules run."""
+    """Yield the module trackers of the active FLOP counters."""
     if torch._C._len_torch_dispatch_stack():
         for mode in _get_current_dispatch_mode_stack():
             counter = getattr(mode, "counter", mode)
@@ -145,7 +145,7 @@ def _innermost(tracker: ModuleTracker) -> str:
 
 
 def _history_is_recorded() -> bool:
-    """Whether the device's allocator keeps where memory was taken; it is not asked on a machine without a driver."""
+    """Return whether the device's allocator records its history; False without asking it if CUDA is not initialized."""
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return enabled is not None and torch.cuda.is_initialized() and enabled()
 

@@ -1,18 +1,18 @@
-"""What autograd holds of a segment whose saved tensors are on the host: handles of copies, which come back in time.
+"""Handles that autograd saves for a segment with offloaded tensors: copies on the host, fetched back in time.
 
 While a call of such a segment runs, a tensor that it saves and that may leave (`marks.LEAVES`: an activation that no
 other segment uses) is copied to the host with all of its memory, once however many views of it are saved. Weights,
-inputs, and what others use, too, are held as ever. Of a layer that torch.compile has made one call, all that it saves
-leaves but inputs and outputs that others use. Calls run in stretches, each of one segment, or of none:
+inputs, and tensors that other segments use are saved as usual. If torch.compile has made a layer one call, all that it
+saves is offloaded except inputs, and outputs that others use. Calls run in stretches, each of one segment, or of none:
 
-    forward     what a stretch has sent is let go when the stretch after the next begins, or the graph ends: until then
-                copies may be under way beside what computes
-    backward    when that of a stretch begins, its own memory is asked for, if that did not happen yet, and that of the
-                stretch before it, which is what the backward comes to next
+    forward     the tensors that a stretch has sent are freed when the stretch after the next begins, or the graph ends:
+                until then copies may overlap compute
+    backward    when the backward of a stretch begins, its own memory is fetched, if that did not happen yet, and that
+                of the stretch before it, which the backward reaches next
 
-On a GPU copies run on two streams of their own, out of and into pinned memory. Memory of the device is taken and let go
-in the order of the stream that computes, which waits for the copies: how much there is at any moment does not depend on
-when these happen to end. On CPU ranks the same code copies within the host.
+On a GPU copies run on two streams of their own, out of and into pinned memory. Device memory is allocated and freed in
+the order of the compute stream, which waits for the copies. So the memory at any moment does not depend on when copies
+happen to end. On CPU ranks the same code copies within the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.optim.staging import Link
 from autopar.runtime.recompute.marks import LEAVES, OF_OUTPUTS
 
 Hold = Callable[[Tensor], object]
-"""How autograd holds what does not leave."""
+"""Function that returns the object that autograd saves for a tensor that is not offloaded."""
 
 
 @functools.cache
@@ -89,7 +89,7 @@ class Copy:
 
 
 class Handle:
-    """What autograd holds of a saved tensor that has left: a view of a copy."""
+    """Object that autograd saves in place of an offloaded tensor: a view of a copy on the host."""
 
     __slots__ = ("__weakref__", "_copy", "_dtype", "_flipped", "_like")
 
@@ -109,7 +109,7 @@ class Handle:
 
 
 class Pending:
-    """What autograd holds of a tensor that a whole layer has saved: it is known when that has run what it gives."""
+    """Object that autograd saves for a tensor of a whole layer's call, until the outputs of that call are known."""
 
     __slots__ = ("held", "saved")
 
@@ -158,15 +158,15 @@ class OnHost:
         self._hold = hold
         self._may_leave: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._own: Stretch | None = None
-        """Of the calls that run; None where their segment is not offloaded."""
+        """Stretch of the calls that run; None if their segment is not offloaded."""
         self._before: Stretch | None = None
         self._number = -1
         self._entered: frozenset[int] | None = None
         """The memory of what the running call takes; None where none runs."""
         self._sends = self._makes_leaving = False
-        """Whether what the running call saves is sent to the host, and whether what it makes may be."""
+        """True if what the running call saves is sent to the host; True if what it makes may be."""
         self._of_outputs: tuple[bool, ...] | None = None
-        """Of a running call of a whole layer: whether each of its outputs may leave."""
+        """True for each output of a running whole layer that may be offloaded; None for other calls."""
         self._pending: list[Pending] = []
         self._last: tuple[Any, ...] = ()
         """The autograd nodes of what the stretch has given last."""
@@ -203,7 +203,7 @@ class OnHost:
         self._entered = None
 
     def hold(self, x: Tensor) -> object:
-        """What autograd is to hold of a tensor that is saved now."""
+        """Return the object that autograd saves for a tensor: a handle if it is offloaded."""
         memory = x.untyped_storage()
         if self._entered is None or not self._sends or self._own is None or not memory.nbytes():
             return self._hold(x)
@@ -232,7 +232,7 @@ class OnHost:
         self._before = None
 
     def _end_stretch(self) -> None:
-        """What runs next is another stretch."""
+        """End the stretch: free the device memory of the one before, and fetch both when the backward reaches this one."""
         if self._before is not None:
             self._before.let_go()
         near = [weakref.ref(each) for each in (self._own, self._before) if each is not None]

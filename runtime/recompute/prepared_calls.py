@@ -26,7 +26,7 @@ class RunCall:
     gather: Callable[..., Travelling] | None
     """Begins the gather that the call is on the values of `inputs`; None of all other calls."""
     takes_key: bool
-    """Whether the call draws random numbers."""
+    """True if the call draws random numbers."""
     role: Mark | None
     last_uses: tuple[fx.Node, ...]
     """Values that no later call takes."""
@@ -34,7 +34,7 @@ class RunCall:
     stretch: int
     """The number of the calls one after the other, all of one segment or of none, to which it belongs."""
     is_offloaded: bool
-    """Whether what it saves for its backward leaves for the host."""
+    """True if the call's saved tensors are offloaded to the host."""
 
     @classmethod
     def of(cls, node: fx.Node, last_uses: tuple[fx.Node, ...], ends_segment: bool, stretch: int) -> RunCall:

@@ -24,9 +24,9 @@ METADATA = "autopar_random"
 
 
 class RandomState:
-    """What the numbers of a module's next call depend on. Equal on every rank.
+    """Random state that determines the draws of a module's next call, equal on every rank.
 
-    `seed` is the number below all draws, `step` counts calls (of train_step: micro-batches). Where `seed_given`, a
+    `seed` is the number below all draws, `step` counts calls (of train_step: micro-batches). If `seed_given`, a
     module's state dict changes the step alone.
     """
 
@@ -47,7 +47,10 @@ class RandomState:
 
     @classmethod
     def agreed(cls, seed: int | None, deterministic: bool, mesh: DeviceMesh) -> RandomState:
-        """That of a new module on all ranks, which call this together; without a seed the first rank's counts."""
+        """Build the random state of a new module on all ranks, which call this together.
+
+        Without a seed, the initial seed of the first rank counts.
+        """
         found = from_first_rank(lambda: torch.initial_seed() if seed is None else seed, mesh)
         return cls(found, deterministic, seed is not None)
 
@@ -58,7 +61,7 @@ class RandomState:
         return other
 
     def at(self, step: int) -> Randomness:
-        """What the draws of a step depend on."""
+        """Return the state on which the draws of a step depend."""
         return Randomness(self.seed, step, self.deterministic)
 
     def advance(self, count: int) -> int:
@@ -68,9 +71,9 @@ class RandomState:
 
     @contextlib.contextmanager
     def call(self, draws: bool) -> Iterator[Randomness]:
-        """What a forward draws, which counts as a step if it ends well and does not repeat another.
+        """Yield the randomness of a forward, which counts as a step if it ends well and does not repeat another.
 
-        Raises InputError where it repeats a call that is not known.
+        Raises InputError if it repeats a call that is not known.
         """
         known = draws and not self.deterministic  # there the default generators say it all
         if in_backward():

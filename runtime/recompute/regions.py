@@ -146,7 +146,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _draws(operation: Any) -> bool:
-    """Whether an operation of autopar draws by the step that runs: in the backward that may be another one."""
+    """Return whether an operation of autopar draws by the running step, which in the backward may be another one."""
     return getattr(operation, "namespace", "") == NAMESPACE and torch.Tag.nondeterministic_seeded in operation.tags
 
 

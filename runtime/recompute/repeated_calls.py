@@ -1,10 +1,10 @@
-"""Which call of a module runs again: one inside a checkpoint of the user's, around the module or more.
+"""Detection of calls of a module that run again: calls inside a user's checkpoint around the module or more.
 
-`torch.utils.checkpoint` runs a forward again in the backward, with the default generators where the first run found
-them, so that it draws the same numbers. What a compiled module draws does not come from these generators; but their
-state tells the calls apart. A call inside a checkpoint (it runs without gradients, or below hooks on what is saved)
-notes the state of the CPU's generator, and takes one number from it, so that the next call finds another one. A call
-inside a backward looks its state up.
+`torch.utils.checkpoint` runs a forward again in the backward, with the default generators in the state of the first
+run, so that it draws the same numbers. A compiled module does not draw from these generators, but their state tells the
+calls apart. A call may be inside a checkpoint if it runs without gradients, or below hooks on saved tensors. It notes
+the state of the CPU's generator, and takes one number from it, so that the next call finds another state. A call inside
+a backward looks its state up.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from autopar.errors import InputError
 
 MAX_CALLS = 4096
-"""How many calls are remembered; a backward comes sooner."""
+"""Number of calls that are remembered; a backward comes sooner."""
 
 
 def in_backward() -> bool:
-    """Whether this thread runs the backward of some graph."""
+    """Return whether this thread runs the backward of some graph."""
     return torch._C._current_graph_task_id() != -1
 
 
 def may_run_again() -> bool:
-    """Whether what runs now may stand inside a checkpoint."""
+    """Return whether the running code may be inside a checkpoint."""
     return not torch.is_grad_enabled() or _top_saved_tensors_default_hooks(True) is not None
 
 

@@ -41,7 +41,7 @@ def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
 
 
 def _stretches(calls: Sequence[fx.Node]) -> list[int]:
-    """For each call the number of its stretch; what moves tensors and weights lies in that of the call before it."""
+    """Return the number of each call's stretch; moves of tensors and weights belong to the stretch before them."""
     found, current, number = [], None, 0
     for node in calls:
         role = role_of(node)

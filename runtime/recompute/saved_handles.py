@@ -1,13 +1,13 @@
-"""What autograd holds of a segment that is computed again: claims on values that its second run makes.
+"""Claims that autograd saves for a recomputed segment: references to values that its second run makes.
 
-While a call of such a segment runs, what autograd saves is replaced by claims: on a value that the segment has made
-(whose memory the claim does not hold), or on something that the call has made for its own backward. When the segment
-has run, the claims say which calls must run again, and these what must be held for them: tensors from outside, and
-results that the mode saves (`Mark.kept`: of products in the mode "selective", of collectives unless it is "full"). The
-first claim that the backward makes runs the calls again, one by one, each on detached inputs and in the surroundings
-of the first run. A value is freed when its last claim has been met, and a second backward runs the segment once more.
+While a call of such a segment runs, the tensors that autograd saves are replaced by claims: on a value that the segment
+has made (whose memory the claim does not hold), or on something that the call has made for its own backward. After the
+segment has run, the claims tell which calls must run again. These tell which tensors must be saved: tensors from
+outside, and results that the mode saves (`Mark.kept`: of products in the mode "selective", of collectives unless it is
+"full"). The first claim that the backward asks for runs the calls again, one by one, each on detached inputs and in the
+surroundings of the first run. A value is freed after its last claim, and a second backward runs the segment once more.
 
-Gathered weights are held as `Regather` says, what leaves for the host as `on_host` does.
+Gathered weights are saved as `Regather` does it, offloaded tensors as `on_host` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Key = tuple[fx.Node, str, int]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Claim:
-    """What autograd holds instead of a saved tensor: a view of something that the frame makes again."""
+    """Object that autograd saves in place of a tensor: a view of a value that the frame makes again."""
 
     frame: Frame
     key: Key
@@ -79,7 +79,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, _met)
         self._saving: _Saving | None = None
         self.hold_saved: Callable[[Tensor], object] | None = None
-        """How what a call saves is held, where its segment is not computed again; None: as everything else."""
+        """Function that saves the tensors of calls whose segment is not recomputed; None: as all others."""
         self._weights: dict[int, Frame] = {}
         """Storage → the frame of the weight that lies there."""
 
@@ -92,7 +92,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         return result
 
     def hold(self, x: Tensor) -> object:
-        """What to keep of a tensor that no call of the current segment has made."""
+        """Return the object to save for a tensor that no call of the current segment has made."""
         if self._weights:
             frame = self._weights.get(_address(x))
             key = frame.maker_of(x) if frame is not None else None
@@ -178,7 +178,7 @@ class Frame:
                 claim.key = key
 
     def maker_of(self, x: Tensor) -> Key | None:
-        """Which result of this segment the tensor is a view of."""
+        """Return the key of the segment's result of which the tensor is a view; None if there is none."""
         made = self._makers.get(x.untyped_storage()._cdata)
         return made[1] if made is not None and made[0]() is not None else None
 
@@ -263,7 +263,7 @@ class Frame:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """What the segment first ran in: the mesh, the seed of that step, gradients, no autocast."""
+        """Enter the surroundings of the segment's first run: the mesh, the seed of that step, gradients, no autocast."""
         random = self._randomness
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_axes(self._axes))
@@ -305,7 +305,6 @@ def _no_backward(_: object) -> Tensor:
 
 
 def _detached(result: Any) -> Any:
-    """What a call has given, without its graph."""
     if isinstance(result, Tensor):
         return result.detach().requires_grad_(result.requires_grad)
     return pytree.tree_map_only(Tensor, _detached, result)
@@ -330,5 +329,5 @@ def addresses_of(values: Iterable[Any]) -> set[int]:
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether a view of the same memory gives the tensor back: it is not read in conjugated or negated form."""
+    """Return whether a view of the same memory restores the tensor: it is neither conjugated nor negated."""
     return not x.is_conj() and not x.is_neg()

@@ -26,9 +26,9 @@ from autopar.runtime.rewrite import reduced_each
 aten = torch.ops.aten
 
 MODULES = (buckets.__name__, functions.__name__)
-"""Where the functions are that move tensors."""
+"""Names of the modules whose functions move tensors."""
 VIEWS = (aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default)
-"""What weights may be used through."""
+"""View operations through which weights may be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _done_once(graph: fx.Graph, parameters: frozenset[str]) -> set[fx.Node]:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether a call only casts weights or moves them once; a bucket's weights are taken out of it one by one."""
+    """Return whether a call only casts weights, moves them once, or takes one of them out of a bucket."""
     if node.target is operator.getitem or node.target is aten.detach.default or is_cast(node):
         return True
     if node.target is buckets.use_gathered:

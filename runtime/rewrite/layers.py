@@ -27,7 +27,7 @@ from autopar.runtime.rewrite.prefetch import moves_weights
 KEY = "key"
 """The keyword that numbers a call that draws."""
 Make = Callable[[fx.Graph], Callable[..., Any]]
-"""From the graph of a layer, whose output is a tuple, to what runs it."""
+"""Function that turns the graph of a layer, whose output is a tuple, into a callable."""
 
 
 def in_layers(graph: fx.Graph, make: Make) -> fx.Graph:
@@ -63,7 +63,7 @@ class _Layers:
         self.open: list[fx.Node] = []
         """The calls of the layer so far."""
         self.known: dict[object, Callable[..., Any]] = {}
-        """What a layer calls → what runs it."""
+        """Description of a layer's calls → the callable that runs the layer."""
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
@@ -79,7 +79,7 @@ class _Layers:
         return self.new
 
     def _takes_open(self, node: fx.Node) -> bool:
-        """Whether a node outside of layers takes what the open one makes."""
+        """Return whether a node outside of layers takes a value that the open layer makes."""
         return not set(self.open).isdisjoint(node.all_input_nodes)
 
     def _close(self) -> None:
@@ -108,7 +108,7 @@ class _Layers:
 
 
 def _is_outside(node: fx.Node) -> bool:
-    """Whether a call brings weights to where they are used; one that a segment runs again with all others does not."""
+    """Return whether a call only brings weights to their use, and is not recomputed together with its segment."""
     role = role_of(node)
     return moves_weights(node) and (role is None or role.weight)
 

@@ -1,4 +1,4 @@
-"""Which collective carries out a move of a reshard path."""
+"""Collectives that carry out the moves of a reshard path."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def pack_products(graph: fx.Graph, widths: Mapping[Any, int]) -> None:
 
 
 def _piece(node: fx.Node) -> Piece | None:
-    """What a product computes, if its weight is part of another; None where its own bias is no such part."""
+    """Describe a product whose weight is part of another; None if it is not, or its own bias is no such part."""
     x, weight = node.args[:2]
     taken = _part(_slice_of(weight), OUTPUT_DIM[node.target] - (_slice_of(weight) is not weight))
     if taken is None or not isinstance(x, fx.Node):
@@ -84,7 +84,7 @@ def _slice_of(weight: Any) -> Any:
 
 
 def _part(value: Any, dim: int) -> tuple[fx.Node, int, int] | None:
-    """What a slice along a dim takes a part of, where the part begins, and where it ends."""
+    """Return the source of a slice along a dim, and the slice's start and end; None if it is no such slice."""
     if not isinstance(value, fx.Node) or value.target is not aten.slice.Tensor or len(value.args) != 4:
         return None
     whole, along, start, end = value.args

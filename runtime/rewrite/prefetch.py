@@ -48,12 +48,12 @@ def fetched_ahead(module: fx.GraphModule, depth: int) -> fx.GraphModule:
 
 
 def _from_storage(gather: fx.Node) -> bool:
-    """Whether a gather of some layer takes parameters, as stored, cast or gathered before, and nothing else."""
+    """Return whether a layer's gather takes only parameters: as stored, cast, or gathered before."""
     return LAYER in gather.meta and all(_root(part).op == "placeholder" for part in _parts(gather))
 
 
 def _is_first(gather: fx.Node) -> bool:
-    """Whether what a gather takes are parameters as stored, or casts of them, which may be made at any time."""
+    """Return whether a gather takes only parameters as stored, or casts of them, which may be made at any time."""
     return all(_uncast(_value(part)).op == "placeholder" for part in _parts(gather))
 
 
@@ -62,7 +62,7 @@ def _parts(gather: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _root(part: fx.Node) -> fx.Node:
-    """What casts and moves of buckets have made a part of."""
+    """Return the node from which casts and moves of buckets have made a part."""
     while True:
         before, part = part, _uncast(_taken(part, gather_parameters, NUM_BEFORE))
         part = _value(part)
@@ -78,7 +78,7 @@ def _value(part: fx.Node) -> fx.Node:
 
 
 def _taken(part: fx.Node, move: Callable[..., Any], num_before: int) -> fx.Node:
-    """What a move of a bucket takes to give a part, behind so many other arguments; the part, where it is none."""
+    """Return the input of a bucket's move that gives a part, after `num_before` other arguments; else the part itself."""
     source: Any = part.args[0] if part.target is operator.getitem else None
     if source is None or source.target is not move:
         return part
@@ -87,7 +87,6 @@ def _taken(part: fx.Node, move: Callable[..., Any], num_before: int) -> fx.Node:
 
 
 def _uncast(part: fx.Node) -> fx.Node:
-    """What casts have made a part of."""
     while _casts(part):
         part = part.args[0]  # type: ignore[assignment]
     return part
@@ -112,7 +111,7 @@ def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def moves_weights(node: fx.Node) -> bool:
-    """Whether a call only brings weights to where they are used."""
+    """Return whether a call only brings weights to where they are used."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and (
         source.target in _MOVES or (_casts(node) and _root(node).op != "call_function")

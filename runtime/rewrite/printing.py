@@ -40,7 +40,7 @@ def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
 
 
 def _recomputed(section: Sequence[fx.Node]) -> str:
-    """How the calls of a section are computed again in the backward, or that what they save leaves for the host."""
+    """Describe how the calls of a section are recomputed in the backward, or that their saved tensors are on the host."""
     modes = {role.mode for node in section if (role := role_of(node)) is not None}
     if modes == {OFFLOAD}:
         return " (saved on the host)"

@@ -1,8 +1,8 @@
-"""From a program and the choices of a plan to one per-rank graph with collectives.
+"""Rewrite of a program and a plan's choices into one per-rank graph with collectives.
 
-The graph is the same on every rank: collectives name a mesh axis, shapes are local shapes. A tensor is moved along
-each wire of the space exactly as the plan priced it; the collectives of parameters run in buckets. At last the products
-with the pieces of one weight that no axis has split become one product again (autopar/runtime/rewrite/packing.py).
+The graph is the same on every rank: collectives name a mesh axis, shapes are local shapes. A tensor is moved along each
+edge of the space exactly as the plan priced it; the collectives of parameters run in buckets. Finally the products with
+the pieces of one weight that no axis has split become one product again (autopar/runtime/rewrite/packing.py).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Rewriter:
         self.by_wire: dict[Value, fx.Node] = {}
         """Value at the end of a wire that a bucket has moved, by (target, input position)."""
         self.casts_left: dict[Value, tuple[torch.dtype, Layout]] = {}
-        """Of those, the ones that are cast when they are used, and the layout that they have."""
+        """Dtype and layout of those values that are cast only when they are used."""
         self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}

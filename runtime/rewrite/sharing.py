@@ -15,7 +15,7 @@ from torch import fx
 from autopar.runtime.implementations.products.chunked import SHARED, linear
 
 IS_SHARED = "moves its input together with others"
-"""Of a node, that its input is that of others."""
+"""Key in a node's meta that marks a product whose input is gathered together with that of others."""
 
 
 def share_gathers(graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""What a preset splits beside samples, and over which mesh axes: those with a telling name, else by position.
+"""Dims that a preset splits besides samples, and their mesh axes: by a telling name, else by position.
 
 tensor      "tp", "tensor", "mp" or "model", else the last axis
 sequence    "sp", "cp", "seq", "sequence" or "context", else the last axis
@@ -6,10 +6,10 @@ expert      "ep", "expert" or "experts", else the last axis that is not the tens
 shard       "fsdp", "shard" or "zero", else the last axis
 data        all the others
 
-Beside an axis with a name for columns, an axis "cp" or "context" has positions, as in Megatron-LM, though no part of
+Next to an axis with a name for columns, an axis "cp" or "context" has positions, as in Megatron-LM, though no part of
 the strategy says so.
 
-In a strategy of several parts, as "fsdp+tp+cp", no part takes an axis whose name tells of another.
+No part of a strategy of several parts, as "fsdp+tp+cp", takes an axis whose name tells of another.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Positions:
     """Positions over one axis."""
 
     attention: str
-    """What the axis splits in attention (`sequence.py`); "" leaves that to the planner."""
+    """Role of the dim that the axis splits in attention (`sequence.py`); "" leaves it to the planner."""
     names: tuple[str, ...] = SEQUENCE
     """The names of axes that tell of it."""
     what: str = "positions"
@@ -73,7 +73,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a strategy splits beside samples, which all axes split that are left."""
+    """Parts of the work that a strategy splits besides samples, which all remaining axes split."""
 
     tensor: Columns | None = None
     positions: tuple[Positions, ...] = ()
@@ -99,7 +99,7 @@ class Parts:
 
     @property
     def needs(self) -> list[str]:
-        """What there must be an axis for, each a different one."""
+        """Purposes that each need a mesh axis of their own, as texts for errors."""
         found = ["for the batch"] if self.left else []
         found += ["to replicate over"] if self.storage and self.storage.replicas else []
         if self.storage and (self.storage.replicas or (self.tensor and not self.positions and not self.experts)):
@@ -242,7 +242,7 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
 
 
 def _hidden(graph: RoledProgram) -> str:
-    """How a model is to be told of padding."""
+    """Return how padding can be hidden from a model, as text for errors."""
     causal = all(later_see_more(call) for call in graph.calls.values() if call.is_attention)
     ignored = "with labels that the loss ignores"
     return ignored if causal else f"{ignored} and a mask where attention is not causal"

@@ -1,4 +1,4 @@
-"""From what a strategy splits (`axes.Parts`) to annotations: one wish for each mesh axis, by the part that has it.
+"""Annotations of a strategy from its parts (`axes.Parts`): one wish for each mesh axis, by the part that has it.
 
     axis of              a call's factor
     columns and rows     that of its region, or of what lies between blocks
@@ -6,7 +6,7 @@
     anything else        samples
     experts besides      at experts and both ends of their blocks the exchange of rows; elsewhere the same as without
 
-Parameters are stored over all axes but that of columns and rows, where they are stored in parts.
+Parameters that are stored in parts are stored over all axes except that of columns and rows.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Where a model can be split as Megatron-LM splits a block: pairs of matrix products with a free way between them.
+"""Regions of a model that can be split as Megatron-LM splits a block: pairs of products with a free way between.
 
-A product by a weight is a column if what it puts out stays split, through everything that works on it (activations,
+A product by a weight is a column if its output stays split, through everything that works on it (activations,
 reshapes, attention by heads), until another product sums over the split dim (a row), a loss over classes joins it, or
 it is written into a cache, which stays split.
-A way ends where an operation needs the dim whole (a norm), where it does not divide, and where it meets an activation
+A way ends at an operation that needs the dim whole (a norm), at one that does not divide, and at an activation
 that is whole (a residual connection). Columns all of whose ways end are none. An MLP in tiles is both products at once:
 a row that begins no way and ends none.
 
 The two products of a low-rank adapter (LoRA: x·A·B added to x·W) are no pair: they follow the product by W.
-Beside a column W the product by A is whole and that by B a column; beside a row W, A is a row and B whole.
+Next to a column W the product by A is whole and that by B a column; next to a row W, A is a row and B whole.
 
 (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.)
 """
@@ -261,6 +261,6 @@ def _go_on(walk: _Walk, call: RoledCall, factor: str) -> None:
 
 
 def _divides(graph: RoledProgram, call: RoledCall, factor: str, parts: int) -> bool:
-    """Whether a factor has equal parts, or may be padded."""
+    """Return whether a factor has equal parts, or may be padded."""
     size = call.bound.sizes[factor]
     return size % parts == 0 or (factor in Padding.of(graph).factors[call.name] and size >= parts)

@@ -15,7 +15,7 @@ ROWS, IDS = 0, 2
 
 @dataclass(frozen=True, slots=True)
 class InBlock:
-    """What a call has to do with a block of experts."""
+    """Membership of a call in a block of experts."""
 
     dispatch: str
     """The call where the block begins."""

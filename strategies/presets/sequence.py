@@ -16,7 +16,7 @@ from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram
 from autopar.strategies.rules.layers.ring_self_attention import NAME as RING_SELF_ATTENTION
 
 HEADS, QUERIES, RING, WHOLE_ROWS = "column", "sequence", "ring", RING_SELF_ATTENTION
-"""What an axis splits in attention: the roles of heads and of queries, or queries and keys together, in two ways."""
+"""Roles that an axis may split in attention: heads, queries, or queries and keys together, in two ways."""
 SHARED_HEADS = "shared heads"
 """Heads that another axis splits, too: those of queries and of keys alike."""
 
@@ -175,7 +175,7 @@ def _check_attention(strategy: str, call: RoledCall, way: str, parts: int, axis:
 
 
 def _number_of(call: RoledCall, factor: str) -> str:
-    """How many parts a factor has, of heads those of queries and those of keys."""
+    """Return the size of a factor as text; for heads, the numbers of query heads and of key and value heads."""
     queries = [call.bound.sizes[name] for name, members in call.bound.rule.products if members[0] == factor]
     found = call.bound.sizes[factor]
     return f"{queries[0]} of queries and {found} of keys and values" if queries else f"{found} of them"

@@ -1,10 +1,10 @@
-"""From what a preset wants of each call on each mesh axis to annotations, one per node of the graph.
+"""Conversion of a preset's wishes for each call on each mesh axis to annotations, one per node of the graph.
 
 A preset says which factor of a call an axis splits, or none. Calls on weights alone (a cast, the slice of a packed
-projection, positions that are looked up) and the parameters follow from their consumers, last to first: they are split
-where all consumers want the same dim split, else whole: their gradients are summed where that costs least. Matrices of
+projection, positions that are looked up) and the parameters follow from their consumers, last to first. They are split
+if all consumers want the same dim split, else whole: their gradients are summed where that costs least. Matrices of
 experts of which several products take pieces cannot lie split as these want it (a part of gate and up in one is no part
-of both): they are stored split along another dim, and pieces and their gradients move by all-to-all, 2/n of the bytes
+of both). They are stored split along another dim, and pieces and their gradients move by all-to-all, 2/n of the bytes
 over n devices. Other packed weights are small, and stay whole: one sum more is faster than all-to-alls for each piece.
 """
 
@@ -28,7 +28,7 @@ Wish = Callable[[RoledCall], str | None]
 
 
 class Split:
-    """What has been said so far about the nodes of one graph on one mesh."""
+    """Splits decided so far for the nodes of one graph on one mesh."""
 
     def __init__(self, graph: RoledProgram, mesh: Mesh, strategy: str) -> None:
         self.graph = graph
@@ -63,7 +63,7 @@ class Split:
         return self
 
     def annotations(self) -> tuple[Annotation, ...]:
-        """What has been said: calls first, then parameters, then their storage."""
+        """Return the decided splits as annotations: calls first, then parameters, then their storage."""
         found = []
         for call in self.graph.learned:
             said: list[tuple[str, Said]] = []
@@ -89,7 +89,10 @@ class Split:
         return tuple(found)
 
     def _divides(self, call: RoledCall, axis: str, factor: str) -> bool:
-        """Whether a factor has equal parts over all axes that split it, or comes from a parameter and is padded."""
+        """Return whether each factor has equal parts over all axes that split it.
+
+        A factor that comes from parameters may be padded instead, if one axis alone splits it.
+        """
         return all(self._divides_one(call, axis, each) for each in factors_of(factor))
 
     def _divides_one(self, call: RoledCall, axis: str, factor: str) -> bool:
@@ -161,7 +164,7 @@ class Split:
         return found
 
     def _stores(self, name: str, axis: str, dim: int) -> bool:
-        """Whether a parameter can be stored split: evenly, or padded where one axis splits the dim."""
+        """Return whether a parameter can be stored split: evenly, or padded if one axis alone splits the dim."""
         axes = [other for other, each in self.dims[name].items() if each == dim and other != axis]
         size, parts = self.graph.infos[name, 0].shape[dim], self._parts([*axes, axis])
         return size % parts == 0 or (not axes and size >= parts)

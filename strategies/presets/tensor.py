@@ -66,8 +66,9 @@ def megatron_sequence() -> Parts:
 
 
 def async_tensor_parallel() -> Parts:
-    """As `megatron_sequence`, with products in chunks: one is multiplied while the next is gathered, or the last one
-    reduced (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023).
+    """Megatron with split positions (`megatron_sequence`), and each product in chunks: one is multiplied while the next
+    is gathered, or the last one reduced (Wang et al., "Overlap Communication with Dependent Computation via
+    Decomposition", 2023).
 
     Over an axis t and an axis d of the batch:
 
@@ -81,8 +82,8 @@ def async_tensor_parallel() -> Parts:
 
 
 def megatron_regather() -> Parts:
-    """As `megatron_sequence`, but what is gathered is not kept for the backward: it is gathered again there, beside the
-    product for its gradient, as Megatron-LM does (Korthikanti et al., MLSys 2023).
+    """Megatron with split positions (`megatron_sequence`) whose gathered inputs are not saved: the backward gathers
+    them again, overlapped with the product for their gradient, as Megatron-LM does (Korthikanti et al., MLSys 2023).
 
     Over an axis t and an axis d of the batch:
 

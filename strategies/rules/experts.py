@@ -146,7 +146,7 @@ def _num_experts(call: Call) -> int:
 
 
 def dispatch_traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """How many rows come for each expert, then the rows."""
+    """Return the collectives of a dispatch: first the number of rows for each expert, then the rows."""
     counts = Collective("all_to_all", TOGETHER + EXPERTS, COUNT_BYTES * _reached(call, sizes))
     return (counts, *_exchanged(call, sizes, call.outputs[0]))
 

@@ -22,7 +22,10 @@ def constant(call: Call) -> OpRule:
 
 
 def new(call: Call) -> OpRule:
-    """As `constant`, with the dtype of a tensor; its dims go along with those of the output that have their size."""
+    """Return the rule of a `constant` with the dtype of a given tensor.
+
+    Dims of the given tensor are split along with the output's dims at the same positions, if their sizes are equal.
+    """
     output = call.outputs[0].shape
     dims = names(len(output))
     given = call.inputs[0].shape

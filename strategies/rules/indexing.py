@@ -153,7 +153,10 @@ def index_put(call: Call) -> Answer:
 
 
 class _Indices:
-    """Where the indices of `index` and `index_put` act: `dims` of self, the `indexed` ones, and the indexed `shape`."""
+    """Dims on which the indices of `index` and `index_put` act.
+
+    `dims` are those of self, `indexed` the positions of those with an index, and `shape` the shape after indexing.
+    """
 
     def __init__(self, shape: Sequence[int], indices: Sequence[TensorInfo | None]) -> None:
         self.given = [info for info in indices if info is not None]

@@ -83,7 +83,7 @@ def compared(ordered: str, values: str) -> Callable[[Call], str]:
 
 
 def isin(call: Call) -> str:
-    """Whether each element is one of those of a second tensor."""
+    """Return the rule of a test whether each element is among those of a second tensor, which stays whole."""
     elements, others = term(names(len(call["elements"].shape))), term([WHOLE] * len(call["test_elements"].shape))
     return rule([elements, others], [elements])
 

@@ -68,7 +68,7 @@ def multinomial(call: Call) -> OpRule:
 
 
 def whole(call: Call) -> OpRule:
-    """What is drawn depends on all elements."""
+    """Return the rule of a random operation whose draw depends on all elements: no dim is split."""
     return OpRule(all_whole(call), (SEEDED,))
 
 

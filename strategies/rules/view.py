@@ -133,7 +133,7 @@ def expand(call: Call) -> OpRule:
 
 
 def expand_as(call: Call) -> str:
-    """As expand, to the shape of a second tensor, which is split like the output."""
+    """Return the rule of `expand` to the shape of a second tensor, which is split like the output."""
     left, right = _expanded(call).split(" -> ")
     return f"{left}, {right} -> {right}"
 

@@ -51,7 +51,7 @@ def mixtral(how: str) -> Plan:
 
 
 def ends(plan: Plan) -> set[str]:
-    """What both ends of the experts split over the second axis."""
+    """Return how dispatch and combine are split over the second axis."""
     return {plan.choices[row.name].split()[1] for row in plan.rows if row.operation in ("dispatch", "combine")}
 
 

@@ -1,4 +1,4 @@
-"""What `ep="expert"` pins in every form of experts, by the names of modules and parameters."""
+"""Choices that `ep="expert"` pins in every form of experts, by the names of modules and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what is said of a model to the strategies it leaves, and what users read where it cannot hold."""
+"""Annotations of a model pin the strategies that remain, and give clear errors if they cannot be satisfied."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ def subject() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def _trained(name: str) -> tuple[list[float], list[float]]:
-    """How far each gradient of the first step, and each parameter after some, are from those of one process.
+    """Return the relative distance of each gradient and each parameter from those of one process.
 
-    Of parameters all elements count together: where a gradient is next to nothing, AdamW's step has the sign of its
-    rounding.
+    Gradients are those of the first step; parameters are compared after two steps. All elements of a parameter count
+    together (2-norm): where a gradient is almost 0, AdamW's step has the sign of its rounding error.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     built, alone = contestant(name, *subject(), mesh, Terms(load("cpu"))), Trainer(*subject())

@@ -124,7 +124,7 @@ def test_an_axis_on_both_sides_of_a_node_is_refused(ranks: Ranks) -> None:
 
 
 def _moved() -> dict[str, Any]:
-    """What each collective of 4 kB moves when it is measured."""
+    """Return the bytes that each collective of 4 kB moves during calibration."""
     group = dist.group.WORLD
     assert group is not None
     axis = Axis("dp", group.group_name, group.size(), group.rank())

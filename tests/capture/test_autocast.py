@@ -39,7 +39,7 @@ ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 
 
 class _Of(nn.Module):
-    """What some operations make of a linear layer's output."""
+    """A linear layer and some operations on its output, optionally in an autocast region."""
 
     def __init__(self, *made: Callable[[Tensor], Tensor], region: str | None = None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Of(nn.Module):
 
 
 def _dtypes(model: nn.Module, device: str, on: str | None = None, example: str = "cpu") -> list[torch.dtype]:
-    """Of the outputs, captured for a type of device, in a region of autocast on one."""
+    """Return the dtypes of the outputs, captured for a device type, in an autocast region of the type `on` if given."""
     with autocasting(on or "cpu", torch.bfloat16, on is not None):
         found: Any = capture(model, (torch.zeros(4, 8, device=example),), {}, device=torch.device(device)).output
     return [each.meta["tensor"].dtype for each in found]

@@ -1,4 +1,4 @@
-"""What a graph cannot hold, and models that cannot be copied, are refused by the name of what is in the way."""
+"""Tensors and operations that a graph cannot hold, and models that cannot be copied, are refused by name."""
 
 from __future__ import annotations
 

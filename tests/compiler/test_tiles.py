@@ -81,7 +81,10 @@ def test_logits_that_are_a_small_part_of_the_limit_are_not_worth_a_second_plan(m
 
 @contextmanager
 def searches(in_full: bool = False) -> Iterator[list[str]]:
-    """How each search for a plan within a limit ends; `in_full`: none is cut off by what another one found."""
+    """Yield a list of how each search for a plan within a limit ended: found, refused or cut off.
+
+    With `in_full`, no search is cut off by the result of another one.
+    """
     ended: list[str] = []
 
     def within(*args: Any) -> Answer:

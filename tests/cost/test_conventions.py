@@ -1,4 +1,4 @@
-"""What counts as memory of a device: every switch of the conventions, and the communicators of a mesh."""
+"""Memory conventions of a device: every switch, and the communicators of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many parameters share a message, as the runtime's buckets have it."""
+"""Number of parameters that share a message, as in the runtime's buckets."""
 
 from __future__ import annotations
 
@@ -162,7 +162,10 @@ def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:
 
 
 def test_a_path_with_a_move_that_no_bucket_takes_shares_no_message() -> None:
-    """To gather what is then reduced with many others would be cheap, were it not that the runtime does that alone."""
+    """Check that S → I runs alone, although a bucketed gather and reduction would be cheaper.
+
+    The runtime does not bucket that move.
+    """
     hardware = load("cpu")
     tensor = MovedTensor((4,), torch.float32, True, bucketed=True, sharing=Sharing(gathered=1, reduced=100))
     table = reshard_table(tensor, frozenset((0,)), Mesh({"dp": 2}), hardware)

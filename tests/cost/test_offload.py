@@ -1,4 +1,4 @@
-"""What a step on the host takes of an element, and what is on the host."""
+"""Cost of an optimizer step on the host per element, and the bytes that are on the host."""
 
 from __future__ import annotations
 

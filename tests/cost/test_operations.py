@@ -189,7 +189,7 @@ def attention(queries: int, keys: int, mask: TensorInfo | None = None, **said: A
 
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 1)])
 def test_a_causal_call_computes_what_its_queries_see(queries: int, keys: int) -> None:
-    """Of the kernels' mask, which begins at the first query and the first key."""
+    """Check the FLOPs of causal attention: the kernels' mask begins at the first query and the first key."""
     seen = int(torch.ones(queries, keys).tril().sum())
     for causal, pairs in ((True, seen), (False, queries * keys)):
         op = rule_of(attention(queries, keys, is_causal=causal))

@@ -1,4 +1,4 @@
-"""What the step of an optimizer computes and moves of a parameter, by layout."""
+"""Computing and traffic of an optimizer step per parameter, by layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What devices lose to the shape of products and to the length of attention, beside the formula it follows."""
+"""Efficiency that devices lose to the shape of products and to the length of attention, against the formula."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def coordinates(rank: int) -> tuple[int, int]:
 
 
 def scatter(whole: torch.Tensor, layout: Layout, gradient: bool) -> list[torch.Tensor]:
-    """What each rank holds of a value (or of a gradient) in a layout; partial parts are random and sum to the whole."""
+    """Return each rank's part of a value (or gradient) in a layout; partial parts are random and sum to the whole."""
 
     def divided(parts: list[torch.Tensor], axis: int) -> list[torch.Tensor]:
         placement: Placement = layout[axis].transposed if gradient else layout[axis]
@@ -128,7 +128,10 @@ def test_a_detour_never_costs_less(a: Layout, b: Layout, c: Layout) -> None:
 
 
 def test_no_path_moves_more_to_save_a_copy() -> None:
-    """To scatter along samples and exchange these for positions would copy an eighth, and move an eighth more."""
+    """Check that P → S(1) scatters positions directly.
+
+    Scattering samples and exchanging them for positions would copy an eighth, but move an eighth more.
+    """
     tensor, mesh = MovedTensor((16, 8192, 8192), torch.bfloat16, True), Mesh({"tp": 8})
     path = reshard_table(tensor, frozenset((0, 1)), mesh, load("h100")).path(Layout((P,)), Layout((S(1),)))
     assert [each.collective for each in path.transfers] == ["reduce_scatter", "all_gather"]
@@ -193,7 +196,10 @@ def test_a_regathered_parameter_is_gathered_twice() -> None:
 
 
 def test_a_weight_to_be_gathered_again_is_gathered_where_sums_are_faster() -> None:
-    """As gloo's are: a sum of parts among zeros makes the whole weight, too, but keeps it for the backward."""
+    """Check that `regather` gathers a weight with all_gather even if all_reduce is faster, as with gloo.
+
+    An all-reduce of a part among zeros also makes the whole weight, but saves it for the backward.
+    """
     links = tuple(
         replace(link, efficiencies=replace(link.efficiencies, all_gather=0.01, reduce_scatter=0.01))
         for link in HARDWARE.links

@@ -1,4 +1,4 @@
-"""What JSON may say is checked field by field, and what differs is named."""
+"""JSON is checked field by field against a schema, and every deviation is named."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.fuzz.trial import judge
 from tests.support.simulation.outcome import Outcome
 
 GRACE_SECONDS = 30.0
-"""How much later a process is killed that has not answered when its case's time is up."""
+"""Seconds past a case's deadline after which a process that has not answered is killed."""
 CASES_PER_PROCESS = 500
 """After which it is started anew, so that what torch keeps of old graphs is let go."""
 

@@ -52,14 +52,14 @@ class Case:
     annotations: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """(pattern, keywords) of `autopar.annotate`."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `autopar.compile`."""
+    """Options of `autopar.compile`."""
     forced: float = 0.0
     """The share of all decisions that are forced to a strategy at random, as its name and `seed` say."""
     seed: int = 0
     steps: int = 2
     optimizer: str = "sgd"
     evaluated: bool = False
-    """Whether the last batch is run again in evaluation mode."""
+    """True if the last batch is run again in evaluation mode."""
 
     @property
     def axes(self) -> tuple[str, ...]:

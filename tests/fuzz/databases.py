@@ -47,9 +47,12 @@ OPERATORS, MODULES = _databases()
 MESH = {"dp": 5}
 DTYPE = torch.float64
 OTHER_DTYPES = (torch.int64, torch.complex128, torch.float32, torch.float8_e4m3fn)
-"""For operators that do not know ours, the first that they know."""
+"""Dtypes for operators that do not support DTYPE; the first one that they support is used."""
 SAMPLES, LOOKED_AT, MAX_ELEMENTS = 2, 12, 2000
-"""How many samples of each operator and module are run, out of how many, and how large their inputs are to be."""
+"""Samples to run per operator and module, samples to consider, and input size (in elements) to prefer.
+
+Samples closest to MAX_ELEMENTS from below come first; larger ones come last.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ class _Drawing(TorchDispatchMode):
 
 
 def _draws(sample: Sample) -> bool:
-    """Whether the call draws random numbers, which ranks and one process draw differently."""
+    """Return whether the call draws random numbers, which ranks and one process draw differently."""
     model = sample.build()
     with _Drawing() as drawing:
         model(**sample.batch)

@@ -1,4 +1,4 @@
-"""From a seed to a program: lines are drawn one by one, and each is tried on real numbers before it is kept."""
+"""Random programs from a seed: lines are drawn one by one, and each is tried on real numbers before it is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fuzz.program import GLOBALS, Program, Shape, drawn, names_in
 MAX_ELEMENTS, MAX_ENTRY, MAX_GRADIENT, TRIES = 512, 30.0, 1e4, 40
 BATCH = 4
 TERMS = (".square().mean()", ".sin().sum()", ".mean()", ".square().sum()*0.1", ".tanh().mean()")
-"""How a value becomes a term of the loss."""
+"""Expressions that make a term of the loss from a value."""
 
 
 class Drawing:
@@ -82,7 +82,7 @@ class Drawing:
                 table.update(entries)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def program(self) -> Program:
-        """What has been drawn, with a loss that depends on every value that nothing else uses."""
+        """Build the drawn program, with a loss that depends on every value that nothing else uses."""
         used = names_in(tuple(text for _, text in self.lines))
         names = {name for name, _ in self.lines} - used
         terms = [self._term(name) for name in sorted(names, key=lambda n: int(n[1:]))]
@@ -142,7 +142,10 @@ def draw_program(chance: random.Random, max_lines: int = 10) -> Program:
 
 
 def trains(program: Program, num_microbatches: int = 1) -> bool:
-    """Whether forward and backward of the first batch (of its micro-batches) give numbers that can be compared."""
+    """Return whether forward and backward of the first batch give numbers that can be compared.
+
+    The batch is split into `num_microbatches` micro-batches.
+    """
     model = program.build()
     torch.manual_seed(0)
     try:

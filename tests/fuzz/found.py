@@ -1,4 +1,4 @@
-"""What campaigns have found, as programs of their own: name → (case, outcome that it must have)."""
+"""Cases that fuzzing campaigns have found, as programs: name → (case, expected outcome)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class UnfitError(Exception):
 
 
 class Operands(Protocol):
-    """What an expression is drawn from."""
+    """Operands from which an expression is drawn."""
 
     random: random.Random
 
@@ -78,4 +78,4 @@ WEIGHTS = {
     "dropout": 0.7,
     "scalar": 1.5,
 }
-"""How often each kind is drawn, beside the others."""
+"""Relative frequency with which each kind is drawn."""

@@ -1,4 +1,4 @@
-"""What a line may compute as a layer or a loss does; as in `tensors`."""
+"""Expressions of a line that compute what layers and losses do; the interface is that of `tensors`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Program:
     """Parameters that require no gradient."""
 
     def __post_init__(self) -> None:
-        """What no line uses is left out; of parameters that are one, the first that is used is the one."""
+        """Drop the inputs, parameters, buffers and ties that no line uses; a tie needs both of its names."""
         lines = tuple(line for block in self.blocks for line in block)
         used = names_in(lines)
         for field_name in ("inputs", "parameters", "buffers"):

@@ -1,6 +1,6 @@
-"""What a line may compute of tensors: a function per expression, which asks a `Drawing` for operands.
+"""Expressions of a line on tensors: one function per expression, which takes its operands from a `Drawing`.
 
-A function returns Python text. It may ask for shapes that do not fit together: the drawing tries every line, and leaves
+A function returns Python text. It may request shapes that do not fit together: the drawing tries every line, and leaves
 out those that raise, overflow or grow too large.
 """
 

@@ -22,7 +22,10 @@ from tests.fuzz.trial import judge
 from tests.support.slow_cases import slow_where
 
 CASES, PARTS = 48, 6
-"""Of which `make test` runs the first part; `make fuzz` runs as many as are asked for."""
+"""Number of cases, and of the parts they are split into.
+
+`make test` runs the first part; `make fuzz` runs as many cases as are requested.
+"""
 
 
 @pytest.mark.parametrize("part", slow_where(range(PARTS), *map(str, range(1, PARTS))))

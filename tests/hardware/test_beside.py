@@ -1,4 +1,4 @@
-"""What computing hides of messages: never more than they take, nothing where nothing computes, more where more does."""
+"""Message time that computing hides: at most the messages' own time, 0 without computing, more with more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device holds besides tensors, and the limit on tensors that a limit on the device leaves."""
+"""Bytes that a device holds besides tensors, and the limit on tensors that a limit on the device leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts and tokens move and hold on ranks: the bytes of their plans, and the peak within 10% of theirs."""
+"""Traffic and memory of prompts and tokens on ranks: bytes equal those of their plans, peaks are within 10%."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS = 4  # of which the least counts: where the machine is busy, a thread of gl
 
 
 def _differing(module: InferenceModule, ready: Ready, changing: Mapping[str, Tensor]) -> list[str]:
-    """What a run moves or holds beside its plan."""
+    """Return the differences between the traffic and peak of a run and those of its plan."""
     plan, wrong, peaks = ready.executable.plan, [], []
     predicted = {key: size for key, size in plan.traffic.items() if size}
     for _ in range(RUNS):
@@ -41,7 +41,7 @@ def _differing(module: InferenceModule, ready: Ready, changing: Mapping[str, Ten
 
 
 def _served(family: str, shape: tuple[int, ...], strategy: str) -> tuple[Layout, list[str], list[str]]:
-    """Where the cache lies, and what a prompt and a token move and hold beside their plans."""
+    """Return the layout of the cache, and the differences of a prompt's and a token's run from their plans."""
     on, ids = mesh(shape, AXES[len(shape)]), prompts(BATCH, LENGTH)
     compiled = autopar.compile(generating(family), on, training=False, strategy=strategy, hardware=SLOW_DEVICES)
     assert isinstance(compiled, InferenceModule)

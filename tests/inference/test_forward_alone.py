@@ -26,7 +26,7 @@ BATCH, LENGTH = 4, 64
 
 
 def _ran(shape: tuple[int, ...], strategies: tuple[str | None, ...]) -> list[str]:
-    """Of each strategy, what differs from one process, from the plan's bytes, or from its peak by more than 10%."""
+    """Return each strategy's differences from one process, from the plan's bytes, and from its peak (over 10%)."""
     wrong = []
     inputs = texts(BATCH, LENGTH)
     with torch.no_grad():
@@ -153,7 +153,7 @@ class _Scaled(nn.Module):
 
 
 def _misused() -> list[str]:
-    """What a compiled module says to whoever wants to train it."""
+    """Return the error messages of a compiled module for each attempt to train it."""
     model, x = _Scaled(), torch.ones(4, 8)
     compiled = autopar.compile(copy.deepcopy(model), mesh((2,), ("dp",)), (x,), training=False, outputs="full")
     expected = model.eval()(x)

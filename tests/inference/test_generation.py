@@ -36,7 +36,10 @@ def _layout(module: InferenceModule) -> Layout:
 def _differing(
     family: str, shape: tuple[int, ...], strategy: str | None, new: int, changed: dict[str, Any]
 ) -> tuple[str, Layout]:
-    """What differs from one process: greedy, drawn, and of prompts of different lengths."""
+    """Return the differences of generated tokens from those of one process, and the layout of the cache.
+
+    Tokens are generated greedily, drawn at random, and from prompts of different lengths.
+    """
     model, compiled, ids = (
         generating(family, precise=True, **changed),
         _compiled(family, shape, strategy, **changed),

@@ -1,4 +1,4 @@
-"""What generation does not do is said by name, whether a user asks for it or a model does it."""
+"""Features that generation does not support are refused by name, whether a user or a model requests them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _said(misuse: Callable[[], object]) -> str:
 
 
 def _of_arguments() -> list[str]:
-    """What a compiled model says to arguments of `generate` that it does not honour, on this rank."""
+    """Return the error messages for arguments of `generate` that a compiled model does not support, on this rank."""
     on = mesh((2,), ("tp",))
     compiled = autopar.compile(generating("llama", num_hidden_layers=1), on, training=False, strategy="megatron")
     ids = prompts(2, 4)
@@ -148,7 +148,7 @@ class _Only(transformers.LogitsProcessor):
 
 
 def _honoured() -> dict[str, Any]:
-    """What processors, ends and streams come to on this rank."""
+    """Return the results of logits processors, end tokens and streamers on this rank."""
     on = mesh((2,), ("tp",))
     model = generating("llama", num_hidden_layers=1)
     compiled = autopar.compile(model, on, training=False, strategy="megatron")

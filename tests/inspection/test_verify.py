@@ -1,4 +1,4 @@
-"""What a plan claims is checked without solving, and every claim that was tampered with is found."""
+"""Claims of a plan are verified without solving, and every claim that was tampered with is found."""
 
 from __future__ import annotations
 

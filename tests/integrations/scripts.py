@@ -29,13 +29,16 @@ def before(text: str) -> tuple[str, int]:
 
 
 def on_two_ranks(name: str, *arguments: object) -> Any:
-    """What an example prints last, run by torchrun."""
+    """Run an example on two ranks with torchrun, and return the last losses that it prints."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     return _run(*torchrun, str(EXAMPLES / name), *map(str, arguments))
 
 
 def alone(name: str, folder: Path, *arguments: object) -> tuple[Any, int]:
-    """What the script prints last that the example is made from, on one process; and the number of changed lines."""
+    """Run the script from which an example is made on one process.
+
+    Returns the last losses that it prints, and the number of lines that the example changes.
+    """
     text, changed = before((EXAMPLES / name).read_text())
     assert "autopar" not in re.sub(r'""".*?"""', "", text, count=1, flags=re.S)
     script = folder / name
@@ -44,7 +47,7 @@ def alone(name: str, folder: Path, *arguments: object) -> tuple[Any, int]:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with the sources of this checkout."""
+    """Return the environment of this process with the sources of this checkout and one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 

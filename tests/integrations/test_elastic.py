@@ -48,7 +48,7 @@ class Node:
         return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
     def end(self) -> None:
-        """As when a machine is lost: no process of it has a word to say."""
+        """Kill every process of the node at once, as when a machine is lost."""
         for pid in (self.agent.pid, *self.ranks()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ class Node:
 
 
 def _lines(*nodes: Node) -> list[dict[str, Any]]:
-    """What the first ranks have said of steps, in the order of steps."""
+    """Return the lines with a loss that the nodes' first ranks have printed, in the order of steps."""
     found = []
     for node in nodes:
         for line in node.log.read_text().splitlines():

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 
 def _trained(num_ranks: int, *arguments: object) -> Any:
-    """What the script prints, on one process or under torchrun."""
+    """Run the script on one process or under torchrun, and return the losses that it prints."""
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--standalone") if num_ranks else ()
     command = [sys.executable, *ranks, "-m", "tests.integrations.trained_texts", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)

@@ -1,4 +1,4 @@
-"""Which bucket a size falls into, and what is refused as buckets or as inputs of them."""
+"""Bucket that each size falls into, and refusals of invalid buckets and inputs."""
 
 from __future__ import annotations
 

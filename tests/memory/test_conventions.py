@@ -1,4 +1,4 @@
-"""What frameworks hold besides a plan's tensors: every switch of `MemoryConventions`, in the bytes of a plan."""
+"""Memory of frameworks besides a plan's tensors: every switch of `MemoryConventions`, in the bytes of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage that runs many micro-batches a step holds, and what of its time is spent once a step."""
+"""Memory of a stage with several micro-batches per step, and the part of its time that is spent once per step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def stored(space: Space, weight: str, layout: str, kept: bool) -> list[int]:
 
 
 def kept_by_one(memory: MemoryModel, choices: Sequence[int]) -> int:
-    """What one micro-batch keeps from its forward to its backward."""
+    """Return the bytes that one micro-batch saves from its forward to its backward."""
     own = sum(int(a[0][c]) for n, c in enumerate(choices) if (a := memory.own(n)) is not None)
     kept = ((w, memory.wire(w)) for w in memory.space.wires)
     return own + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in kept if a is not None)
@@ -108,7 +108,11 @@ def test_where_each_updates_the_weights_every_backward_is_a_first_one_and_the_ot
 
 @pytest.mark.parametrize("model", [Chain(), Attention(False), CastLinear()])
 def test_each_in_flight_has_the_weights_of_its_forward(model: nn.Module) -> None:
-    """What is stored as it is used is copied, what is cast or gathered once for each; gradients are of one of them."""
+    """Check the weights that each micro-batch in flight saves from its forward.
+
+    Weights that are used as stored are copied. Weights that are cast or gathered exist once for each micro-batch.
+    Gradients are those of one micro-batch.
+    """
     example = X_BD if not isinstance(model, Attention) else IDS_BS
     space = space_of(model, (example,), dp=2)
     kept_once, of_each = (MemoryModel(space, replace(PIPEDREAM, stashes=each)) for each in (False, True))

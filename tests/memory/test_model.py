@@ -207,7 +207,7 @@ def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_lay
 def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone(
     rows: int, large: int, copied: int
 ) -> None:
-    """Where rows do not divide over ranks it is padded for its way."""
+    """Check the bytes of a gradient's copy for sending; it is padded if rows do not divide over ranks."""
     with mock.patch.object(messages, "LARGE", large):
         space = space_of(nn.Linear(8, rows, bias=False), (torch.randn(4, 8),), SLOW_DEVICES, dp=2)
         weights = MemoryModel(space).weights

@@ -144,9 +144,9 @@ def _in_precision(sequence: int, precision: str) -> tuple[int, int]:
 
 
 def _fetched_ahead() -> list[tuple[int, int]]:
-    """For weights that are fetched not ahead, and one and two layers ahead; of two measurements the least counts.
+    """Return the measured and predicted bytes with weights fetched 0, 1 and 2 layers ahead.
 
-    Where the machine is busy, a thread of gloo may be late to free what was sent.
+    The smaller of two measurements counts: on a busy machine a thread of gloo may be late to free what was sent.
     """
     return [min(_measured("tiny-llama", (2,), "zero3", 4, 64, prefetch=depth) for _ in range(2)) for depth in (0, 1, 2)]
 

@@ -72,7 +72,7 @@ def test_matrices_in_parts_are_updated_as_whole_ones_with_state_in_as_many_parts
 
 
 def _bytes_of_a_step(size: tuple[int, int]) -> int:
-    """What Muon's second step of two matrices in parts has at its fullest moment, beside what stays."""
+    """Return the peak bytes of Muon's second step on two sharded matrices, beyond the resident bytes."""
     on = mesh((2,), ("dp",))
     weights: list[Any] = [nn.Parameter(distribute_tensor(torch.randn(size), on, (S0,))) for _ in range(2)]
     muon = Muon([(f"layers.{number}.w", each) for number, each in enumerate(weights)])

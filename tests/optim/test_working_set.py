@@ -1,4 +1,4 @@
-"""What Muon and GaLore work on beside what they update, in the memory that a plan predicts and a rank holds."""
+"""Working set of Muon and GaLore besides what they update: predicted by a plan, and measured on ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def test_a_limit_holds_while_the_optimizer_steps(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", WORKED_ON)
 def test_each_matrix_is_worked_on_in_the_backward_that_steps(kind: str) -> None:
-    """Beside what is stored, that are its gradient, and in the backward of the last but its input's."""
+    """Check the peak of plans whose optimizer steps in the backward.
+
+    Besides stored tensors it has the matrix's working set, its gradient, and perhaps the gradient of its input.
+    """
     plan, behind = planned(kind, in_backward=True), planned(kind)
     assert plan.memory is not None and all(each.name != STEPPING for each in plan.memory.timeline)
     handed_on = SAMPLES // 2 * WIDTH * 4

@@ -118,7 +118,10 @@ def test_equal_layers_are_of_one_kind_unless_one_is_stored_in_its_own_way() -> N
 
 
 def test_a_layer_whose_input_takes_no_gradient_is_of_another_kind() -> None:
-    """In front of a frozen embedding's outputs nothing is sent back, and no hub joins the gradients."""
+    """Check that the first layer after a frozen embedding is of a kind of its own.
+
+    It sends no gradient back, so no shared reshard joins the gradients there.
+    """
     model = Layered(4)
     model.embedding.requires_grad_(False)
     plan = planned(Mesh({"pp": 4, "tp": 2}), model, microbatches=4)

@@ -91,7 +91,7 @@ def inputs(batch: int = BATCH) -> tuple[Tensor, Tensor]:
 
 
 def layered() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """What the command line is told to plan."""
+    """Return the model and inputs that the command line plans."""
     return Layered(2), inputs()
 
 
@@ -109,7 +109,7 @@ def program_of(num_layers: int = 6, vocabulary: int = 64, plain: bool = True, ba
 
 
 def request(axes: dict[str, int], schedule: Schedule, **model: Any) -> PipelineRequest:
-    """What is asked for by a plan of one micro-batch's program."""
+    """Build the request of a pipeline plan for the program of one micro-batch."""
     return PipelineRequest(program_of(**model), Mesh(axes), "pp", schedule, PlanRequest(hardware=SLOW_DEVICES))
 
 
@@ -168,7 +168,7 @@ def test_shared_calls_count_in_every_stage_and_a_tied_weight_on_both(axes: dict[
 # Cuts.
 
 FORMULA_ERROR = 0.01
-"""How far, relative, a cut that is best by the formula may be from the one that is best simulated."""
+"""Largest relative difference between the best cut by the formula and the best simulated one."""
 
 
 def _all_starts(num_blocks: int, num_stages: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""How the stages of a rank share its memory: they take turns, and it goes to those that gain the most by it."""
+"""Memory budgets of the stages of a rank: stages take turns, and memory goes to those that gain the most by it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_stages_that_keep_to_their_rooms_fit_together(source: random.Random, sch
 
 
 def _limit(room: Room, in_flight: int) -> Limit:
-    """What a stage may hold with so many micro-batches in flight."""
+    """Return the memory limit of a stage with this number of micro-batches in flight."""
     fewer = [each for each in room.fewer if each.in_flight == in_flight] or [Limit(in_flight, room.peak, room.kept)]
     return Limit(in_flight, min(each.peak for each in fewer), min(each.kept for each in fewer))
 
@@ -190,7 +190,10 @@ def test_stages_of_one_micro_batch_keep_all_that_they_hold() -> None:
 
 
 def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
-    """What it works on beside that may be more: the stages of a rank take turns."""
+    """Check that a stage saves no more than its budget allows while other stages run.
+
+    Its peak may be higher, because the stages of a rank take turns.
+    """
     asked = request({"pp": 2}, Schedule("interleaved_1f1b", 2, 4, 2), num_layers=4)
     blocks = planned_blocks(asked, 4)
 

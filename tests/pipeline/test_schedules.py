@@ -36,7 +36,6 @@ VALID = list(_valid())
 
 
 def _kinds(schedule: Schedule, stage: int, microbatch: int) -> str:
-    """What `stage` computes on `microbatch`, in order."""
     order = schedule.orders[schedule.rank_of(stage)]
     return "".join(step.kind for step in order if (step.stage, step.microbatch) == (stage, microbatch))
 

@@ -52,7 +52,10 @@ def _run(
     buffers: Mapping[str, Tensor],
     leaves: Sequence[Any],
 ) -> tuple[list[Tensor], list[Any], dict[str, Tensor]]:
-    """What a stage sends, the user's outputs, and the new values of its changed buffers."""
+    """Run a stage's program.
+
+    Returns the tensors that it sends, the user's outputs, and the new values of its changed buffers.
+    """
     values: dict[str, Any] = {
         **{placeholder: parameters[name] for name, placeholder in program.parameters.items()},
         **{placeholder: buffers[name] for name, placeholder in program.buffers.items()},

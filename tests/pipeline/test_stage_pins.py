@@ -1,4 +1,4 @@
-"""What is said of stages leaves each block the stages it can have, or is refused with the reason."""
+"""Stage annotations and named cuts leave each block a range of stages, or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Positions(nn.Module):
-    """What every layer adds and no parameter enters."""
+    """Constant that every layer adds; it depends on no parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.arange(x.shape[1]) / 8

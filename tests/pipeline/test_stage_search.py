@@ -21,7 +21,7 @@ from tests.pipeline.test_planner import request
 
 
 def _search() -> StageSearch:
-    """Of a pipeline of two stages, with room for anything."""
+    """Build the stage search of a two-stage pipeline with an ample memory budget."""
     asked = request({"pp": 2}, Schedule("1f1b", 2, 4), num_layers=3)
     blocks = planned_blocks(asked, 2)
     nothing_known = (0.0,) * (len(blocks.blocks) + 1)
@@ -47,7 +47,10 @@ def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.
 def test_a_stage_that_is_known_to_fit_fits_and_is_not_proven_where_nothing_else_is_found(
     monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    """What the first stage can do with two micro-batches in flight, the last can do with one."""
+    """Check that choices known for the first stage, with two micro-batches in flight, fit the last one with one.
+
+    They are not proven best if the search finds nothing else.
+    """
     search = _search()
     known = replace(search.ask(0, 2, 0, ROUGHLY), least=1e-9)
     search.by_structure = defaultdict(list, {0: [known]})

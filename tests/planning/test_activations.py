@@ -42,7 +42,7 @@ def _planned(mesh: dict[str, int] | None = None, depth: int = 6, **options: Any)
 
 @functools.cache
 def _peak() -> int:
-    """Of the best plan that keeps everything."""
+    """Return the peak bytes of the best plan that saves everything."""
     return _planned(strategy="zero3").peak_bytes
 
 

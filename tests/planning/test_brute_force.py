@@ -62,7 +62,7 @@ def _combinations(space: Space, pins: dict[int, np.ndarray]) -> list[tuple[int, 
 
 
 def _seconds(space: Space, combinations: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-    """What each combination costs: every operation, and every move between two of them."""
+    """Return the seconds of each combination: every operation, and every move between two of them."""
     columns = np.array(combinations).T
     total = np.zeros(len(combinations))
     for each, column in zip(space.decisions, columns, strict=True):

@@ -86,7 +86,10 @@ def _pinned_to(space: Space, made: tuple[int, ...]) -> dict[int, np.ndarray]:
 
 @pytest.mark.parametrize("names", [("t", "x"), ("x", "t+x"), ("t+x", "o"), ("x", "o")], ids="|".join)
 def test_the_problem_is_in_seconds_and_bytes_what_is_told_of_its_choices(names: tuple[str, ...]) -> None:
-    """Of choices that it may count too few bytes of, those whose rows are moved by features, it never counts more."""
+    """Check that the problem's seconds and bytes are those that are predicted for its choices.
+
+    The problem may count too few bytes of choices whose rows are moved by features, but never too many.
+    """
     space, rng = _uneven(_space((2, 2)), 1.5), np.random.default_rng(0)
     _, made = _planned(space, *names)
     formulation = Formulation(space, MemoryModel(space))
@@ -161,7 +164,7 @@ def _all_choices(hardware: Hardware) -> tuple[Space, np.ndarray]:
 
 
 def _seconds(space: Space, tried: np.ndarray) -> np.ndarray:
-    """What each row of choices costs: every operation, and every move between two of them."""
+    """Return the seconds of each row of choices: every operation, and every move between two of them."""
     total = np.zeros(len(tried))
     for number, decision in enumerate(space.decisions):
         total += decision.menu.seconds[tried[:, number]] * _shares(space, number, tried)
@@ -172,7 +175,10 @@ def _seconds(space: Space, tried: np.ndarray) -> np.ndarray:
 
 
 def _shares(space: Space, number: int, tried: np.ndarray) -> np.ndarray:
-    """How often its share of rows a call has on the busiest of two ranks: 1.5 times where experts are divided."""
+    """Return the rows of a call on the busiest of two ranks, relative to an equal share.
+
+    The factor is 1.5 if experts are divided, and 1 otherwise.
+    """
     if number not in space.rows:
         return np.ones(len(tried))
     dispatch, divided = _divided_by_expert(space)

@@ -168,7 +168,10 @@ def test_less_memory_gives_plans_that_obey_it_and_are_no_faster() -> None:
 
 
 def test_a_wide_graph_is_first_planned_without_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backward begins is tried first; a graph for which that is dear may not need the limit at all."""
+    """Check that a high-treewidth graph is first planned without the limit.
+
+    The moment at which the backward begins is tried first. A graph for which that is expensive may not need the limit.
+    """
     space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
     unlimited, _ = make_plan(space, {})
     limits = 2 * unlimited.peak_bytes, int(0.85 * unlimited.peak_bytes)

@@ -306,7 +306,7 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
 
 @pytest.fixture(scope="module")
 def real_plan() -> Plan:
-    """With formulas, memory and traffic."""
+    """Return a plan with formulas, memory and traffic."""
     space = space_of(Attention(False), (IDS_BS,), load("h100"), dp=2, tp=2)
     return make_plan(space, {})[0].with_formulas()
 

@@ -1,4 +1,4 @@
-"""What calls do beside returning a result."""
+"""Side effects of calls."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ FACTORS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 def partial_products(space: Space) -> list[bool]:
-    """Of every strategy of the product, whether its hidden factor is partial."""
+    """Return, for every strategy of the product, whether its hidden factor is partial."""
     (decision,) = (each for each in space.decisions if each.name.startswith("mul"))
     return [strategy.inputs[0][0] is P for strategy in decision.menu.strategies]
 

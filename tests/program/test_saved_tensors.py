@@ -1,4 +1,4 @@
-"""What a call keeps for its backward is what autograd says it keeps."""
+"""Tensors that a call saves for its backward, as autograd reports them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kept(function: Callable[[Tensor], Tensor], target: object) -> Saved:
 
 
 def saved_by(program: Program, target: object) -> Saved:
-    """What the last call of a target keeps."""
+    """Return the tensors that the last call of a target saves."""
     return saved_in(program)[calls(program, target)[-1]]
 
 

@@ -165,7 +165,7 @@ def test_a_plan_of_126_layers_stays_small() -> None:
 
 
 def _in_chromium(text: str, script: str, folder: Path, width: int = 1280) -> dict[str, Any]:
-    """What `script`, run in the page once it is shown, puts in `out`; with the errors of the page."""
+    """Show the page in headless Chromium, run `script` in it, and return its `out` with the errors of the page."""
     errors = "<script>window.errors = []; window.onerror = message => errors.push(message);</script>"
     # The window of headless Chromium has a smallest width, which a frame has not.
     after = f"<script>const out = {{errors}}; {script}; parent.postMessage(JSON.stringify(out), '*');</script></body>"

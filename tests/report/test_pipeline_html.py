@@ -1,4 +1,4 @@
-"""When each stage of a pipeline runs: the trace and the page are checked against the timeline."""
+"""Times at which the stages of a pipeline run: the trace and the page agree with the timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is given padding has finite values and derivatives there, whatever stands in it."""
+"""Calls that are given padding have finite values and derivatives there, whatever the padding contains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def filled(x: Tensor, dim: int | None, zeros: bool = True) -> Tensor:
 
 
 def fault_of(whole: Whole, op: OpRule, factor: str, zeros: bool) -> str:
-    """What the padding of a factor does to a call whose gradient is zero there."""
+    """Return the fault that a factor's padding causes in a call whose gradient is zero there; empty if none."""
     terms = whole.bind(op).rule
     learned = any(x.requires_grad for x in whole.inputs)
     inputs = [
@@ -90,7 +90,7 @@ def test_padding_is_kept_from_powers_without_a_derivative_at_zero(exponent: floa
 
 @torch.library.custom_op("autopar_tests::root", mutates_args=())
 def root(x: Tensor) -> Tensor:
-    """What a user has written, of which nothing is known."""
+    """Compute the square root as a user's own operation, which has no rule."""
     return x.sqrt()
 
 

@@ -1,4 +1,4 @@
-"""What takes long looks at the clock step by step, and is broken off a moment after the deadline."""
+"""Long computations check the clock step by step, and stop shortly after the deadline."""
 
 from __future__ import annotations
 

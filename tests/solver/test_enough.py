@@ -1,4 +1,4 @@
-"""Where more would be dear a search ends near the bound: what it proves still holds, and smaller choices come along."""
+"""Searches that stop near the bound if more work is expensive: proofs hold, and smaller choices are returned."""
 
 from __future__ import annotations
 

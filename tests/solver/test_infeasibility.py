@@ -1,4 +1,4 @@
-"""What does not fit is explained by the fewest pins, and proofs are checked without a search."""
+"""Infeasible problems are explained by the fewest pins, and proofs are checked without a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With several memory rows the answer is that of brute force; what is left out of a problem is in no better answer."""
+"""Answers with several memory rows equal brute force; choices left out of a problem are in no better answer."""
 
 from __future__ import annotations
 

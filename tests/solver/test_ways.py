@@ -1,4 +1,4 @@
-"""What ways leave out is in no better solution, however much is folded in, and what is counted is handed out whole."""
+"""Folded labels leave out nothing that is in a better solution, and counted solutions are returned whole."""
 
 from __future__ import annotations
 

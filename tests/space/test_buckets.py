@@ -1,4 +1,4 @@
-"""Which parameters move together, and whose gradients are reduced where they lie."""
+"""Parameters that move together, and parameters whose gradients are reduced in place."""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ def megatron_attention(post_norm: bool) -> Planned:
 
 @pytest.mark.parametrize("post_norm", [False, True])
 def test_query_key_and_value_share_one_all_reduce(post_norm: bool) -> None:
-    """In a post-norm block the residual connection consumes the same tensor, and takes no part in the all-reduce."""
+    """Check that query, key and value share one all-reduce.
+
+    In a post-norm block the residual connection consumes the same tensor, and takes no part in the all-reduce.
+    """
     assert dict(megatron_attention(post_norm).counts()) == {
         ("all_reduce", True, ACTIVATION_BYTES): 1,
         ("all_reduce", False, ACTIVATION_BYTES): 1,

@@ -31,7 +31,7 @@ class Issued(NamedTuple):
     stream: str
     num_bytes: int
     beside: int
-    """How many others are issued before it is waited for."""
+    """Number of other collectives that are issued before this one is waited for."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,6 @@ def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Pla
 
 
 def _planned(tasks: Sequence[Task]) -> list[Issued]:
-    """What the tasks of a step issue."""
     collectives = [number for number, task in enumerate(tasks) if task.stream != COMPUTE]
     found = []
     for place, number in enumerate(collectives):

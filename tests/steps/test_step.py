@@ -157,7 +157,10 @@ def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_beside_anot
 
 
 def test_the_host_that_comes_last_is_waited_for_with_each_collective_that_is_waited_for() -> None:
-    """Of 8 ranks on nodes of 4: each further device of a node, and each further node, adds to the launch."""
+    """Check the launch times on 8 ranks in nodes of 4.
+
+    Each further device of a node, and each further node, adds its lateness to the launch.
+    """
     links = Link("node", 4, 0.0, 1e9, straggling_s=0.5), Link("wire", None, 0.0, 1e9, straggling_s=10.0)
     tasks = Tasks(Mesh({"dp": 2, "tp": 4}), replace(IN_TURNS, launch_s=1.0, links=links))
     tasks.compute("mm", 1.0, "row")

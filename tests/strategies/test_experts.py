@@ -1,6 +1,7 @@
-"""What a mesh axis may divide of experts: every choice trains as one process does, and moves what the plan says.
+"""Choices by which a mesh axis shards experts: each trains as one process does, and moves the plan's bytes.
 
-Ranks are simulated; the operators between the two ends make the choice of these, which is shown by trying all others.
+Ranks are simulated. The operators between dispatch and combine follow the choice of these two, which is shown by trying
+all others.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def random_samples(target: Any) -> list[tuple[Sample, OpRule]]:
 
 
 def drawn(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> Parts:
-    """What ranks get of equal parts, so that nothing but the numbers tells them apart."""
+    """Run a choice on equal inputs on all ranks, so that outputs differ only by the random numbers."""
     inputs = [split(x, placement, num_ranks) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
     inputs = [[parts[0]] * num_ranks for parts in inputs]
     (outputs, *_), _ = run_implementation(whole, op, whole.bind(op), choice, inputs, [None] * len(whole.outputs))

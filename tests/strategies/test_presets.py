@@ -1,4 +1,4 @@
-"""Where presets find their places, what they say there, and what they answer where there is none."""
+"""Presets: places that they find in a model, annotations that they make there, and errors if they find none."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_adapters_are_trained_on_ranks_as_on_one_process(strategy: str, targets:
 
 
 class Halved(nn.Module):
-    """In place of dropout, which draws other numbers in parts: a call between an input and the first adapter."""
+    """Replacement of dropout, which draws other numbers on parts: a call between an input and the first adapter."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x

@@ -45,7 +45,7 @@ DRAWN = (
 
 
 def held(layout: str, sizes: tuple[int, ...], place: tuple[int, ...], ndim: int) -> str:
-    """Which part of each dim a device holds: a letter, two of what is dealt by zigzag, or "*" for all of it."""
+    """Return the part of each dim that a device has: a letter, two if zigzag-sharded, or "*" for all of it."""
     found = []
     for dim in range(ndim):
         axes = [

@@ -1,4 +1,4 @@
-"""What presets for experts make of models that people have: packed matrices, biases, every expert on all tokens.
+"""Presets for experts on models in use: packed matrices, biases, every expert on all tokens.
 
 Bytes are those of a plan on links without latency.
 """
@@ -47,7 +47,7 @@ def chosen(plan: Plan, *operations: str) -> list[str]:
 
 
 def stored(plan: Plan) -> dict[str, str]:
-    """How the parameters of experts are stored."""
+    """Return the layout in which each parameter of the experts is stored."""
     rows = [row for row in plan.rows if row.kind == "parameter" and ".experts." in row.module]
     return {row.module.rpartition(".")[2]: plan.choices[row.name] for row in rows}
 

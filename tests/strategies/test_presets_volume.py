@@ -1,7 +1,7 @@
-"""What a step of a preset moves is what its docstring says: the formulas are read from there, and held to the plan.
+"""Bytes that a step of a preset moves: formulas are read from its docstring, and compared with the plan.
 
-That a plan's bytes are those that ranks move is held by tests/strategies/test_presets_parity.py. The presets for
-experts have their own tests, tests/strategies/test_presets_experts.py.
+tests/strategies/test_presets_parity.py checks that ranks move the bytes of the plan. The presets for experts have their
+own tests, tests/strategies/test_presets_experts.py.
 """
 
 from __future__ import annotations

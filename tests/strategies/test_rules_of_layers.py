@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def faults(target: Any, *args: Any) -> list[str]:
-    """What is wrong with the choices of the call's rule on two ranks, one of which at least splits something."""
+    """Return the faults of the choices of the call's rule on two ranks; at least one choice must split something."""
     whole = Whole.of(target, args, {})
     op = rule_of(whole.call)
     assert op is not None

@@ -15,7 +15,7 @@ from tests.support.divided_experts import SortedExperts, WithExperts
 
 
 def within(index_TK: Tensor, num_samples: int, limit: int) -> Tensor:
-    """Whether an expert has taken less than `limit` rows of a sample before each slot."""
+    """Return, for each slot, whether its expert has taken fewer than `limit` rows of the sample before it."""
     found = torch.zeros_like(index_TK, dtype=torch.bool)
     length = index_TK.shape[0] // num_samples
     for sample in range(num_samples):

@@ -28,15 +28,15 @@ Wanted = Mapping[Any, frozenset[tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How experts are written, and which of them tokens choose."""
+    """Form in which experts are written, and experts that tokens choose."""
 
     num_experts: int = 4
     top_k: int = 2
     hidden: int = 6
     end: End = "index_add"
-    """How rows become tokens again: two ways to add, and what transformers do."""
+    """Operation that turns rows into tokens again: two ways to add, and the sum that transformers use."""
     early: bool = False
-    """Whether rows are weighted before their experts, as torchtitan may."""
+    """True if rows are weighted before their experts, as torchtitan may do."""
     bias: bool = False
     favoured: tuple[int, ...] = ()
     """Experts that the router prefers so much that every token chooses them."""
@@ -125,7 +125,7 @@ def batches(number: int, dtype: torch.dtype = torch.float64, length: int = LENGT
 
 
 def choices(*names: str) -> Wanted:
-    """What a plan may make of experts, said with one word for each mesh axis.
+    """Return the choices of experts that a plan may make, given one word for each mesh axis.
 
     "t" (of samples; "p" of positions), "x", "t+x" and "d" at the ends; "o", the features of an expert, by column and
     then by row.

@@ -22,7 +22,7 @@ START_SECONDS = 120.0  # imports and compiling, on a busy machine
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended: its exit status, what it raised (or nothing), and what it printed."""
+    """End of a rank: its exit status, what it raised (or nothing), and what it printed."""
 
     status: int | None
     raised: str
@@ -34,7 +34,10 @@ class End:
 
 
 def ends_of(work: Callable[[int], None], folder: Path, num_ranks: int, left: tuple[int, ...] = ()) -> list[End]:
-    """How every rank ended; all but those that are `left` end by themselves."""
+    """Run `work` on every rank, and return how each of them ended.
+
+    All ranks but those in `left` must end by themselves.
+    """
     multiprocessing.set_forkserver_preload(PRELOADED)
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_life, args=(rank, num_ranks, work, folder)) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""What tests of losses and of MLPs in tiles have in common."""
+"""Helpers that tests of tiled losses and of tiled MLPs share."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import autopar
 
 
 def planned_for(kind: str, rank: int) -> autopar.Optimizer:
-    """What is planned for: the optimizer of that name, GaLore with a rank."""
+    """Build the optimizer to plan for, by name; GaLore has a rank."""
     return autopar.Optimizer(kind, rank=rank) if kind == "galore" else autopar.Optimizer(kind)
 
 

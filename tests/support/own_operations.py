@@ -157,7 +157,10 @@ def trained(model: nn.Module, steps: int = 3) -> dict[str, Tensor]:
 def trained_on_ranks(
     sizes: tuple[int, ...], options: dict[str, Any], with_rules: bool = True, compiled: bool = False
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """As `trained`, on the ranks of this process group, and the strategies of the operations above."""
+    """Train as `trained` does on the ranks of this process group.
+
+    Also returns the strategies of the operations above.
+    """
     forget_rules()
     if with_rules:
         register_own()

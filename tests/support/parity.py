@@ -44,7 +44,7 @@ class Case:
     """Patterns in parameter names whose parameters are frozen."""
     dropout: float = 0.0
     masked: bool = False
-    """Whether the inputs bring an attention mask along, as padded texts do."""
+    """True if the inputs include an attention mask, as padded texts do."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def graph(self) -> tuple[Any, ...]:
-        """What the captured graph depends on."""
+        """Settings on which the captured graph depends."""
         return self.family, self.dtype, self.frozen, self.dropout, self.masked
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(slots=True)
 class Training:
-    """What a training run leaves behind, all as whole tensors."""
+    """Results of a training run, all as whole tensors."""
 
     losses: list[float]
     gradients: dict[str, Tensor | None]
@@ -220,7 +220,10 @@ def check_rounding(ranks: Ranks, case: Case) -> list[Training]:
 
 
 def distance(found: Training, precise: Training) -> dict[str, float]:
-    """How far losses, gradients and parameters are from a precise run: root mean square over the root mean square."""
+    """Return the root mean square distance of losses, gradients and parameters from a precise run.
+
+    Each is relative to the root mean square of the precise run.
+    """
 
     def apart(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> float:
         pairs = [(ours[name], value) for name, value in theirs.items() if value is not None]

@@ -66,7 +66,7 @@ def pins(space: Space, model: nn.Module, mode: Mode = "semi_auto", **storage: La
 
 
 def left(space: Space, pins: dict[int, np.ndarray]) -> dict[str, set[str]]:
-    """What each pinned decision may still do: its roles on all axes, or the layouts of a parameter."""
+    """Return the remaining options of each pinned decision: roles on all axes, or the layouts of a parameter."""
     found = {}
     for number, mask in pins.items():
         decision = space.decisions[number]

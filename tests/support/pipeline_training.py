@@ -74,7 +74,7 @@ class PipelineCase:
 
     @property
     def graph(self) -> tuple[Any, ...]:
-        """What the captured graph depends on."""
+        """Settings on which the captured graph depends."""
         return self.family, self.dtype, self.frozen, self.dropout
 
     def __str__(self) -> str:
@@ -234,7 +234,7 @@ def check_rounding(ranks: Ranks, case: PipelineCase) -> None:
 
 
 def held_by(found: Training, expected: Training) -> Training:
-    """Of what one process has, that which a rank holds."""
+    """Restrict the results of one process to the tensors that a rank has."""
 
     def of(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         return {name: theirs[name] for name in ours}

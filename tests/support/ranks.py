@@ -101,7 +101,7 @@ class Ranks:
         self._folder.cleanup()
 
     def run(self, function: Callable[..., T], *args: object, world_size: int = 2, timeout: float = 60.0) -> list[T]:
-        """What `function(*args)` returns on each rank of a gloo group of `world_size`, tensors detached.
+        """Run `function(*args)` on each rank of a gloo group of `world_size`, and return the results, tensors detached.
 
         `function` lies at module level. `timeout` is in seconds and begins when all ranks run.
         Raises RankError with the traceback of the first rank to fail, RankTimeoutError when ranks have not answered.

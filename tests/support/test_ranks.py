@@ -38,7 +38,7 @@ def _sums_over_mesh() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _threads_of_a_new_group() -> int:
-    """How many threads of gloo's a new group starts; groups of earlier tests may still be there."""
+    """Return the number of gloo threads that a new group starts; groups of earlier tests may still exist."""
     gc.collect()
     before = _threads_by_name()
     group = dist.new_group()

@@ -1,4 +1,4 @@
-"""When tasks on streams run: bounds that hold for any of them, and small ones by hand."""
+"""Times at which tasks on streams run: bounds that hold for any tasks, and small cases by hand."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _trained(model: Any, steps: Sequence[Numbers], x_BD: Tensor, step: str = "")
 
 
 class _Counted:
-    """How often plans were made, and what was warned of, inside."""
+    """Context that counts the plans made in it, and records the warnings about them."""
 
     def __enter__(self) -> _Counted:
         self._stack = mock.patch.object(PlanCache, "plan", autospec=True, side_effect=PlanCache.plan)

@@ -1,4 +1,4 @@
-"""What goes in and comes out of a model: dataclasses, and caches of transformers that training has no use for."""
+"""Inputs and outputs of a model: dataclasses, and caches of transformers that training does not use."""
 
 from __future__ import annotations
 

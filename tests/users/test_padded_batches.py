@@ -121,7 +121,7 @@ def test_buckets_are_used_only_where_batches_differ_in_length() -> None:
 
 
 def _advised() -> None:
-    """What the error says is what makes the call go through."""
+    """Check that the advice in the error makes the call succeed."""
     rank = dist.get_rank()
     for sizes, advice, options in (
         (((2, 6), (2, 5)), 'Only lengths differ, which autopar.compile(..., buckets="auto") pads', {"buckets": "auto"}),

@@ -1,4 +1,4 @@
-"""What a plan says of itself: the model, inputs, speed and one device, in the table, the page and the file."""
+"""Facts that a plan states: model, inputs, speed and one device; in the table, the page and the file."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.experts import COMBINE, DISPATCH, OTHER_GROUPED_PRODUCTS
 
 SLOT_DIMS = "slot_dims"
-"""Of a dispatch, in the meta of its node: how many of the last dims of its index are slots of one token."""
+"""Key in a dispatch node's meta: the number of trailing index dims that are slots of one token."""
 ROUTE = 3
 
 
@@ -57,7 +57,7 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
 
 
 def _has_a_row_for_each_slot(x: fx.Node) -> bool:
-    """Whether tokens are repeated along their last leading dim, once for each of their experts."""
+    """Return whether tokens are repeated along their last leading dim, once for each of their experts."""
     dim = len(shape_of(x)) - 2
     while dim >= 0 and x.target in (*CASTS, *VIEWS, aten.mul.Tensor) and isinstance(x.args[0], fx.Node):
         factors = [each for each in x.args[:2] if isinstance(each, fx.Node) and shape_of(each) == shape_of(x)]

@@ -41,7 +41,7 @@ class Sorting:
 
 
 def sorting_of(node: fx.Node) -> Sorting | None:
-    """What a call sorts, if that can be slots by expert: whole numbers of one dim, ascending."""
+    """Return the sort that a call makes if it may sort slots by expert: one dim of integers, ascending; else None."""
     given = arguments(node)
     flat = given["self"]
     if len(shape_of(flat)) != 1 or value_of(flat).is_floating_point() or given.get("descending"):
@@ -65,7 +65,7 @@ def plain(node: Any) -> Any:
 
 
 def divisor_of(node: fx.Node) -> int | None:
-    """By what whole number the call divides, rounding down."""
+    """Return the integer by which a call divides with rounding down or toward zero; None if it does not."""
     if node.target is aten.floor_divide.default or (
         node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") in ("floor", "trunc")
     ):
@@ -89,7 +89,7 @@ def gathered_by(node: fx.Node, places: fx.Node) -> fx.Node | None:
 
 
 def is_counting(node: Any, sorting: Sorting, num_experts: int) -> bool:
-    """Whether a tensor has the number of rows of each expert."""
+    """Return whether a tensor holds the number of rows of each expert."""
     node = plain(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
@@ -113,7 +113,7 @@ def is_counting(node: Any, sorting: Sorting, num_experts: int) -> bool:
 
 
 def is_ends(node: Any, sorting: Sorting, num_experts: int) -> bool:
-    """Whether a tensor says where the rows of each expert end."""
+    """Return whether a tensor holds the end offset of each expert's rows (a cumulative sum of the counts)."""
     node = without(node, *CASTS)
     return (
         isinstance(node, fx.Node)
@@ -124,7 +124,7 @@ def is_ends(node: Any, sorting: Sorting, num_experts: int) -> bool:
 
 
 def is_inverse(node: Any, perm: fx.Node) -> bool:
-    """Whether a tensor has the row of every slot."""
+    """Return whether a tensor inverts the sort permutation: it holds the row of every slot."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if node.target in (aten.argsort.default, aten.argsort.stable):
@@ -138,7 +138,7 @@ def is_inverse(node: Any, perm: fx.Node) -> bool:
 
 
 def _counts_up(node: Any) -> bool:
-    """Whether a tensor is 0, 1, 2, …"""
+    """Return whether a tensor is an arange 0, 1, 2, …, possibly cast."""
     node = without(node, *CASTS)
     if not isinstance(node, fx.Node):
         return False
@@ -166,5 +166,5 @@ def _is_full_of(node: Any, number: int) -> bool:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a tensor is made of zeros."""
+    """Return whether a tensor consists of zeros."""
     return _is_full_of(node, 0)

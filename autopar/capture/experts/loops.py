@@ -53,7 +53,10 @@ def switch_transformers(experts: Any, x_TD: Tensor, one_hot_T1E: Tensor, weight_
 
 
 def nllb_moe(experts: Any, x_TD: Tensor, number_TE: Tensor, weight_TE: Tensor) -> Tensor:
-    """As many experts of a token as there are, of numbers that are a mask: the first two, as transformers read it."""
+    """Run the experts of NLLB-MoE as sorted rows, with as many slots per token as there are experts.
+
+    Their expert numbers are a mask of zeros and ones, so that only the first two experts run, as transformers reads it.
+    """
     each = list(experts.values())[:2]
 
     def through(rows: Tensor, product: Product) -> Tensor:

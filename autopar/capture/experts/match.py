@@ -1,7 +1,7 @@
-"""Which calls of a graph are dropless experts: from a sort of slots by expert to the sum of every token's rows.
+"""Detection of dropless experts in a graph, from a sort of slots by expert to the sum of every token's rows.
 
 A block is found by what it computes: rows gathered in the order of a sort, products grouped by the counts of what was
-sorted, between them only calls that treat every row alone, and at the end the rows put back. What differs in any way is
+sorted, between them only calls that treat every row alone, and at the end the rows put back. Anything that differs is
 no block, and stays as it is.
 """
 
@@ -51,17 +51,17 @@ ROW_BY_ROW = (aten.linear.default, *CASTS)
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where rows become tokens again."""
+    """End of a block of experts: the call that turns rows into tokens again."""
 
     node: fx.Node
-    """What is replaced."""
+    """Node that the rewrite replaces."""
     rows: fx.Node
     weights: fx.Node | None
     """The weights of rows in their order, a node with one number for each; None where they are summed as they are."""
     top_k: int
-    """How many slots are summed to a token."""
+    """Number of slots that are summed into a token."""
     added: fx.Node | None = None
-    """What the tokens are added to."""
+    """Tensor that the tokens are added to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Block:
     """The product of the gathered rows with their weights, where they are weighted before the experts."""
     products: tuple[fx.Node, ...]
     of_experts: tuple[fx.Node, ...]
-    """What each row takes of its expert, such as a bias."""
+    """Gathers of per-expert values for each row, such as a bias."""
     end: End
 
 
@@ -165,7 +165,7 @@ def _gathers_at(places: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _users(place: fx.Node) -> list[fx.Node]:
-    """What reads places, also behind views."""
+    """Return the calls that read `place`, directly or through views."""
     found: list[fx.Node] = []
     for user in place.users:
         viewed = user.target in (*VIEWS, aten.expand.default, aten.unsqueeze.default)
@@ -174,7 +174,7 @@ def _users(place: fx.Node) -> list[fx.Node]:
 
 
 def _is_weight(node: fx.Node, sorting: Sorting) -> bool:
-    """Whether a call gives one number for each row."""
+    """Return whether a call gives one number for each row."""
     return len(shape_of(node)) == 1 or shape_of(node) == (sorting.num_rows, 1)
 
 
@@ -186,7 +186,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _treats_rows_alone(node: fx.Node, region: dict[fx.Node, None], num_rows: int) -> bool:
-    """Whether a call computes every row of its results from the same row of its inputs, whatever their number."""
+    """Return whether a call computes every output row from the same input row alone, whatever their number."""
     outputs = node.meta.get("val")
     outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
     tensors = [x for x in outputs if isinstance(x, torch.Tensor)]
@@ -214,7 +214,7 @@ def _weight_in(node: Any, weights: tuple[fx.Node, ...]) -> fx.Node | None:
 
 
 def _factors(node: fx.Node, weights: tuple[fx.Node, ...]) -> tuple[fx.Node, fx.Node] | None:
-    """What a product weighs, and with which weights."""
+    """Return the rows and the weights of a product that weights rows; None for any other call."""
     if not isinstance(node, fx.Node) or node.target is not aten.mul.Tensor:
         return None
     left, right = node.args[:2]
@@ -226,13 +226,13 @@ def _factors(node: fx.Node, weights: tuple[fx.Node, ...]) -> tuple[fx.Node, fx.N
 
 
 def _is_scaled(node: fx.Node, gathers: tuple[fx.Node, ...], weights: tuple[fx.Node, ...]) -> bool:
-    """Whether a call weighs the rows as they were gathered."""
+    """Return whether a call weights the gathered rows directly, before any expert runs."""
     found = _factors(node, weights)
     return found is not None and without(found[0], *CASTS) in gathers
 
 
 def _is_weighted(node: fx.Node, region: dict[fx.Node, None], weights: tuple[fx.Node, ...]) -> bool:
-    """Whether a call weighs rows, which only the end may read."""
+    """Return whether a call weights rows of the region and only calls that put rows back read the result."""
     found = _factors(node, weights)
     return found is not None and found[0] in region and all(user.target in PUT_BACK for user in _behind_casts(node))
 

@@ -33,13 +33,13 @@ def repeated_tokens(draft: TracedGraph) -> None:
 
 
 def _undoes(node: fx.Node, before: fx.Node) -> bool:
-    """Whether a view gives what a product by experts gave, of which the one before it made a list."""
+    """Return whether a view restores the shape of a product by experts that the view `before` had flattened."""
     made = before.args[0]
     return isinstance(made, fx.Node) and made.target is aten.bmm.default and shape_of(made) == shape_of(node)
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a list is made of repeated tokens by elementwise calls that nothing else reads."""
+    """Return whether elementwise calls, each with one reader, make this list from repeated tokens."""
     if len(node.users) != 1:
         return False
     if node.target is aten.repeat.default:
@@ -48,7 +48,7 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def _num_repeats(node: fx.Node) -> int | None:
-    """How often a call repeats dim 0; None where it repeats another."""
+    """Return the number of times that a call repeats dim 0; None if it repeats another dim."""
     source, repeats = node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(repeats, list | tuple)
     alone = len(repeats) == len(shape_of(source)) and all(each == 1 for each in repeats[1:])

@@ -87,7 +87,7 @@ def _weights(draft: TracedGraph, block: Block, factor: fx.Node, shape: tuple[int
 
 
 def _in_slots(draft: TracedGraph, flat: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    """What was flattened, in this shape again."""
+    """Return the flattened tensor in this shape again, skipping views on the way to its source."""
     while flat.target in VIEWS and shape_of(flat) != shape:
         source = flat.args[0]
         assert isinstance(source, fx.Node)

@@ -1,4 +1,4 @@
-"""What stands for an `autograd.Function` in an exported graph, until it becomes a call of its own.
+"""Placeholder operator for an `autograd.Function` in an exported graph, until it becomes a call of its own.
 
 The exporter accepts operators only: while it traces, each use of a Function is the operator KEPT with a number and the
 tensors, and the number says which Function was used, with which other arguments.
@@ -30,7 +30,7 @@ class KeptUse:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     places: tuple[int, ...]
-    """Which leaves are the tensors."""
+    """Indices of the leaves that are tensors."""
 
     @classmethod
     def of(cls, function: Function, args: Sequence[Any]) -> KeptUse:
@@ -58,7 +58,7 @@ class KeptUse:
 
 
 def _is_printed(argument: Any) -> bool:
-    """Whether a graph can hold and print an argument."""
+    """Return whether a graph can hold and print an argument."""
     if type(argument) in (list, tuple):
         return all(map(_is_printed, argument))
     if type(argument) is dict:

@@ -58,14 +58,14 @@ class StandIns:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """How calls run in a part of the graph: with gradients or not, under autocast or not."""
+    """Gradient and autocast modes under which the calls in a part of the graph run."""
 
     grad: bool = True
     casts: Casts | None = None
     path: str = ""
-    """Of the module that the paths of its calls begin at."""
+    """Path of the module that the paths of the region's calls start from."""
     own: bool = False
-    """Whether all of its values belong to one call alone, as `TracedGraph.evaluate` says."""
+    """True if each value in the region belongs to one call alone, as `TracedGraph.evaluate` explains."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Inliner:
             return target(*given[0], **given[1]) is value
 
     def _is_written(self, *nodes: fx.Node) -> bool:
-        """Whether a call writes into the memory of what one of the nodes gave when it was exported."""
+        """Return whether any call writes into memory that one of the nodes' exported values occupies."""
         return any(not self.written.isdisjoint(storages(node.meta.get("val"))) for node in nodes)
 
     def _without_gradient(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What stands for a layer in an exported graph that is equal to one before it, until it becomes calls of its own."""
+"""Placeholder operator for a layer equal to an earlier one in an exported graph, until its calls are inlined."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from autopar.capture.inlining.recorded import Recorded
 from autopar.capture.passes.traced_graph import module_path
 
 LAYER = Recorded("autopar_equal_layer")
-"""Of the number of a body and the tensors that it reads."""
+"""Operator that stands for an equal layer; its arguments are the body's number and the tensors the body reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What one layer was traced to: its placeholders are what it reads, its module paths begin at the layer."""
+    """Traced calls of one layer, with what it reads as placeholders and module paths that start at the layer."""
 
     graph: fx.Graph
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node], read: Sequence[fx.Node], outputs: Sequence[fx.Node], path: str) -> Body:
-        """Of the nodes that a layer at `path` has made, which read others beside their own."""
+        """Copy the nodes of the layer at `path` into a body whose placeholders are the outside nodes `read`."""
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node in read:

@@ -1,7 +1,7 @@
-"""Whether two modules of one class are equal in all that a forward could read of them, but for their tensors' values.
+"""Comparison of two modules of one class in everything that a forward could read, except tensor values.
 
-Compared are classes, the tree of modules, shapes and dtypes, hooks, and every attribute. Plain attributes may differ,
-as the number of a layer does: whether a forward reads them, its trace has shown.
+It covers classes, the tree of modules, shapes and dtypes, hooks, and every attribute. Plain attributes may differ,
+as the number of a layer does: the trace has shown whether a forward reads them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Comparison:
     """Two trees of modules, side by side."""
 
     pairs: dict[int, tuple[nn.Module, nn.Module]] = field(default_factory=dict)
-    """By the id of the first."""
+    """Pairs of corresponding modules, by the id of the first."""
     differing: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Modules of the first tree, and names of plain attributes that have another value in the second."""
 
     def equal(self, one: nn.Module, other: nn.Module) -> bool:
-        """Whether the trees are equal but for the values of tensors and for what `differing` gets."""
+        """Return whether the trees are equal, except for the values of tensors and the attributes put in `differing`."""
         if not self._pair(one, other) or not all(self._attributes(a, b) for a, b in list(self.pairs.values())):
             return False
         return not self.differing or not any(_looks_at_all(type(module)) for module, _ in self.pairs.values())
@@ -69,7 +69,7 @@ class Comparison:
         return True
 
     def _same(self, one: Any, other: Any) -> bool:
-        """Whether a forward that reads one or the other does the same."""
+        """Return whether a forward behaves the same no matter which of the two values it reads."""
         if isinstance(one, nn.Module):
             return id(one) in self.pairs and self.pairs[id(one)][1] is other
         if type(one) is not type(other):
@@ -102,13 +102,13 @@ def state_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def ties(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """For each tensor the place of the first that is the very same."""
+    """Return for each tensor the index of the first one that is the same object."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
 
 
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What a trace can tell of a tensor without values."""
+    """Return everything that a trace can observe of a tensor except its values."""
     memory = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     return type(tensor), *memory, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
 
@@ -122,7 +122,10 @@ def _same_tensors(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor |
 
 @functools.cache
 def _looks_at_all(cls: type) -> bool:
-    """Whether code of a module's class may read attributes that it does not name; PyTorch's own does so to print."""
+    """Return whether code of a module's class may read attributes without naming them.
+
+    PyTorch's own classes do so only to print, and are left out.
+    """
     bases = (base for base in cls.__mro__ if not base.__module__.startswith("torch."))
     functions = (value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType))
     return any(not LOOKS_AT_ALL.isdisjoint(function.__code__.co_names) for function in functions)

@@ -40,9 +40,9 @@ class EqualLayers:
 
     recorder: Recorder
     noticed: Callable[[], object]
-    """What the trace keeps beside its graph: a layer that changes this is more than its calls."""
+    """Callable that counts what the trace records outside its graph; a layer that changes that gets no template."""
     bodies: list[Body] = field(default_factory=list)
-    """By the number that calls of LAYER have."""
+    """Bodies of traced layers, by the number that calls of LAYER carry."""
     _lists: dict[int, int] = field(default_factory=dict)
     """The id of a layer's list, by the layer's."""
     _templates: dict[Hashable, list[Template]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class EqualLayers:
             yield
 
     def _called(self, call: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the layer returns: traced as it is, or by one call in the graph."""
+        """Return the result of the layer, either traced as usual or as one call of LAYER in the graph."""
         mode = proxy_tensor.get_proxy_mode()
         tracer: Any = None if mode is None else mode.tracer
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -98,12 +98,14 @@ class EqualLayers:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """What looks at modules and tensors inside is no part of the forward."""
+        """Exclude inspection of modules and tensors inside the block from the recorded forward."""
         with self.recorder.aside(), torch._C.DisableTorchFunction():
             yield
 
     def _equals(self, template: Template, layer: nn.Module, given: Sequence[Tensor]) -> bool:
-        """Whether a trace of `layer` would be that of the template; its reads of Python are noted, if so."""
+        """Return whether a trace of `layer` would equal the template's; record the template's Python reads for it if
+        so.
+        """
         comparison = Comparison()
         if ties(given) != template.ties or not comparison.equal(template.layer, layer):
             return False
@@ -114,7 +116,7 @@ class EqualLayers:
         return True
 
     def _repeated(self, template: Template, given: Sequence[Tensor], tracer: Any) -> Any:
-        """What the layer returns, by one call in the graph."""
+        """Return the result of the layer as one call of LAYER in the graph."""
         fake = detect_fake_mode(list(given))
         assert fake is not None, "what is traced has no values"
         with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), fake, torch.enable_grad():
@@ -127,7 +129,7 @@ class EqualLayers:
 
 
 def _modes() -> tuple[Hashable, ...]:
-    """What of PyTorch's own state a trace depends on."""
+    """Return the global PyTorch modes that a trace depends on: gradients, autocast and default dtype."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return torch.is_grad_enabled(), *autocast, torch.get_default_dtype()
 
@@ -142,6 +144,6 @@ def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
 
 
 def _path_in(tracer: Any) -> str | None:
-    """Where the module is that is being called; None where that is not told, or modules are at several places."""
+    """Return the path of the module being called; None if the tracer does not tell it or it may be ambiguous."""
     stack = getattr(tracer, "module_stack", None)
     return None if not stack or getattr(tracer, "enable_attr_proxy", False) else next(reversed(stack.values()))[0]

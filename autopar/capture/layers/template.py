@@ -1,4 +1,4 @@
-"""What one layer was traced to, in a form that stands for equal layers: its calls, what they read, what it returns."""
+"""Trace of one layer in a form that stands for equal layers: its calls, what they read, what it returns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Form:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `made` can give it: where there are gaps between elements, a copy has none."""
+        """True if `made` reproduces the strides; a copy has no gaps between elements."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return self.made("meta").stride() == self.stride
 
@@ -57,14 +57,14 @@ class Template:
     ties: tuple[int, ...]
     body: Body
     read: tuple[int, ...]
-    """Which of the given the body reads."""
+    """Indices of the given tensors that the body reads."""
     forms: tuple[Form, ...]
-    """Of what the body gives."""
+    """Forms of the tensors that the body returns."""
     outputs: tuple[Output, ...]
     spec: pytree.TreeSpec
 
     def returned(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Any:
-        """What a layer returns, of what it was given and what the call in its place has made."""
+        """Return the layer's result, assembled from the tensors it was given and those that its LAYER call made."""
         leaves: list[Any] = []
         for each in self.outputs:
             if each.given is not None:
@@ -82,10 +82,10 @@ def template_of(
     returned: Any,
     region: Sequence[fx.Node],
 ) -> Template | None:
-    """What stands for the layer at `path`, which has made the nodes `region`; None where one call cannot.
+    """Build the template of the layer at `path`, which made the nodes `region`; None if one call cannot stand for it.
 
-    A call cannot say what reads other tensors than the given, writes into those, or returns views. `nodes` are those
-    of the given before the layer was called: a cast that changes nothing gives a tensor another one.
+    One call cannot express a layer that reads other tensors than the given, writes into those, or returns views.
+    `nodes` are those of the given before the layer was called: a cast that changes nothing gives a tensor another one.
     """
     own = set(region)
     places = {node: index for index, node in reversed(list(enumerate(nodes)))}
@@ -121,7 +121,7 @@ def _output(leaf: Any, given: Mapping[int, int], made: Sequence[int]) -> Output:
 
 
 def _can_be_repeated(node: fx.Node, path: str) -> bool:
-    """Whether a call is an operator of plain sizes, inside of its layer."""
+    """Return whether a call is an operator inside the layer whose outputs are tensors or None, not symbolic sizes."""
     plain = isinstance(node.target, torch._ops.OpOverload) or node.target in (operator.getitem, LAYER)
     sizes = (leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if not isinstance(leaf, Tensor))
     return plain and path_within(node, path) is not None and all(leaf is None for leaf in sizes)

@@ -63,14 +63,14 @@ def _replace(draft: TracedGraph, node: fx.Node, made: dict[object, fx.Node]) -> 
 
 
 def _sees(given: dict[str, Any]) -> tuple[int, int]:
-    """How many places before, and behind, its own a query sees; -1: all."""
+    """Return the number of positions before and after its own that a query sees; -1 means all."""
     before, behind = given["window_size"] or (-1, -1)
     return before, 0 if given["is_causal"] else behind
 
 
 @dataclass(slots=True)
 class _Packed:
-    """What says where packed positions are, each call of it made once for all layers."""
+    """Builder of masks over packed positions, which makes each call only once for all layers."""
 
     draft: TracedGraph
     calls: dict[object, fx.Node]

@@ -1,4 +1,4 @@
-"""By which numbers a mask that is added to the scores hides keys: by -inf, the lowest finite ones, or others.
+"""Classification of the numbers with which an additive mask hides keys: -inf, the lowest finite ones, or others.
 
 The softmax of a row whose scores all are -1e9 is the mean of its values, or what rounding leaves of it, and the blocks
 of such a row are not merged exactly.
@@ -27,7 +27,7 @@ WITH_NUMBERS = frozenset({*FUNCTIONS, *FILLED, "scalar_tensor"})
 
 
 def hiding_of(mask: fx.Node) -> Hiding:
-    """By which numbers a mask may hide keys; of numbers for keys that are not known, by others."""
+    """Return the kind of numbers with which a mask may hide keys; "other" also if an input or buffer supplies them."""
     num_keys = shape_of(mask)[-1]
     found: Hiding = "infinity"
     seen, left = {mask}, [mask]
@@ -62,7 +62,7 @@ def _extremes(large: Tensor) -> tuple[float, ...]:
 
 
 def _is_given(node: fx.Node, num_keys: int) -> bool:
-    """Whether it is an input or a buffer with a number for each key."""
+    """Return whether a node is an input or buffer of unknown floating-point values with a dim of `num_keys`."""
     if node.op != "placeholder" or node.meta["source"].value is not None:
         return False
     return value_of(node).is_floating_point() and num_keys in shape_of(node)

@@ -22,13 +22,13 @@ def hidden_by_infinity(mask: Expression) -> Expression:
 
 
 def all_see_themselves(mask: Expression, reading: Reading) -> bool:
-    """Whether every query of a square mask sees the key of its own position, whatever the data."""
+    """Return whether every query of a square mask is certain to see the key of its own position, whatever the data."""
     vectors = constants(reading.vectors)
     return vectors is not None and bool((evaluate(mask, list(map(_diagonal, vectors))) > LOWEST).all())
 
 
 def _diagonal(vector: Tensor) -> Tensor:
-    """What a vector has where a query meets the key of its own position."""
+    """Return the elements of a vector at which a query meets the key of its own position."""
     if vector.ndim < 2:
         return vector
     return vector[..., 0, :] if vector.shape[-2] == 1 else vector[..., 0]

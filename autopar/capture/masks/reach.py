@@ -1,6 +1,6 @@
-"""How far back queries see under a mask, as far as that follows from positions and not from data: a window's size.
+"""Farthest position back that queries see under a mask, derived from positions and not from data: a window's size.
 
-Blocks of scores say about how far, and then diagonals of scores, each one distance between queries and keys.
+Blocks of scores give a coarse distance. Diagonals of scores, each one distance between query and key, give the exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.program.operators.attention.expressions import Bounds, Expression, 
 from autopar.program.operators.attention.masked_blocks import known_of, without_nan
 
 NUM_BLOCKS = 1024
-"""Of queries, and of keys."""
+"""Maximum number of blocks of queries, and of keys."""
 
 
 def reach_of(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> int | None:
@@ -38,7 +38,7 @@ def reach_of(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: 
 
 
 def _seen_at(back: int, expression: Expression, given: Sequence[tuple[Tensor | None, Tensor]], size: int) -> bool:
-    """Whether some query may see the key so many positions back."""
+    """Return whether some query may see the key `back` positions before its own."""
     length = size - abs(back)
 
     def part(x: Tensor | None, like: Tensor) -> Bounds:

@@ -15,7 +15,7 @@ from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, sh
 from autopar.program.operators.attention.expressions import FUNCTIONS, Call, Expression, Score, Vector
 
 MOST_CALLS = 64
-"""Of an expression; a part that it has twice counts twice."""
+"""Maximum number of calls in an expression; a part that occurs twice counts twice."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "expand", "lift_fresh_copy"})
 """Give the elements that they are given, or repeat them along whole dims."""
 OTHER_NAMES = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
@@ -32,7 +32,7 @@ class NotByPositionError(Exception):
 
 @dataclass(slots=True)
 class Reading:
-    """What a mask was found to be made of so far."""
+    """State of reading a mask: the vectors and expressions found so far."""
 
     draft: TracedGraph
     vectors: list[fx.Node] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Reading:
     score: fx.Node | None = None
     """The scores, if the expression is a function of them."""
     dims: tuple[int, ...] = ()
-    """Where, from the right, what is read has got dims of one element behind it, the last one first."""
+    """Negative dims at which vectors that are read get a dim of one element, the most recently added first."""
 
     def of(self, node: fx.Node) -> Expression:
         """The expression of a tensor that is broadcast to the scores."""
@@ -157,7 +157,7 @@ def _added_dims(node: fx.Node) -> tuple[int, ...]:
 
 
 def _is_true(argument: object) -> bool:
-    """Whether an argument is a single element, and true whatever the data."""
+    """Return whether an argument is a single boolean element that is true whatever the data."""
     if not isinstance(argument, fx.Node) or shape_of(argument):
         return False
     value = constant(argument, {})
@@ -165,12 +165,12 @@ def _is_true(argument: object) -> bool:
 
 
 def _adds_leading_dims(node: fx.Node) -> bool:
-    """Whether a view has more dims of one element than its source, or fewer, before all others."""
+    """Return whether a view only adds or removes leading dims of one element."""
     source, shape = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
     most = max(len(source), len(shape))
     return (1,) * (most - len(source)) + source == (1,) * (most - len(shape)) + shape
 
 
 def _matters(node: fx.Node, name: str, value: object) -> bool:
-    """Whether a keyword argument changes what a call gives."""
+    """Return whether a keyword argument differs from the operator's default."""
     return value != next(each.default_value for each in node.target._schema.arguments if each.name == name)  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ def masks_by_position(draft: TracedGraph) -> None:
 
 
 def _fits(given: dict[str, Any]) -> bool:
-    """Whether the operators take the call, and its mask has a dim of queries and one of keys."""
+    """Return whether the mask operators support the call, and its mask has a dim of queries and one of keys."""
     query, key, value, mask = (value_of(given[name]) for name in ("query", "key", "value", "attn_mask"))
     whole = query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]
     square = mask.ndim > 1 and mask.shape[-2:] == (query.shape[-2], key.shape[-2]) and min(mask.shape[-2:]) > 1

@@ -1,4 +1,4 @@
-"""How much of the scores a mask leaves, as far as that follows from positions and not from data."""
+"""Share of the scores that a mask leaves, derived from positions and not from data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.program.operators.attention.expressions import Bounds, parse
 from autopar.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
 
 RISING = 1.5
-"""How many times what the first half of the queries sees the second half does, where later ones count as busier."""
+"""Ratio of scores seen by the second and the first half of the queries from which later queries count as busier."""
 
 LARGEST = 2**24
 """Elements of a tensor that is worked out."""
@@ -34,7 +34,10 @@ def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys
 
 
 def bounds_without_data(constant: Tensor | None, value: Tensor, queries: int, keys: int) -> Bounds:
-    """How low and high a vector is in blocks of so many queries and keys, as far as it is a constant."""
+    """Return lower and upper bounds of a vector in blocks of so many queries and keys.
+
+    Without a known constant the bounds are False and True, or minus and plus infinity.
+    """
     if constant is not None:
         return bounds_of(constant, queries, keys)
     if value.dtype is torch.bool:

@@ -9,7 +9,11 @@ from autopar.capture.passes.views import VIEWS
 
 
 def without_repeats(keys: fx.Node, values: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What [batch, heads, positions, features] is repeated to both; they themselves where it is not alike."""
+    """Return the keys and values before a model repeats their heads for the query heads.
+
+    Both have the shape [batch, heads, positions, features]. Return the inputs unless both are repeated from equally
+    many heads.
+    """
     found = _repeated(keys), _repeated(values)
     if found[0] is None or found[1] is None or shape_of(found[0])[1] != shape_of(found[1])[1]:
         return keys, values

@@ -40,7 +40,7 @@ AS_IN_PYTHON = frozenset(
 )
 """Operators that give in float64 what Python gives, unless they divide by zero; clamp stands for min and max."""
 ROUNDING = 1e-15
-"""By how much of itself a float64 may be off, as c / n is c * (1 / n) for tensors."""
+"""Relative rounding error allowed to a float64; tensors compute c / n as c * (1 / n)."""
 
 
 def difference(number: Program, tensor: Program, values: Mapping[int, int | float], num_computed: int) -> str:

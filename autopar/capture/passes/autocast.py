@@ -52,7 +52,7 @@ class Autocast:
         return KEYS.get(self.device, KEYS["cpu"])
 
     def casts_whole(self, op: torch._ops.OpOverload) -> bool:
-        """Whether the policy has an entry for an operation."""
+        """Return whether the autocast policy has an entry for an operation as a whole."""
         return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), self.key)
 
 
@@ -152,7 +152,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _is_cast(value: Any, dtype: torch.dtype) -> bool:
-    """Whether autocast would cast it: a floating-point tensor of another dtype, but never float64."""
+    """Return whether autocast would cast a value: a floating-point tensor of another dtype, but never float64."""
     return _is_float(value) and value.dtype not in (dtype, torch.float64)
 
 

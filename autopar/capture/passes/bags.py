@@ -43,7 +43,7 @@ def _bags(draft: TracedGraph, given: Mapping[str, Any], module: str) -> fx.Node:
 
 
 def _size_of_bags(given: Mapping[str, Any]) -> int | None:
-    """How many indices each bag has; None where that is not known, or they differ."""
+    """Return the number of indices in each bag; None if it is unknown or differs between bags."""
     offsets, num_indices = given["offsets"], shape_of(given["indices"])[0]
     if offsets.target not in ARANGES or given["include_last_offset"] or not shape_of(offsets)[0]:
         return None

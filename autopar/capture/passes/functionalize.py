@@ -38,7 +38,7 @@ class Variable:
     view: fx.Node | None = None
     """The call that makes it from its parent; None where it is the parent itself under another name."""
     version: int = 0
-    """Of a root: how often it was written. Of a view: the root's version at which `node` was made."""
+    """Number of writes so far for a root; for a view, the root's version at which `node` was made."""
     keeps_gradient: bool = False
     """True if it has the values of its parent and a gradient of its own, as after `x.data = y`."""
 

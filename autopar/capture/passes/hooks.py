@@ -34,7 +34,7 @@ def _innermost(owner: fx.Node) -> fx.Node:
 
 
 def _behind(owner: fx.Node) -> fx.Node:
-    """Where a call that reads `owner` may stand: behind it, and behind all placeholders."""
+    """Return the node after which a call that reads `owner` may stand: `owner`, or the last placeholder."""
     if owner.op != "placeholder":
         return owner
     return [node for node in owner.graph.nodes if node.op == "placeholder"][-1]

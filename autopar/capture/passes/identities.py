@@ -92,7 +92,7 @@ IDENTITIES: dict[object, _Test] = {
 
 
 def _gives(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a call gives a tensor like its input: shape, strides, dtype."""
+    """Return whether a call's output has the shape, strides and dtype of its input."""
     found, given = node.meta["val"], source.meta["val"]
     alike = isinstance(found, Tensor) and isinstance(given, Tensor) and found.dtype == given.dtype
     return alike and found.shape == given.shape and found.stride() == given.stride()

@@ -1,4 +1,4 @@
-"""How a packed output is taken apart along its last dim: split, chunk, slices, or a view that makes the pieces a dim.
+"""Split of a packed output along its last dim: split, chunk, slices, or a view that makes the pieces a dim.
 
 The last is what nn.MultiheadAttention and many vision models do: view(…, 3, e), some permutation, then select or
 unbind along the new dim. Each dim is followed by a label, so that the piece's own dims can be put in the same order.

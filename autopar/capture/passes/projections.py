@@ -96,13 +96,13 @@ def _packed_experts(node: fx.Node) -> Packed | None:
 
 
 def _is_of_experts(node: fx.Node) -> bool:
-    """Whether matrices are a parameter, or those of some of its experts."""
+    """Return whether matrices are a parameter, or a slice of a parameter along its dim of experts."""
     some = node.target is aten.slice.Tensor and node.args[1] == 0 and isinstance(node.args[0], fx.Node)
     return _is_parameter(node.args[0]) if some else _is_parameter(node)  # type: ignore[arg-type]
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Whether a call exchanges the two dims of matrices."""
+    """Return whether a call swaps the two matrix dims of a tensor of three dims."""
     return node.target is aten.transpose.int and {dim % 3 for dim in node.args[1:]} == {1, 2}  # type: ignore[operator]
 
 

@@ -62,7 +62,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def has_derivative(target: Callable[..., Any]) -> bool:
-    """Whether gradients flow through a call as PyTorch runs it."""
+    """Return whether gradients flow through a call as PyTorch runs it."""
     name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
     return name not in WITHOUT_DERIVATIVE
 

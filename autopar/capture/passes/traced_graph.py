@@ -26,7 +26,7 @@ Kind = Literal["parameter", "buffer", "constant", "input"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a placeholder stands for: a parameter or buffer by name, a lifted constant, or the input leaf `index`."""
+    """Origin of a placeholder: a parameter or buffer by name, a lifted constant, or the input leaf `index`."""
 
     kind: Kind
     name: str = ""
@@ -43,7 +43,7 @@ class TracedGraph:
     mutations: tuple[str, ...] = ()
     """Buffers whose new values follow the user's outputs."""
     seen: dict[object, Any] = field(default_factory=dict)
-    """What calls gave, by `call_key`: equal layers are evaluated once."""
+    """Results of evaluated calls, by `call_key`, so that equal layers are evaluated once."""
 
     def copied(self) -> TracedGraph:
         """The same graph anew, for passes that are to leave this one as it is."""
@@ -62,13 +62,13 @@ class TracedGraph:
         return node
 
     def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str = "", own: bool = False) -> Any:
-        """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own.
+        """Return the result of a call on fake tensors; gradients are recorded, so that requires_grad is autograd's own.
 
         Args:
             own: the value belongs to this call alone, and is not that of an equal one: something writes into its
                 memory, which may change what else is known of it.
 
-        Raises CaptureError where that, or its shape, depends on the values of tensors, and where it is not dense.
+        Raises CaptureError if the result or its shape depends on the values of tensors, and if it is not dense.
         """
         key = None if own or is_write(target) else call_key(target, args, kwargs)
         if key is not None and key in self.seen:
@@ -102,9 +102,9 @@ PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, 
 
 
 def call_key(target: Callable[..., Any], args: Any, kwargs: Any) -> object:
-    """What the shapes, strides, dtypes and requires_grad of a call's outputs follow from, hashable.
+    """Return a hashable key that determines the shapes, strides, dtypes and requires_grad of a call's outputs.
 
-    None where they follow from more: a size that is not a plain number, or an object.
+    None if they depend on more: a size that is not a plain number, or an object.
     """
     described = _description(args), _description(kwargs)
     return None if None in described else (target, described)
@@ -130,7 +130,7 @@ def _description(value: Any) -> object:
 
 
 def is_write(target: object) -> bool:
-    """Whether a call of `target` writes into its arguments, as its schema says."""
+    """Return whether a call of `target` writes into its arguments according to its schema."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 

@@ -93,7 +93,7 @@ def _unsure_strides(draft: TracedGraph) -> set[fx.Node]:
 
 
 def _permutation(node: fx.Node) -> list[int]:
-    """Which dim of its input each dim of a permutation is."""
+    """Return for each dim of a permutation's output the dim of its input that it is."""
     ndim = len(shape_of(node))
     if node.target is aten.permute.default:
         dims = node.args[1]

@@ -1,4 +1,4 @@
-"""What stands in the attributes that a forward reads and writes: plain values, containers, and what is computed."""
+"""Attributes that a forward reads and writes: plain values, containers, and computed attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Read:
     place: Place
     before: Any
     items: list[Any] | None
-    """Of a container, before the forward has changed it."""
+    """Items of a container before the forward has changed it."""
     location: str
     own: dict[str, Any] = field(default_factory=dict)
     """The attributes of the object that has this one."""
@@ -35,11 +35,11 @@ class Write:
     value: Any
     location: str
     dependent: bool
-    """Whether it holds a tensor that is computed from inputs, parameters or random numbers."""
+    """True if the value holds a tensor that is computed from inputs, parameters or random numbers."""
 
 
 def is_computed(cls: type, name: str) -> bool:
-    """Whether a class computes an attribute when it is asked for: its own code is recorded instead."""
+    """Return whether a class computes an attribute on access; if so, the code that computes it is recorded instead."""
     for base in cls.__mro__:
         if name in vars(base):
             found = vars(base)[name]
@@ -57,25 +57,25 @@ def own_attributes(holder: Any) -> dict[str, Any]:
 
 
 def is_registered(holder: Any, name: str) -> bool:
-    """Whether a module has a parameter, buffer or module of this name."""
+    """Return whether a module has a parameter, buffer or module of this name."""
     own = vars(holder) if isinstance(holder, nn.Module) else {}
     return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is an atom, or a container of such."""
+    """Return whether a value is an atom, or a container of plain values."""
     return isinstance(value, ATOMS) or (isinstance(value, CONTAINERS) and all(map(is_plain, contents(value))))
 
 
 def items_of(value: Any) -> list[Any] | None:
-    """What a container holds that can change; of an array its bytes."""
+    """Return the contents of a mutable container, or the bytes of an array; None for other values."""
     if isinstance(value, list | dict | set | deque):
         return contents(value)
     return [value.tobytes()] if type(value).__module__ == "numpy" and hasattr(value, "tobytes") else None
 
 
 def value_at(place: Place, root: nn.Module) -> Any:
-    """What is at a place of a traced model."""
+    """Return the value at a place of a traced model, or MISSING."""
     holder, (kind, key) = place.holder(root), place.steps[-1]
     if kind == "item":
         return holder.get(key, MISSING)
@@ -88,13 +88,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def is_unchanged(read: Read) -> bool:
-    """Whether a container holds what it held."""
+    """Return whether a container still holds the items that it held when it was first read."""
     now, before = items_of(read.before) or [], read.items or []
     return len(now) == len(before) and all(map(equal, now, before))
 
 
 def only_cached(read: Read, traced: nn.Module) -> bool:
-    """Whether a container is a dict that only got more items, which are the same in every call."""
+    """Return whether a container is a dict that has only gained items, all independent of the call."""
     if not isinstance(read.before, dict) or read.items is None or len(read.items) == 2 * len(read.before):
         return False
     half = len(read.items) // 2

@@ -1,4 +1,4 @@
-"""What a traced tensor is computed from."""
+"""Graph nodes that a traced tensor is computed from."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def cone_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def comes_from_inputs(tensor: Tensor) -> bool:
-    """Whether a tensor depends on a placeholder of the graph being traced; true where nothing is traced."""
+    """Return whether a tensor depends on a placeholder of the graph being traced; True outside of tracing."""
     return get_proxy_mode() is None or any(node.op == "placeholder" for node in cone(tensor))
 
 
 def depends_on_call(tensor: Tensor, root: nn.Module) -> bool:
-    """Whether a traced tensor may differ between calls: it comes from inputs, parameters or random numbers."""
+    """Return whether a traced tensor may differ between calls: it comes from inputs, parameters or random numbers."""
     buffers = {node_of(buffer) for buffer in root.buffers()}
     return any(
         (node.op == "placeholder" and node not in buffers)
@@ -42,7 +42,7 @@ def depends_on_call(tensor: Tensor, root: nn.Module) -> bool:
 
 
 def comes_from(tensor: Tensor, constant: object) -> bool:
-    """Whether a traced tensor is computed from this very tensor, which is no input, parameter or buffer."""
+    """Return whether a traced tensor is computed from this very tensor, which is no input, parameter or buffer."""
     named = [node for node in cone(tensor) if node.op == "get_attr"]
     return any(getattr(_root(), str(node.target), None) is constant for node in named)
 

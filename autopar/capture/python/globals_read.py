@@ -1,4 +1,4 @@
-"""Which globals a forward may read: those that its code names, and the code of the user that it calls by name.
+"""Globals that a forward may read: those that its code names, and those of user code that it calls by name.
 
 Code is followed by the names in it and never run: from the forwards of a model to methods of the same classes,
 functions and classes of the same file, and functions of modules that the file imports. Globals that hold numbers, text
@@ -75,7 +75,7 @@ def called_functions(model: nn.Module) -> list[types.FunctionType]:
 
 
 def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:
-    """What may be called of a global that code names."""
+    """Yield the functions that code may call through a global, given the names that the code uses."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, types.ModuleType) and is_users(value.__name__):
@@ -144,12 +144,12 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a global is a number, text, or a container: code, modules and tensors are not replaced."""
+    """Return whether a global is a number, text or a container; code, modules and tensors are not replaced."""
     return isinstance(value, (*ATOMS, *CONTAINERS))
 
 
 def _has_data(value: Any) -> bool:
-    """Whether a global is the user's module, class, or object, whose attributes may be data."""
+    """Return whether a global is the user's module, class or object, whose attributes may be data."""
     if isinstance(value, types.ModuleType):
         return is_users(value.__name__)
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""What a forward asks of PyTorch's own state while it is traced: whether gradients are on where it is called.
+"""Answers to a forward's queries of PyTorch's gradient modes during tracing: those of the place of the call.
 
 A model is always traced with gradients, so that one graph serves training and evaluation. A forward that asks gets the
 answer that it would have where the call is made, and the graph is one for calls with this answer.
@@ -36,7 +36,7 @@ def of_this_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_modes() -> Iterator[dict[str, bool]]:
-    """What the user's code asks inside, with the modes of the call."""
+    """Answer the user's queries of gradient modes inside with the modes of the call; yield the answers by name."""
     asked: dict[str, bool] = {}
 
     def answering(name: str) -> Callable[[], bool]:

@@ -1,7 +1,7 @@
-"""Which captured program fits the Python state that the model has now: attributes, globals, closures.
+"""Lookup of the captured program that fits the model's present Python state: attributes, globals, closures.
 
-A program is captured for what the forward has read of Python. Where that is another now, the call is one of another
-kind, for which the model is captured and planned anew; where it is again what it was, the old program runs.
+A program is captured for what the forward has read of Python. If that has changed, the call is one of another kind,
+for which the model is captured and planned anew; if it is again what it was, the old program runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PythonKinds:
         self.root = root
         self._original: _Original | None = None
         self.shown = False
-        """Whether the compiled module has the attributes of the model: when it is made."""
+        """True once the compiled module exists and shows the attributes of the model."""
 
     def follow(self, original: nn.Module | None) -> None:
         """Let what is set in attributes of the model of which `root` is a copy count, while somebody else holds it."""
@@ -50,13 +50,15 @@ class PythonKinds:
         self.shown = True
 
     def keeps(self, name: str) -> bool:
-        """Whether the model has data under a name: an attribute of its own, or one of its class that is no code."""
+        """Return whether the model has data under a name: an attribute of its own, or a class attribute that is no
+        code.
+        """
         if name in INTERNALS:
             return False
         return name in vars(self.root) or isinstance(getattr(type(self.root), name, MISSING), (*ATOMS, *CONTAINERS))
 
     def takes(self, compiled: type, name: str, value: Any) -> bool:
-        """Whether an attribute that is set on the compiled module is the model's; InputError where both have one."""
+        """Return whether an attribute set on the compiled module goes to the model; InputError if both have one."""
         if name in INTERNALS or isinstance(value, nn.Parameter | nn.Module):
             return False
         if hasattr(compiled, name) and name in vars(self.root) and not name.startswith("_"):
@@ -68,7 +70,10 @@ class PythonKinds:
         return not registered and not hasattr(compiled, name) and (self.keeps(name) or not name.startswith("_"))
 
     def fitting(self, known: Sequence[tuple[Watch, Any]]) -> int:
-        """Which of the programs for one kind of input fits the state of now; how many there are, where none does."""
+        """Return the index of the program, among those for one kind of input, that fits the present Python state.
+
+        Return the number of programs if none fits.
+        """
         for everything in (False, True) if self._original is not None else (False,):
             if self._original is not None:
                 self._original.take_over(everything)
@@ -99,7 +104,7 @@ def warn_of_many(known: Sequence[tuple[Watch, Any]]) -> None:
 
 
 class Lost:
-    """In place of a tensor or object that a forward writes into an attribute, which a compiled module does not have."""
+    """Stand-in for a tensor or object that a forward writes into an attribute and a compiled module does not keep."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -137,9 +142,9 @@ class _Original:
         self._seen: dict[Key, list[Any]] = {}
         """(id of what holds an attribute, its name) → a reference to that, the name, the value last seen, the place."""
         self._read: dict[Key, None] = {}
-        """What forward reads."""
+        """Keys of the attributes that forward reads, in order."""
         self._flat: tuple[list[Any], ...] = ([], [], [])
-        """Of what forward reads: references, names and values, so that looking again is one pass in C."""
+        """References, names and last values of the attributes that forward reads, for a check in one pass in C."""
         for path, module in original.named_modules():
             self._look(module, Place(path, (), path), depth=3)
 

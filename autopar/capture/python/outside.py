@@ -1,4 +1,4 @@
-"""What a forward may not ask while it is traced: random numbers that are not PyTorch's, clocks, seeds.
+"""Refusal of values that a forward may not query during tracing: clocks, seeds, random numbers not from PyTorch.
 
 A graph would hold the answer of one call for ever. `torch.rand` and the like are operations, and stay random.
 """

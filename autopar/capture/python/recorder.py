@@ -1,8 +1,10 @@
-"""What a forward reads and writes of Python while it is traced: attributes of its modules and of what they hold.
+"""Record of the Python state that a forward reads and writes during tracing.
+
+That is the attributes of its modules and of the objects that these hold.
 
 Attribute access of all modules, and of the objects that are found in their attributes, goes through this file while a
-model is traced. What a forward reads before it writes, its graph depends on. What it writes is harmless where nothing
-reads it first, or where it settles: a cache that is filled once. A value that goes from one call to the next would
+model is traced. The graph depends on everything that a forward reads before it writes. A write is harmless if nothing
+reads the value first, or if it settles: a cache that is filled once. A value that goes from one call to the next would
 stand still in a graph, and is refused.
 """
 
@@ -58,7 +60,7 @@ HOOK_TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""Where modules keep their forward hooks."""
+"""Names of the attributes in which modules keep their forward hooks."""
 
 
 class Recorder:
@@ -67,14 +69,14 @@ class Recorder:
     def __init__(self, traced: nn.Module, globals_read: tuple[Place, ...] = ()) -> None:
         self._traced = traced
         self._places = {id(module): Place(path, (), path) for path, module in traced.named_modules()}
-        """Where the objects are whose attributes are recorded."""
+        """Place of each object whose attributes are recorded, by its id."""
         self._reads: dict[tuple[int, str], Read] = {}
         self._globals = [self._global(place) for place in globals_read]
         self._inner: list[Read] = []
-        """Of containers in containers."""
+        """Reads of values inside containers."""
         self._writes: dict[tuple[int, str], Write] = {}
         self._sets = 0
-        """How often the forward has set an attribute."""
+        """Number of times that the forward has set an attribute."""
         self._kept: list[Any] = []  # an object that goes would leave its id to another
         self._patched: set[type] = set()
         self._stack = contextlib.ExitStack()
@@ -104,7 +106,7 @@ class Recorder:
             self._on = before
 
     def held(self) -> Held:
-        """What is now in all places that were read, and how often an attribute was set."""
+        """Return the present values at all places that were read, and the number of attribute writes so far."""
         with self.aside():
             reads = ((read, read.own.get(name, read.before)) for (_, name), read in self._reads.items())
             outside = ((read, value_at(read.place, self._traced)) for read in self._globals)
@@ -112,7 +114,7 @@ class Recorder:
             return self._sets, {id(read): (read, v, items_of(v)) for read, v in (*reads, *inner, *outside)}
 
     def changed_since(self, earlier: Held) -> bool:
-        """Whether the forward has changed any of that since, or what it has first read since."""
+        """Return whether the forward has since written an attribute, or changed anything it had read or has read since."""
         sets, now = self.held()
         if sets != earlier[0]:
             return True
@@ -125,7 +127,7 @@ class Recorder:
         return False
 
     def has_read(self, holder: Any, name: str) -> bool:
-        """Whether the forward has read or written an attribute, as far as it has come."""
+        """Return whether the forward has read or written an attribute so far."""
         return (id(holder), name) in self._reads or (id(holder), name) in self._writes
 
     def read_alike(self, one: nn.Module, other: nn.Module) -> None:
@@ -138,7 +140,7 @@ class Recorder:
             self._reads[id(other), name] = Read(self._place(other, name), value, items_of(value), read.location, own)
 
     def state(self, settled: bool) -> PythonState:
-        """What this trace has read and written; `settled`, as in `PythonState`."""
+        """Return the Python state that this trace has read and written; `settled` is as in `PythonState`."""
         reads = (*self._reads.values(), *self._globals)
         fresh = [write for key, write in self._writes.items() if key not in self._reads]
         evolved = [write for write in self.evolved if isinstance(write.place.owner, str)]
@@ -301,7 +303,10 @@ class Recorder:
                 )
 
     def _changed_containers(self) -> list[Write]:
-        """Those whose items are plain, as they are now; CaptureError for others, but for caches of constants."""
+        """Return writes for the changed containers of plain items, with their present contents.
+
+        Raises CaptureError for other changed containers, except caches that only gained constants.
+        """
         found = []
         for read in (*self._reads.values(), *self._inner, *self._globals):
             if read.items is None or is_unchanged(read):

@@ -38,7 +38,7 @@ class TensorHooks:
             for name, value in vars(copied).items()
             if name in vars(mine) and not isinstance(value, ATOMS)
         }
-        """Of a list or an object that an attribute of a copied module holds: the one that the model has."""
+        """Original of each list or object in an attribute of the copied model, by the copy's id."""
         self._traced = traced
         self.hooks: list[Hook] = []
 
@@ -107,7 +107,7 @@ class TensorHooks:
 
 
 class _Handle:
-    """What register_hook gives: the hook can be removed again."""
+    """Handle that register_hook returns, with which the hook can be removed again."""
 
     def __init__(self, hooks: list[Hook], number: int) -> None:
         self._hooks, self._number = hooks, number

@@ -1,4 +1,4 @@
-"""Which code is the user's: everything but PyTorch, NumPy, Python's own library, and autopar."""
+"""Distinction of the user's code from PyTorch, NumPy, Python's own library and autopar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NOT_USERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy
 
 
 def is_users(module: str | None) -> bool:
-    """Whether a module of this name is the user's, or a library of models."""
+    """Return whether a module of this name belongs to the user or to a library of models."""
     return module is not None and module.partition(".")[0] not in NOT_USERS
 
 
@@ -23,5 +23,5 @@ def where(frame: FrameType | None) -> str:
 
 
 def is_installed(code: CodeType) -> bool:
-    """Whether code belongs to an installed package."""
+    """Return whether code belongs to an installed package."""
     return "site-packages" in code.co_filename or "dist-packages" in code.co_filename

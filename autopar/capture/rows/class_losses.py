@@ -20,6 +20,6 @@ def joined_cross_entropies(draft: TracedGraph) -> None:
 
 
 def _along_classes(logs: fx.Node) -> bool:
-    """Whether the logarithms are of probabilities of classes, dim 1 of several, in the dtype of the logits."""
+    """Return whether a log-softmax is over the dim of classes (dim 1, or the only one) and keeps the logits' dtype."""
     given, ndim = arguments(logs), len(shape_of(logs))
     return given["dim"] % ndim == min(1, ndim - 1) and value_of(logs).dtype == value_of(given["self"]).dtype

@@ -23,7 +23,10 @@ ONE_TENSOR = (aten.contiguous.default, aten.clone.default)
 NONE = 0
 """PyTorch's number for the argument `reduction`."""
 ONE_IN = 8
-"""Of so many positions one may be cut off: more cost more, as rows that are ignored, than splitting positions saves."""
+"""Minimum number of positions per position cut off.
+
+More cut positions, as ignored rows, cost more than splitting positions saves.
+"""
 
 Cut = tuple[int, int, int]
 """Dim, and the positions cut off before and behind."""
@@ -44,7 +47,7 @@ def ignored_positions(draft: TracedGraph) -> None:
 
 
 def _uncut(node: fx.Node) -> tuple[fx.Node, list[torch.dtype], list[Cut]]:
-    """What slices of positions were taken of, the dtypes it was cast to since, and the slices, the last one first."""
+    """Return the tensor whose positions were sliced, the dtypes of later casts, and the slices, the last one first."""
     logits, dtypes, cuts = node, [], []
     casts: list[torch.dtype] = []
     while (cuts_here := cuts_positions(node)) or node.target in (aten.to.dtype, *ONE_TENSOR):
@@ -60,12 +63,12 @@ def _uncut(node: fx.Node) -> tuple[fx.Node, list[torch.dtype], list[Cut]]:
 
 
 def _few(shape: Sequence[int], cuts: Iterable[Cut]) -> bool:
-    """Whether no more than one position in so many is cut off."""
+    """Return whether the cuts remove at most one in `ONE_IN` positions of each dim."""
     return all(ONE_IN * (before + behind) <= shape[dim] for dim, before, behind in cuts)
 
 
 def cuts_positions(node: fx.Node) -> bool:
-    """Whether a call is a slice of a dim of rows."""
+    """Return whether a call is a slice with step 1 along a dim of rows, which is any but the last."""
     if node.target is not aten.slice.Tensor:
         return False
     given, ndim = arguments(node), len(shape_of(node))
@@ -73,7 +76,7 @@ def cuts_positions(node: fx.Node) -> bool:
 
 
 def cut_of(node: fx.Node) -> Cut:
-    """What a slice cuts off."""
+    """Return the positions that a slice cuts off: its dim, and the number before and behind."""
     given = arguments(node)
     dim = given["dim"] % len(shape_of(node))
     size, kept = shape_of(given["self"])[dim], shape_of(node)[dim]

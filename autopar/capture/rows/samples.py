@@ -57,7 +57,7 @@ def tokens_in_samples(draft: TracedGraph) -> None:
 
 
 class _Lifting:
-    """What has been computed with its leading dims apart, in one pass over the calls."""
+    """Rewrite, in one pass over the calls, of computations on flattened tokens to unflattened leading dims."""
 
     def __init__(self, draft: TracedGraph, flat: set[fx.Node]) -> None:
         self.draft, self.flat = draft, flat
@@ -136,7 +136,7 @@ class _Lifting:
         return node.args if pointwise and self._is_elementwise(node) else None
 
     def _is_elementwise(self, node: fx.Node) -> bool:
-        """Whether inputs that are apart have as many dims as the result, and others none of tokens."""
+        """Return whether unflattened inputs have as many dims as the result, and other inputs fewer."""
         ndim = len(shape_of(node))
         dims = [(each in self.apart, len(shape_of(each))) for each in node.all_input_nodes]
         return all(found == ndim if apart else found < ndim for apart, found in dims)
@@ -211,7 +211,7 @@ def _tokens_of_slots(slots: fx.Node, leading: tuple[int, ...]) -> tuple[int, ...
 
 
 def _flattens(node: fx.Node) -> bool:
-    """Whether a call makes all dims but the last one."""
+    """Return whether a view flattens all dims but the last into one."""
     source = node.args[0] if node.args else None
     if node.target not in VIEWS or not isinstance(source, fx.Node):
         return False

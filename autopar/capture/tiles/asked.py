@@ -1,4 +1,4 @@
-"""In which tiles a model is captured."""
+"""Tile counts with which a model is captured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.capture.tiles.mlp import MlpTiles
 
 
 class Tiles(NamedTuple):
-    """What of a model is captured in how many tiles."""
+    """Numbers of tiles in which the losses and the MLPs of a model are captured."""
 
     loss: LossTiles = None
     mlp: MlpTiles = None

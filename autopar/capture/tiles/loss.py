@@ -34,9 +34,11 @@ MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """What can be taken in tiles is: losses in as few as leave no more bytes of logits than of gradients.
+    """Request to tile everything that can be tiled, each loss or MLP with as few tiles as bound its memory.
 
-    That is where samples and positions are split over all devices. Of what cannot be nothing is said.
+    The logits of a loss then take no more bytes than the gradients, and what an MLP works on no more than the gradients
+    of its weights, if samples and positions are split over all devices. Parts that cannot be tiled cause neither a
+    warning nor an error. The number of tiles is at most `MOST`.
     """
 
     num_devices: int
@@ -63,7 +65,7 @@ ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """Where logits come from: (…, V), of which slices of positions may be left."""
+    """Linear layer that makes the logits (…, V), and the slices of positions taken from them before the loss."""
 
     node: fx.Node
     hidden: fx.Node
@@ -78,12 +80,12 @@ class _UnfitError(Exception):
 
 
 def takes_tiles(draft: TracedGraph) -> bool:
-    """Whether a model has a loss that can be taken in tiles, and is not."""
+    """Return whether a model has a loss that could run in tiles but does not yet."""
     return any(isinstance(_head_of(loss), _Head) for loss in draft.calls(*LOSSES))
 
 
 def has_tiles(program: Program) -> bool:
-    """Whether a captured model has a loss in tiles."""
+    """Return whether a captured model has a loss in tiles."""
     return any(node.target is LINEAR_CROSS_ENTROPY for node in program.graph.nodes)
 
 
@@ -139,7 +141,10 @@ def _head_of(loss: fx.Node) -> _Head | str:
 
 
 def _found_head(loss: fx.Node) -> _Head:
-    """As `_head_of`; _UnfitError where something lies between, or others read the logits."""
+    """Return the linear layer whose outputs a cross-entropy takes.
+
+    Raises _UnfitError if other operations lie between, or if others read the logits.
+    """
     given = arguments(loss)
     _check_kind(given)
     node = given["self"]
@@ -192,7 +197,10 @@ def _only_user(node: fx.Node) -> None:
 
 
 def _classes_last(node: fx.Node) -> fx.Node:
-    """What a loss over many dims takes, with its classes (dim 1) where a linear layer has them."""
+    """Return the logits with their classes last, as a linear layer makes them, for a loss with classes in dim 1.
+
+    Raises _UnfitError if the logits are no permutation of such a tensor.
+    """
     source, ndim = node.args[0] if node.args else None, len(shape_of(node))
     moved = (0, ndim - 1, *range(1, ndim - 1))
     if node.target not in PERMUTING or not isinstance(source, fx.Node) or _memory(node) != _memory(source, moved):
@@ -238,7 +246,10 @@ PRODUCTS: dict[object, Callable[[fx.Node, tuple[Cut, ...]], _Head]] = {
 
 
 def _keeps_rows(node: fx.Node, source: fx.Node, num_classes: int, sliced: bool) -> bool:
-    """Whether a call gives the same rows in the same order: a view that is sliced no more, or a wider dtype."""
+    """Return whether a call gives the same rows in the same order.
+
+    Such calls are views after which nothing is sliced, casts to a wider dtype, and copies.
+    """
     if node.target in VIEWS:
         return shape_of(source)[-1:] == (num_classes,) == shape_of(node)[-1:] and not sliced
     before, after = value_of(source).dtype, value_of(node).dtype
@@ -263,7 +274,7 @@ def _in_tiles(draft: TracedGraph, loss: fx.Node, head: _Head, tiles: int) -> fx.
 
 
 def _flattens(node: fx.Node) -> bool:
-    """Whether a view makes one dim of samples and positions."""
+    """Return whether a view flattens samples and positions into one dim."""
     source = node.args[0] if node.args else None
     return (
         node.target in VIEWS

@@ -50,7 +50,7 @@ class _Linear:
     weight: fx.Node
     bias: fx.Node | None
     transposed: bool
-    """Whether the matrix is (in, out)."""
+    """True if the matrix has the shape (in, out)."""
     nodes: frozenset[fx.Node]
     """The calls that it is made of."""
 
@@ -66,12 +66,12 @@ class _Mlp:
 
 
 def takes_mlp_tiles(draft: TracedGraph) -> bool:
-    """Whether a model has an MLP that can be taken in tiles, and is not."""
+    """Return whether a model has an MLP that could run in tiles but does not yet."""
     return next(_mlps(draft), None) is not None
 
 
 def has_mlp_tiles(program: Program) -> bool:
-    """Whether a captured model has an MLP in tiles."""
+    """Return whether a captured model has an MLP in tiles."""
     return any(node.target is MLP_IN_TILES for node in program.graph.nodes)
 
 
@@ -149,7 +149,7 @@ def _region(h: fx.Node) -> tuple[set[fx.Node], list[_Linear]]:
 
 
 def _same(x: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes are one tensor: also where autocast has cast it twice."""
+    """Return whether two nodes are one tensor, or equal casts of one, as autocast may make them twice."""
     cast_alike = x.target is aten.to.dtype is other.target and (x.args, x.kwargs) == (other.args, other.kwargs)
     return x is other or cast_alike
 
@@ -198,7 +198,7 @@ def _recognised(down: _Linear, roots: list[_Linear]) -> _Mlp | None:
 
 
 def _run(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor:
-    """What elementwise calls make of numbers."""
+    """Return the value of a node of elementwise calls, given the values of some nodes; fills `known`."""
     if node not in known:
         target: Callable[..., Tensor] = node.target  # type: ignore[assignment]
         known[node] = target(*map_arg(node.args, lambda each: _run(each, known)), **node.kwargs)

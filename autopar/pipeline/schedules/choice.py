@@ -1,9 +1,8 @@
-"""Which schedule, and how many micro-batches, when the user leaves them open: all that may run are simulated.
+"""Choice of the schedule and the micro-batches that the user leaves open: all that may run are simulated.
 
-More micro-batches shrink the bubble, (ranks - 1) / (micro-batches + ranks - 1) for GPipe and 1F1B, and run less work
-at a time; several stages per rank shrink it again for more transfers. Beyond four micro-batches per stage the bubble
-is below a fifth, and little is left to gain. Options of equal time are ordered by what they keep in memory: 1F1B
-before GPipe.
+More micro-batches shrink the bubble, (ranks - 1) / (micro-batches + ranks - 1) for GPipe and 1F1B, but run less work at
+a time. Several stages per rank shrink it again, but need more transfers. Beyond four micro-batches per stage the bubble
+is below a fifth, and little is left to gain. Options of equal time are ordered by memory: 1F1B before GPipe.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _none_fits(num_ranks: int, asked: Sequence[tuple[int, int]]) -> str:
-    """That each of what was tried needs more memory than there is."""
+    """Describe that every option that was tried needs more memory than there is."""
     tried = ", ".join(f"{microbatches} with {chunks}" for microbatches, chunks in asked)
     return (
         f"no schedule fits into the memory of {num_ranks} pipeline ranks; tried micro-batches with stages per rank: "

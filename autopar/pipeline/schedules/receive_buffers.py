@@ -1,11 +1,11 @@
-"""How many receive buffers a stage holds at once, counted along the order in which its rank receives and computes.
+"""Number of receive buffers that a stage holds at once, in the order in which its rank receives and computes.
 
-A buffer is allocated when its receive is posted, and freed when the backward of its micro-batch, weights included, has
-run: a forward input is saved for that backward, a gradient is what it begins with.
+A buffer is allocated when its receive is posted. It is freed after the backward of its micro-batch, weights included: a
+forward input is saved for that backward, and a gradient is what the backward starts from.
 
-Between two stages of one rank nothing is received. What the later one reads is what the earlier one sent, which that
-stage holds as long as its own micro-batch is in flight; only what the later one keeps beyond that counts here. The
-gradient that the later one hands back counts as one that is received.
+Between two stages of one rank nothing is received. The later stage reads the tensor that the earlier one sent, which
+the earlier one holds as long as its own micro-batch is in flight. Only what the later stage keeps beyond that counts
+here. The gradient that the later stage hands back counts as a received one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ReceiveBuffers:
     """The most buffers of a stage at once, in micro-batches."""
 
     inputs: int
-    """For forward inputs."""
+    """Buffers of forward inputs."""
     gradients: int
-    """For gradients of what the stage sends."""
+    """Buffers of gradients of the tensors that the stage sends."""
 
 
 def receive_buffers(schedule: Schedule, stage: int) -> ReceiveBuffers:

@@ -50,7 +50,7 @@ NAMES = tuple(_CLASSES)
 KINDS = ("F", "B", "I", "W")
 """Forward, whole backward, gradient of the input, gradient of the weights."""
 RECEIVES = ("RECV_F", "RECV_B")
-"""What a forward reads of the stage before, and a backward of the stage after, where that is on another rank."""
+"""Kinds of receives from another rank: a forward's input, and a backward's gradient."""
 _ONE_STAGE = ("gpipe", "1f1b", "pipedream", "pipedream_2bw")
 _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 _V = ("zbv", "dualpipev")
@@ -119,17 +119,17 @@ class Schedule:
 
     @property
     def is_v(self) -> bool:
-        """Whether the second half of the stages runs back over the ranks."""
+        """True if the second half of the stages runs back over the ranks."""
         return self.name in _V
 
     @property
     def halves_backwards(self) -> bool:
-        """Whether the gradients of inputs and those of weights are made apart."""
+        """True if the gradients of inputs and those of weights are computed in separate actions."""
         return self.name in HALVING
 
     @property
     def updates_each(self) -> bool:
-        """Whether every micro-batch updates the weights, and keeps those of its forward for its backward."""
+        """True if every micro-batch updates the weights, and keeps the weights of its forward for its backward."""
         return self.name == "pipedream"
 
     @property
@@ -139,12 +139,12 @@ class Schedule:
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank computes, in order."""
+        """Computations of each rank, in order."""
         return _orders(self)
 
     @property
     def orders_with_receives(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank computes, and the receives that it posts, in order."""
+        """Computations of each rank, and the receives that it posts, in order."""
         return _orders_with_receives(self)
 
     def rank_of(self, stage: int) -> int:
@@ -172,9 +172,9 @@ class Schedule:
         return most
 
     def in_flight_at_once(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """How many micro-batches each stage of `rank` has in flight at once, where that is most.
+        """Return the maximal combinations of micro-batches that the stages of `rank` have in flight at once.
 
-        Left out are moments at which none has more than at another one, or than half way between two others.
+        Leaves out a combination if no stage has more in it than in another one, or than half way between two others.
         """
         return _in_flight_at_once(self, rank)
 
@@ -220,7 +220,7 @@ def _in_flight_at_once(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], 
 
 
 def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
-    """Whether PyTorch's interleaved schedules take so many micro-batches: equal rounds of at least one per rank."""
+    """Return whether PyTorch's interleaved schedules take so many micro-batches: equal rounds, at least one per rank."""
     return num_microbatches % max(1, num_microbatches // num_ranks) == 0
 
 
@@ -258,7 +258,7 @@ def _with_receives(schedule: Schedule, steps: Iterable[Action]) -> tuple[Action,
 
 
 def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
-    """What PyTorch's schedules read of a stage when they are built: numbers, and no process group."""
+    """Build a stand-in for a stage with the numbers that PyTorch's schedules read, and no process group."""
     return SimpleNamespace(
         num_stages=schedule.num_stages,
         group_size=schedule.num_ranks,

@@ -1,18 +1,17 @@
-"""How long a step of a pipeline takes: every rank runs its order, and waits for what comes from other ranks.
+"""Simulation of a pipeline's step: every rank runs its order, and waits for results of other ranks.
 
     start of F(s, i)      = max(rank is free, end of F(s-1, i) + transfer)
     start of B, I(s, i)   = max(rank is free, end of F(s, i), end of B or I(s+1, i) + transfer)
     start of W(s, i)      = max(rank is free, end of I(s, i))
 
-A transfer overlaps computation and is not queued behind others; between stages of one rank there is none. A stage
-reduces its gradients beside its last B or W, and what is left of that beside what its rank computes next, behind what
-the rank reduces of other stages:
+A transfer overlaps computation and is not queued behind others; stages of one rank need none between them. The gradient
+reductions of a stage overlap its last B or W. The rest of them overlaps the next computations of its rank, queued
+behind the rank's reductions of other stages:
 
     end of reductions(s)    = max(end of last B or W(s) + what is left, end of reductions before + all reductions(s))
 
-What else a rank does once per step (the optimizer) follows its last computation and all reductions. For equal stages
-without transfers
-this gives the bubble of GPipe and 1F1B, (ranks - 1) / (micro-batches + ranks - 1) (Narayanan et al., SC 2021, 2.2).
+Other work of a rank once per step (the optimizer) follows its last computation and all reductions. Equal stages without
+transfers give the bubble of GPipe and 1F1B, (ranks - 1) / (micro-batches + ranks - 1) (Narayanan et al., SC 2021, 2.2).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ KEPT = 4
 Floats = NDArray[np.float64]
 Seconds = TypeVar("Seconds", float, Floats)
 Key = tuple[str, int, int]
-"""What is waited for: F or I, of a stage, for a micro-batch."""
+"""Result that others wait for: F or I, of a stage, for a micro-batch."""
 _Step = tuple[int, Action, tuple[tuple[Key, bool], ...]]
 """A rank, what it computes, and what that reads; whether it comes from another rank."""
 
@@ -53,13 +52,13 @@ class StageSeconds:
     send_backward: float = 0.0
     once: float = 0.0
     last_backward: float = 0.0
-    """By which the last backward is longer, for the gradients that are reduced beside it."""
+    """Seconds by which the last backward is longer, because gradient reductions overlap it."""
     last_send: float = 0.0
-    """By which the transfer of the last gradient is longer for the same."""
+    """Seconds by which the transfer of the last gradient is longer, for the same reason."""
     reducing: float = 0.0
-    """For which reductions of gradients run on when the last backward has ended."""
+    """Seconds for which gradient reductions run on after the last backward."""
     reductions: float = 0.0
-    """Of all reductions of gradients alone."""
+    """Seconds of all gradient reductions, if nothing overlaps them."""
 
     def __post_init__(self) -> None:
         assert all(getattr(self, each.name) >= 0 for each in fields(self)), f"negative seconds: {self}"
@@ -75,7 +74,10 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What a rank does from `start` to `end`; kind "once" is what a stage does once per step, without a micro-batch."""
+    """Interval of a rank's work, from `start` to `end`.
+
+    Kind "once" is the work of a stage once per step, without a micro-batch.
+    """
 
     rank: int
     stage: int
@@ -146,7 +148,6 @@ def seconds_of_each(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats
 
 
 def _by_kind(forward: Seconds, inputs: Seconds, weights: Seconds) -> dict[str, Seconds]:
-    """What the computations of each of KINDS take."""
     return {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
 
 
@@ -169,12 +170,12 @@ def _in_order(schedule: Schedule) -> tuple[_Step, ...]:
 
 
 def _key(step: Action) -> Key:
-    """What others wait for: a whole backward gives the gradient of the input as much as I does."""
+    """Return the result of a computation; a whole backward makes the gradient of the input, as I does."""
     return "I" if step.kind == "B" else step.kind, step.stage, step.microbatch
 
 
 def _reads(step: Action, num_stages: int) -> list[Key]:
-    """What a computation waits for."""
+    """Return the results that a computation waits for."""
     stage, microbatch = step.stage, step.microbatch
     if step.kind == "W":
         return [("I", stage, microbatch)]

@@ -1,8 +1,8 @@
-"""What the seconds of one stage say of others: of those with blocks of the same kinds, and further ones.
+"""Bounds from the seconds of one stage on those of stages with blocks of the same kinds, or more blocks.
 
-A plan of a stage, restricted to some of its blocks, is a plan of these. So where blocks within the memory limit take
-more than without it, a stage that has blocks of these kinds takes as much more at least, with as many micro-batches in
-flight, or more of them. Layers repeat, so a few stages say nearly all there is to say of the others.
+A plan of a stage, restricted to some of its blocks, is a plan of these. Suppose that blocks within the memory limit
+take some seconds more than without it. Then any stage with blocks of these kinds, and with as many micro-batches in
+flight or more, takes at least as many seconds more. Layers repeat, so a few stages bound nearly all others.
 """
 
 from __future__ import annotations

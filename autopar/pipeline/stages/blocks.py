@@ -77,12 +77,12 @@ def shared_calls(program: Program) -> frozenset[fx.Node]:
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether a node is a call that is no `getitem`."""
+    """Return whether a node is a call other than `getitem`."""
     return node.op == "call_function" and node.target is not operator.getitem
 
 
 def _held_together(program: Program) -> list[set[fx.Node]]:
-    """For every changed buffer, the calls that must stand on one stage: those that read it, and its new value."""
+    """Return, for every changed buffer, the calls that must share one stage: its readers and its new value."""
     placeholders = program.placeholders()
     values = dict(zip(program.mutations, program.output[len(program.output) - len(program.mutations) :], strict=True))
     names = {placeholder: name for name, placeholder in program.buffers.items()}

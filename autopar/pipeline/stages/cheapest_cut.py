@@ -82,7 +82,7 @@ def cheapest_cut(fill: Floats, table: Floats, per_pass: int, pace: float) -> tup
 
 
 def _most_even(table: Floats) -> tuple[int, ...] | None:
-    """Of the cuts whose slowest stage is fastest, one of least sum: what others must beat."""
+    """Return the cut with the least total among those with the fastest slowest stage: the first incumbent."""
     reached = np.full(table.shape[1], np.inf)
     reached[0] = 0.0
     for stage in table:

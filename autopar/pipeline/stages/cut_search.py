@@ -28,7 +28,7 @@ _EQUAL = 1e-12
 CLOSER = 10.0
 """So many times longer it takes to ask for a stage more closely than for another one, roughly."""
 NEARLY = 1.05
-"""Of what a stage is thought to take: no more is asked for."""
+"""Factor on the pace of a pass: a stage known to take no more is not planned."""
 StageCost = Callable[[int, int, int], float]
 """(first block, end block, stage) to the seconds of the stage, transfers left out; infinite if it does not fit."""
 Met = tuple[tuple[int, int], float, Sequence[int]]
@@ -37,11 +37,11 @@ Met = tuple[tuple[int, int], float, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """What stages take, found out stage by stage, where that is dear.
+    """Seconds of stages, found stage by stage because each is expensive to plan.
 
-    `seconds` finds out, `at_most` says what is known of a stage without finding out anything (infinite: nothing), and
-    `fuller` says of a stage in which others the same blocks take as many seconds at least: those with no more memory
-    and as many micro-batches in flight.
+    `seconds` plans a stage. `at_most` gives a known upper bound without planning (infinite: none is known). `fuller`
+    gives the stages in which the same blocks take at least as many seconds: those with no more memory and as many
+    micro-batches in flight.
     """
 
     seconds: StageCost
@@ -49,13 +49,13 @@ class StageCosts:
     fuller: Callable[[int], Sequence[int]] | None = None
     """None: those with as many micro-batches in flight, or more."""
     is_over: Callable[[int, bool], bool] = lambda asked, has_cut: False
-    """Whether the search ends after so many stages, where a cut that fits is known, or none is."""
+    """(number of planned stages, whether a cut that fits is known) → True if the search ends."""
     at_least: StageCost | None = None
-    """What a stage that was asked for takes at least; None: the seconds that were found."""
+    """Lower bound on the seconds of a stage that was planned; None: the seconds that were found."""
     closer: Callable[[int, int, int], bool] = lambda first, end, stage: False
     """Finds out more closely what a stage takes that was asked for; False where that is not done."""
     met: Callable[[], Iterable[Met]] = tuple
-    """What is known before any stage is asked for."""
+    """Lower bounds that are known before the search plans any stage."""
 
 
 def best_cuts_within(
@@ -112,7 +112,7 @@ def best_cuts_within(
 
 @dataclass(slots=True)
 class _Search:
-    """What is known of stages."""
+    """State of the search: known bounds on the seconds of stages."""
 
     problem: CutProblem
     costs: StageCosts
@@ -128,9 +128,9 @@ class _Search:
     asked: dict[Place, float] = field(default_factory=dict)
     """Seconds of stages that were asked for, without transfers."""
     at_least: dict[Place, float] = field(default_factory=dict)
-    """What these take at least."""
+    """Lower bounds on the seconds of these stages."""
     settled: set[Place] = field(default_factory=set)
-    """Those of them of which no more is found out."""
+    """Stages among these that are not planned more closely."""
 
     @classmethod
     def of(cls, problem: CutProblem, costs: StageCosts, kinds: Sequence[int] | None) -> _Search:
@@ -151,9 +151,9 @@ class _Search:
         return cuts_of(problem, self.table, starts)
 
     def known_of_all(self, places: Sequence[Place]) -> dict[Place, float] | None:
-        """What stages take at most, asked for where nothing is known.
+        """Return upper bounds on the seconds of stages, and plan those without one.
 
-        None as soon as one does not fit, or the time is over before all of them are known.
+        Returns None as soon as one does not fit, or if time is over before all are known.
         """
         known = {place: self._known(place) for place in places}
         for place in sorted(places, key=lambda place: -self.in_flight[place[0]]):
@@ -227,9 +227,10 @@ class _Search:
             self.settled.add(place)
 
     def _middle(self, place: Place, places: Sequence[Place]) -> Place:
-        """Of the stages of a cut with blocks as a stage has them that were not asked for, the one of middling flight.
+        """Return the stage with median micro-batches in flight, among unplanned ones with blocks like those of `place`.
 
-        What it takes at least goes for fuller ones, what it takes at most for the others: half of them are learned of.
+        Its lower bound holds for fuller stages, its upper bound for the others, so that half of the stages profit from
+        each.
         """
         if self.kinds is None:
             return place
@@ -245,7 +246,7 @@ class _Search:
         return Cuts(starts, own, seconds, seconds)
 
     def _known(self, place: Place) -> float:
-        """What a stage takes at most."""
+        """Return the least known upper bound on the seconds of a stage."""
         stage, first, end = place
         return min(self.costs.at_most(first, end, stage), self.asked.get(place, np.inf))
 
@@ -257,7 +258,7 @@ class _Search:
         return self._note(place, seconds)
 
     def _note(self, place: Place, seconds: float) -> float:
-        """What a stage was found to take, and what follows for others."""
+        """Record the seconds of a stage, and raise the lower bounds of other stages that follow."""
         stage, first, end = place
         own = float(self.own[place])
         assert seconds >= own * (1 - 1e-9), f"stage {stage}, blocks {first}-{end}: below its blocks"
@@ -275,7 +276,7 @@ class _Search:
         return seconds
 
     def _why_none_fits(self) -> str:
-        """Which stage stops the cuts: the last one that was asked and did not fit before no block can be reached."""
+        """Describe the stage that rules out every cut: the last one found too large, up to where no block is reachable."""
         reached, reachable = np.arange(len(self.problem.blocks) + 1) == 0, []
         for stage in self.table:
             reached = (reached[:, None] & np.isfinite(stage)).any(axis=0)

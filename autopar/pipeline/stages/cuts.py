@@ -1,4 +1,4 @@
-"""Where to cut a model into pipeline stages: least time of a step, as a formula of the schedule's kind.
+"""Cuts of a model into pipeline stages: least time of a step, by a formula for each kind of schedule.
 
 With t(s) the seconds of stage s for one micro-batch, m micro-batches, p ranks and v stages per rank (chunks), a step
 takes
@@ -7,17 +7,17 @@ takes
     p * sum(t^2) / T + (m - 1/v) * sum over passes of (max of t)         v > 1 and m >= p
     sum(t) + (m - 1) / v * sum over passes of (max of t)                 v > 1 and m < p
 
-where a pass is p stages one after the other, one on every rank, and T the sum of t with no transfers. The first line
-is equation 2 of Alpa (Zheng et al., OSDI 2022) and the time of GPipe and PipeDream-Flush: all stages fill, then the
-slowest sets the pace. The others extend it: for equal stages they give (m v + p - 1) t, the time of interleaved 1F1B
-(Narayanan et al., SC 2021), and the chain of the first micro-batch where few follow it. Each pass has the pace of its
-slowest stage, which is never less than the work of the busiest rank, and the pipeline fills with p stages of mean
-length, the mean weighted by length: long passes between short ones stall. (The busiest rank alone would allow any
-split of a rank's work between its passes; simulated, such cuts are slower.) What zero-bubble schedules hide in the
+where a pass is p stages one after the other, one on every rank, and T the sum of t with no transfers. The first line is
+equation 2 of Alpa (Zheng et al., OSDI 2022) and the time of GPipe and PipeDream-Flush: all stages fill, then the
+slowest sets the pace. The others extend it. Equal stages take (m v + p - 1) t by them, the time of interleaved 1F1B
+(Narayanan et al., SC 2021). With few micro-batches they give the chain of the first one. Each pass has the pace of its
+slowest stage, which is never less than the work of the busiest rank. The pipeline fills with p stages of mean length,
+the mean weighted by length: long passes between short ones stall. (The busiest rank alone would allow any split of a
+rank's work between its passes; such cuts are slower in simulation.) The work that zero-bubble schedules hide in the
 bubble is left to the simulation of the schedule.
 
-t(s) holds forward, backward, what a stage does once per step divided by m, and half of the transfer at each of its
-cuts: a rank waits for a transfer in the steady state of 1F1B for about half of the way there and back.
+t(s) holds forward, backward, the work of a stage once per step divided by m, and half of the transfer at each of its
+cuts: in the steady state of 1F1B, a rank waits for a transfer for about half of the way there and back.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class CutProblem:
 
     @property
     def pace(self) -> float:
-        """How often a step waits for the slowest stage of each pass."""
+        """Factor in a step's seconds on the slowest stage of each pass."""
         num_microbatches, chunks = self.schedule.num_microbatches, self.schedule.chunks
         filled = num_microbatches >= self.schedule.num_ranks
         return num_microbatches - 1 / chunks if filled else (num_microbatches - 1) / chunks
 
     def fill(self, seconds: Floats) -> Floats:
-        """What a step pays once for stages of so many seconds."""
+        """Return the seconds that a step takes once to fill, for stages of so many seconds each."""
         if self.schedule.chunks == 1 or self.schedule.num_microbatches < self.schedule.num_ranks:
             return seconds
         total = sum(self.own_seconds)

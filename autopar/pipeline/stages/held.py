@@ -1,4 +1,4 @@
-"""What a stage holds of the memory of its rank, whose stages take turns: while it runs itself, and while others do."""
+"""Memory of a stage on its rank, whose stages take turns: bytes while it runs, and bytes while others run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Held:
     peak: int
     """At its fullest moment, while it runs."""
     lasting: int
-    """Of what it keeps, at most, however few micro-batches it has in flight."""
+    """Part of `kept` that remains however few micro-batches are in flight, at most."""
     saved: int = 0
-    """Beside that for each of them."""
+    """Bytes of `kept` per micro-batch in flight, on top of `lasting`."""
 
     def with_fewer(self, in_flight: int) -> Held:
-        """What it holds while it has only so many micro-batches in flight."""
+        """Return the bytes while only `in_flight` micro-batches are in flight."""
         kept = min(self.kept, self.lasting + in_flight * self.saved)
         return replace(self, kept=kept, peak=self.peak - self.kept + kept)
 
@@ -49,11 +49,11 @@ class Room:
     peak: int
     kept: int
     fewer: tuple[Limit, ...] = ()
-    """What it may hold while it has fewer micro-batches in flight, and others of its rank have more."""
+    """Limits at moments when the stage has fewer micro-batches in flight and other stages of its rank have more."""
 
     @property
     def least_kept(self) -> int:
-        """What takes no more at its fullest moment has room whenever others run."""
+        """Least `kept` of this limit and of those in `fewer`; a stage whose peak is no higher always fits."""
         return min(self.kept, *(each.kept for each in self.fewer)) if self.fewer else self.kept
 
     def excess(self, held: Held) -> int:
@@ -66,7 +66,7 @@ class Room:
 
 
 def as_much(room: Room | None, other: Room | None) -> bool:
-    """Whether a room is as large as another; None is as large as any."""
+    """Return whether a room is at least as large as another; None is unlimited."""
     if room is None or other is None:
         return room is None
     return (
@@ -84,12 +84,12 @@ def as_much(room: Room | None, other: Room | None) -> bool:
 
 
 def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Held:
-    """What a stage holds by its choices.
+    """Return the bytes that a stage holds by its choices.
 
-    While others run, it keeps what all its micro-batches in flight have saved, received and sent, and all gradients, as
-    they are added up and as they are reduced; where no micro-batch follows the first backward there are gradients
-    beside one less of them. That is never more than at its fullest moment. Nor is it less than what is there at that
-    moment and does not go with it, as `PipelinePlan.rank_bytes` counts.
+    While other stages run, it keeps all that its micro-batches in flight have saved, received and sent. It also keeps
+    all gradients, both those that accumulate and those that are being reduced. If no micro-batch follows the first
+    backward, gradients exist next to one micro-batch fewer. The kept bytes are at most the peak. They are at least the
+    part of the peak that does not end with the stage's run, as `PipelinePlan.rank_bytes` counts.
     """
     peak, use, _ = memory_use(memory, choices, modes)
     runs = memory.microbatches

@@ -1,4 +1,4 @@
-"""What users say about the stages of a pipeline: which stages each block may run on.
+"""User constraints on the stages of a pipeline: the stages that each block may run on.
 
     annotate(model, "layers.8", stage=1)    every call of the module runs on stage 1, and with it the rest of its blocks
     stages=["layers.8", "lm_head"]          stage 1 begins with layers.8, stage 2 with lm_head
@@ -35,7 +35,7 @@ class _Pin:
 
     @property
     def scattered(self) -> bool:
-        """Whether other blocks stand between those of which the same is said."""
+        """True if other blocks lie between the blocks that the same constraint names."""
         return bool(self.whole) and self.whole[-1] - self.whole[0] >= len(self.whole)
 
 
@@ -148,7 +148,7 @@ def _add(pins: dict[int, _Pin], pin: _Pin, blocks: Sequence[Block]) -> None:
 
 
 def _check_order(blocks: Sequence[Block], pins: dict[int, _Pin], num_stages: int) -> None:
-    """From one pin to the next the stage must not fall, nor grow faster than there are blocks."""
+    """Raise PipelineError if, from one pin to the next, the stage falls or grows faster than the blocks."""
     begin, end = _Pin(-1, -1, "", ()), _Pin(len(blocks), num_stages, "", ())
     ordered = [begin, *(pins[block] for block in sorted(pins)), end]
     for before, after in itertools.pairwise(ordered):

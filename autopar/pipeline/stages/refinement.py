@@ -89,7 +89,7 @@ def _sums(of_blocks: Sequence[float], first: np.ndarray, end: np.ndarray) -> Flo
 def stages_of_blocks(
     blocks: Sequence[BlockCost], cut_seconds: Sequence[float], starts: Sequence[int]
 ) -> list[StageSeconds]:
-    """What stages take that begin with these blocks; half of a transfer goes there, half comes back."""
+    """Return the seconds of the stages that begin with these blocks; half of a transfer goes forward, half back."""
     found = []
     for start, end in pairwise((*starts, len(blocks))):
         own = blocks[start:end]
@@ -121,6 +121,6 @@ def _moves(starts: tuple[int, ...], num_blocks: int) -> Iterator[tuple[int, ...]
 
 
 def is_allowed(problem: CutProblem, starts: tuple[int, ...]) -> bool:
-    """Whether every block that must be on a stage is there."""
+    """Return whether every block that is fixed to a stage lies in that stage."""
     ends = (*starts[1:], len(problem.blocks))
     return all(starts[stage] <= block < ends[stage] for block, stage in problem.places)

@@ -1,19 +1,20 @@
-"""How the stages of a rank share its memory.
+"""Memory budgets of a rank's stages, which share its memory.
 
-They take turns: while one runs, the others keep what lasts (parameters, gradients, states of the optimizer) and what
-waits for a backward. So they fit where, for each of them,
+Stages take turns: while one runs, the others keep lasting state (parameters, gradients, optimizer state) and
+activations that wait for a backward. So they fit if, for each of them,
 
     peak(stage) + sum over the others of kept(other)  <=  memory
 
-at all moments: while one has the most micro-batches in flight, others have fewer (`Schedule.in_flight_at_once`).
-A stage of middling size is planned within some memory limits: its samples say what memory is worth. Less memory takes
-longer, more micro-batches in flight take more memory, and longer stages take as much more of both. Each rank takes the
-samples, one for each of its stages, that take the least seconds together of those that fit (`fastest`, a
-multiple-choice knapsack), which gives memory to the stage that gains the most by it. Within these rooms the best cut is
-found by the seconds of samples, for the search to begin with (`thought_in_rooms`).
+at all moments: while one has the most micro-batches in flight, others have fewer (`Schedule.in_flight_at_once`). A
+stage of medium size is planned within several memory limits; these samples tell the value of memory. Less memory takes
+longer, more micro-batches in flight take more memory, and longer stages take proportionally more of both. Each rank
+selects one sample per stage so that they fit and their total seconds are least (`fastest`, a multiple-choice knapsack).
+So memory goes to the stage that gains the most. Given these budgets, the seconds of samples determine the cut with
+which the search begins (`thought_in_rooms`).
 
-What the samples leave goes to stages by their micro-batches in flight. Where no samples fit, stages share by these
-alone, and where that leaves no cut, each stage of an even cut gets the least that it needs (`rooms_of_least`).
+Memory that the samples leave goes to stages in proportion to their micro-batches in flight. If no samples fit, stages
+share all memory in that proportion. If that leaves no cut, each stage of an even cut gets the least that it needs
+(`rooms_of_least`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from autopar.pipeline.stages.cuts import CutProblem, own_seconds, transfers
 from autopar.pipeline.stages.held import Held, Limit, Room
 
 MOST_PARTS = 4
-"""Of the way from one sample to the next: of the layers of a stage, some may be planned like the one, some like the
-other."""
+"""Steps from one sample to the next, at most.
+
+Some layers of a stage may be planned as in the one sample, the rest as in the other.
+"""
 LeastOf = Callable[[int, int, int], int]
 """(first block, end block, stage) to the least bytes that the stage takes at its fullest moment."""
 
@@ -57,7 +60,7 @@ class Sample:
         return self.lasting + in_flight * self.saved
 
     def scaled(self, size: float) -> Sample:
-        """Of a stage of so many times the blocks, which run one after the other."""
+        """Return the sample of a stage with `size` times the blocks, which run one after the other."""
         return Sample(size * self.seconds, size * self.lasting, self.running, size * self.saved)
 
     def towards(self, other: Sample, share: float) -> Sample:

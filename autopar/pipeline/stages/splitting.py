@@ -1,13 +1,13 @@
-"""From a program and cut points to one program per pipeline stage, which hand tensors on to each other.
+"""Split of a program at cut points into one program per pipeline stage, which pass tensors on to each other.
 
-A stage computes its own blocks and, of what depends on no parameter, whatever it needs. Its graph
+A stage computes its own blocks, and whatever it needs of calls that depend on no parameter. Its graph
 
     takes      parameters, buffers, constants, received tensors, user inputs
     returns    sent tensors, user outputs, mutations
 
-What a stage after the next one needs is received and sent again. The users' outputs leave from the last stage. A
-parameter, or a value computed from parameters alone (a cast of a tied weight), is never sent: each stage that uses it
-has the parameter. A changed buffer belongs to the one stage whose calls read it and change it.
+A tensor that a later stage than the next one needs is received and sent again. The users' outputs leave from the last
+stage. A parameter, or a value computed from parameters alone (a cast of a tied weight), is never sent: each stage that
+uses it has the parameter. A changed buffer belongs to the one stage whose calls read it and change it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Splitter:
     weights: frozenset[fx.Node]
     """Calls that depend on parameters alone."""
     readers: Mapping[str, tuple[fx.Node, ...]]
-    """What reads each changed buffer, by its placeholder."""
+    """Placeholder of each changed buffer → the nodes that read it."""
     writers: tuple[fx.Node, ...]
     """Calls that change buffers in place."""
 
@@ -53,7 +53,7 @@ class Splitter:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Where the parts of a program stand."""
+    """Assignment of a program's calls and mutations to stages."""
 
     whole: Splitter
     stage: dict[fx.Node, int]
@@ -105,7 +105,7 @@ def _new_values(program: Program) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What is in the program of a stage, in the order of the whole."""
+    """Content of a stage's program, in the order of the whole program."""
 
     stage: int
     computed: list[fx.Node]
@@ -128,7 +128,7 @@ def _parts(placed: _Placed) -> Iterator[_Parts]:
 
 
 def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tuple[object, ...]) -> _Parts:
-    """What a stage takes and computes to give `sent` and `outputs`."""
+    """Return the content of a stage that gives `sent` and `outputs`."""
     program = placed.whole.program
     numbers = [number for number, each in enumerate(placed.mutations) if each == stage]
     mutations = [_new_values(program)[number] for number in numbers]

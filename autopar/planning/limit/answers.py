@@ -50,12 +50,12 @@ class Answer:
 
     @property
     def price(self) -> float:
-        """Of a byte at one moment, in seconds, at which the bound is proven."""
+        """Seconds per byte at one moment at which the bound is proven."""
         return 0.0 if self.row is None else self.multiplier * self.row.total
 
 
 def share(answer: Answer) -> float:
-    """How much of the step could be saved at most; nothing of one that takes no time, nor what rounding leaves."""
+    """Return the share of the step that could be saved at most; 0 for a step without time, or for rounding errors."""
     share = (answer.seconds - answer.bound) / answer.seconds if answer.seconds else 0.0
     return share if share > ROUNDING else 0.0
 
@@ -158,9 +158,9 @@ class Places:
     taken: Callable[[tuple[int, ...]], np.ndarray]
     """Bytes at every moment, of choices of decisions and modes."""
     mixed: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
-    """What choices take that were mixed: the same are, in what is left of a problem."""
+    """Cache of bytes at every moment, by mixed choices; the remaining problem mixes the same choices again."""
     times_left: int = MIXED
-    """That moments are added at which choices are over the limit on average."""
+    """Number of times that moments may still be added at which mixed choices exceed the limit on average."""
 
     def rows(self) -> tuple[list[int], tuple[MemoryRow, ...]]:
         """The numbers in order, and a row of each moment."""
@@ -198,7 +198,7 @@ def row_of(prices: Mapping[int, float]) -> MemoryRow:
 
 
 class Found(Moments):
-    """What is known while the best answer that fits is looked for."""
+    """State of the search for the best answer within the limit."""
 
     def __init__(self, proof: Answer) -> None:
         super().__init__()
@@ -226,5 +226,5 @@ class Found(Moments):
         )
 
     def is_proven(self, gap: float) -> bool:
-        """Whether one that fits is proven to be within a gap of the best."""
+        """Return whether a fitting answer is proven to be within a gap of the best."""
         return bool(self.fitting) and share(self.best) <= gap

@@ -53,7 +53,7 @@ class LeastPeak:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no plan takes less."""
+        """True if no plan takes less."""
         return self.peak_bytes <= self.bound
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def least_peak(
 
 
 class Moments:
-    """What plans that were met take at every moment, and the moments that were the fullest of some."""
+    """Bytes at every moment of the visited plans, and the moments that were the fullest of some plan."""
 
     def __init__(self) -> None:
         self.taken: list[np.ndarray] = []
@@ -162,7 +162,7 @@ class _Search(Moments):
             weights = self.heaviest(WEIGHTS)
 
     def by_fixing(self) -> None:
-        """What the bound leaves open, by an ILP with a row for each moment that some point was fullest at."""
+        """Close the gap by fixings and an ILP, with a row for each moment that was the fullest of some point."""
         found: Excesses | None = None
         while len(self.moments) <= MAX_ROWS and not self.is_done():
             smaller = self.best - 1
@@ -191,7 +191,11 @@ class _Search(Moments):
             self.meet_point(left[0].extend(result.choices))
 
     def is_done(self) -> bool:
-        """Whether what was found is proven or enough, or the time is over."""
+        """Return whether the search may stop.
+
+        It has to have visited a point, and the best is proven, small enough or out of time. A brief search also stops
+        once no plan can be small enough.
+        """
         is_settled = self.best <= max(self.least, self.enough) or (self.is_brief and self.least > self.enough)
         return bool(self.points) and (is_settled or is_over(self.deadline))
 
@@ -215,7 +219,7 @@ def _solved(problem: Problem, deadline: float) -> Solution:
 
 
 def _excesses_of(problem: Problem, margin: float, deadline: float) -> Excesses | None:
-    """What choices cost above the optimum at least, up to a margin; None where the graph is too wide to tell."""
+    """Return the reduced cost of each choice, up to a margin; None if the graph's treewidth is too high."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None or elimination.largest > MAX_CALIBRATED:

@@ -1,4 +1,4 @@
-"""What no plan of a model takes less than: what is stored whatever is computed, in as many parts as it can be."""
+"""Lower bound on the bytes that any plan stores: parameters and optimizer state, sharded as far as possible."""
 
 from __future__ import annotations
 

@@ -111,19 +111,19 @@ class _Search(Pieced):
     solver: str
     gap: float
     enough: float
-    """As the gap, where more would be dear."""
+    """Gap at which a search may stop if closing more of it would be expensive."""
     is_hurried: bool
-    """Whether nothing is counted long."""
+    """True if no count may take long."""
     far: float
-    """Where the graph is wide, what is near enough to go on from, and to count no longer."""
+    """Gap at which an answer on a graph of high treewidth is a good starting point, and counts stop."""
     widely: float
-    """Where it is wide, what is near enough once the best beside held nodes is known (`several_rows`)."""
+    """Gap that is enough on a graph of high treewidth once the best given the fixed nodes is known (`several_rows`)."""
     cutoff: float = math.inf
     """Seconds of a plan that is known: what is no faster is not looked for."""
     prepared: dict[MemoryRow | None, Prepared] = field(default_factory=dict)
     """The problem that was solved last, by its row."""
     aside: list[Answer] = field(default_factory=list)
-    """What fits, and was far from proven when a search for a proof went on elsewhere."""
+    """Fitting answers, far from proven, that were set aside when the search for a proof went on elsewhere."""
 
     def solve(
         self,
@@ -157,7 +157,7 @@ class _Search(Pieced):
 
     @property
     def counted(self) -> float:
-        """How near the best an answer may be where counts take long (`Enough`)."""
+        """Gap at which an answer is enough if counts take long (`Enough`); infinite in a hurried search."""
         return math.inf if self.is_hurried else self.enough
 
     def _prepared(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Prepared:
@@ -245,7 +245,7 @@ class _Search(Pieced):
         return found
 
     def bound_elsewhere(self, limit: int, modes: Modes | None) -> float:
-        """What prices prove that another plan of the same model had; only where there is a cut-off to be reached."""
+        """Return the bound that memory prices of another plan of the same model prove; -inf without a cut-off."""
         near = self.formulation.near
         if near is None or math.isinf(self.cutoff):
             return -math.inf
@@ -311,12 +311,12 @@ class _Search(Pieced):
         return True
 
     def _is_dear(self, first: Answer) -> bool:
-        """Whether elimination of the first answer's problem takes seconds: sums of moments take many of them."""
+        """Return whether elimination of the first answer's problem takes seconds; sums of moments need many of them."""
         prepared = self.prepared.get(first.row)
         return prepared is not None and prepared.elimination is not None and prepared.elimination.work > CHEAP_WORK
 
     def _narrowed(self, first: Answer, limit: int, modes: Modes | None) -> Narrowed | None:
-        """What the first answer's bound leaves of the problem, where elimination takes seconds; else None."""
+        """Return a search within the fixings by the first answer's bound if elimination takes seconds; else None."""
         if (row := first.row) is None or not first.multiplier or not self._is_dear(first):
             return None
         return Narrowed(lambda: Cuts(self._prepared(row, limit, modes), first.multiplier, self.deadline))

@@ -40,9 +40,9 @@ class Narrowed:
         met: Sequence[Sequence[int]] = (),
         is_over_elsewhere: OverElsewhere = nowhere,
     ) -> Best:
-        """As `solve_rows`, within the narrowest cut that may have something better than is known.
+        """Solve like `solve_rows`, within the tightest fixings that may leave something better than the incumbent.
 
-        Of the choices that were met those count that the cut leaves.
+        Visited choices count only if the fixings leave them.
         """
         near: list[tuple[int, ...]] = []
         while True:
@@ -68,7 +68,10 @@ class Narrowed:
             self._cut = None
 
     def may_be_further(self, known: float) -> bool:
-        """Whether something better than is known may be beyond the widest cut, where all that is nearer was tried."""
+        """Return whether something better than the incumbent may lie outside the loosest fixings.
+
+        That is so if all that is inside was tried, and its limit is below the incumbent.
+        """
         return not self._wider and self._cut is not None and self._cut.limit < known
 
     def _widened(self, known: float) -> Cut:

@@ -1,6 +1,6 @@
-"""What is asked for within a memory limit: its problems, and answers to them.
+"""Request within a memory limit: its problems and the answers to them.
 
-Where there is no plan, it is said why: the least that one takes, and what each pin is worth.
+If there is no plan, the refusal says why: the least that a plan takes, and what each pin is worth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Modes = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is to be planned, and until when."""
+    """Request for a plan: the formulation, the pins and the deadline."""
 
     formulation: Formulation
     pins: Pins
@@ -39,18 +39,18 @@ class Asked:
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
     def known(self, limit: int | None, modes: Modes | None) -> Answer | None:
-        """What is kept of the same question without the limit; None if that was not asked."""
+        """Return the cached answer to the same request without the limit; None if there is none."""
         return self.formulation.without_a_limit.get(self._key(limit, modes))
 
     def kept(self, found: Answer, limit: int | None, modes: Modes | None) -> Answer:
-        """What was found without the limit, kept for when it is asked again."""
+        """Cache an answer that was found without the limit, and return the cached answer of its key."""
         return self.formulation.without_a_limit.setdefault(self._key(limit, modes), found)
 
     def _key(self, limit: int | None, modes: Modes | None) -> object:
         return limit, None if modes is None else tuple(modes.items()), pinned_by(self.pins)
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0, is_brief: bool = False) -> LeastPeak:
-        """What takes the least at its fullest moment, or no more than enough, under pins (see `least_peak`)."""
+        """Return the plan under pins with the least peak, or one with a peak of at most `enough` (see `least_peak`)."""
         spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
         return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), enough, is_brief)
 

@@ -41,13 +41,16 @@ EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
 NOT_TRIED = "not tried: "
 FIRST_ROUND = 0.6
-"""Of the time in which meshes have their first turns."""
+"""Share of the time limit in which meshes have their first turns."""
 TOGETHER = 8
 """Meshes that share what is left of it, at most: of many, those that come last may have none."""
 MUCH_SHORTER = 0.8
-"""Of a turn that found no plan on a mesh of as many axes: one of less finds none either."""
+"""Share of the longest unsuccessful turn below which a further turn is not started.
+
+Only turns without a plan on meshes with as many axes count: a much shorter turn would find no plan either.
+"""
 MOST_PIPELINES = 4
-"""That are planned; each takes as long as many meshes without one."""
+"""Largest number of pipelines that are planned; each takes as long as many meshes without a pipeline."""
 
 
 class Found(Protocol):
@@ -68,20 +71,20 @@ class Candidate(Generic[P]):
 
     plan: P
     seconds: float
-    """Of a step of all its micro-batches."""
+    """Seconds of a step of all its micro-batches."""
     gap: float | None
-    """How far its step may be from the best on its mesh, as a share; None: nothing is proven, as for pipelines."""
+    """Relative gap of its step to the best on its mesh; None if nothing is proven, as for pipelines."""
     microbatches: int = 1
     schedule: str = ""
     """Name of the pipeline's schedule; "" without a pipeline."""
     chunks: int = 1
     """Stages on each rank of the pipeline."""
     stored_bytes: int = 0
-    """Of parameters, on the device that has the most."""
+    """Bytes of parameters on the device that has the most."""
     again: str = ""
-    """What is computed again, in words."""
+    """Description of what is recomputed."""
     axes: str = ""
-    """What each axis splits, in words."""
+    """Description of what each axis splits."""
 
     @property
     def runs(self) -> tuple[int, str, int]:
@@ -90,7 +93,7 @@ class Candidate(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the plan of a mesh may take: seconds of search, and the step that it has to beat."""
+    """Budget for planning on a mesh: seconds of search, and the step that the plan has to beat."""
 
     time_limit: float
     cutoff: float = math.inf
@@ -110,7 +113,7 @@ class Tried(Generic[P]):
     excluded: Excluded = ""
     """The kind of reason."""
     least_bytes: int | None = None
-    """Where no plan is within the memory limit: the least that one was found to take."""
+    """Least peak in bytes that a plan was found to take; None unless no plan is within the memory limit."""
     is_cut_short: bool = False
     """True if its turn ended before its plan was proven as far as others are."""
     said: tuple[warnings.WarningMessage, ...] = ()
@@ -119,7 +122,11 @@ class Tried(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Searched(Generic[P]):
-    """What a search found: lines of equal plans, best first, the simplest mesh of each first; then what has no plan."""
+    """Result of a search.
+
+    `lines` are groups of equal plans, best first, with the simplest mesh of each first. `without` are the meshes
+    without a plan.
+    """
 
     devices: int
     lines: tuple[tuple[Tried[P], ...], ...]
@@ -168,7 +175,7 @@ def warn_of_best(searched: Searched[Any]) -> None:
 
 
 def _nearest(tried: Sequence[Tried[Any]]) -> str:
-    """What came nearest to a memory limit that no mesh has a plan within."""
+    """Describe the mesh that came nearest to a memory limit if no mesh has a plan within it."""
     known = [(each.least_bytes, each.mesh) for each in tried if each.least_bytes is not None]
     if not known:
         return ""
@@ -193,7 +200,7 @@ def try_meshes(
     waiting, found, late = list(meshes), dict[Mesh, Tried[P]](), dict[Mesh, float]()
 
     def plan(mesh: Mesh, until: float, share: float) -> Tried[P]:
-        """What comes of a mesh in a share of the time that is left; `late` has the turns that were too short."""
+        """Plan on a mesh in a share of the time that is left; record turns that were too short in `late`."""
         if found and is_over(until):
             late[mesh] = 0.0
             return Tried(mesh, None, NOT_TRIED + why_over(), "time")
@@ -234,19 +241,19 @@ def _seconds(tried: Tried[Any]) -> float:
 
 
 def _least(tried: Tried[Any]) -> float:
-    """What a step takes at least, by what was proven with its plan; 0 where there is none."""
+    """Return the lower bound on a step that is proven with a mesh's plan; 0 if there is no plan."""
     return (1 - (tried.found.gap or 0)) * tried.found.seconds if tried.found else 0.0
 
 
 def _is_open(tried: Tried[Any]) -> bool:
-    """Whether more time may find a plan, or one that is more than equal plans differ by faster."""
+    """Return whether more time may find a plan, or a plan that is faster by more than equal plans differ."""
     if tried.found is None:
         return tried.reason.startswith(NOT_TRIED)
     return tried.found.gap is not None and tried.found.gap > EQUAL_SECONDS
 
 
 def _better(before: Tried[P], again: Tried[P]) -> Tried[P]:
-    """What was found with more time, unless it is no better than before."""
+    """Return the result with more time, unless it is no better than the one before."""
     if before.found is None:
         return again
     return again if (_seconds(again), -_least(again)) < (_seconds(before), -_least(before)) else before
@@ -268,7 +275,7 @@ def cutoff_of(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
 
 
 def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
-    """How many pipelines have been planned."""
+    """Return the number of pipelines that have a plan."""
     return sum(pipeline in mesh.axes and each.found is not None for mesh, each in found.items())
 
 

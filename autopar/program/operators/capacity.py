@@ -31,26 +31,26 @@ def capacity(num_slots: int, num_experts: int, capacity_factor: float) -> int:
 
 
 def slots_of_sample(index: tuple[int, ...]) -> int:
-    """How many slots each sample has: all dims of the index but the first."""
+    """Return the number of slots of each sample: the product of all dims of the index but the first."""
     return math.prod(index[1:])
 
 
 @dataclass(slots=True)
 class DroppedRows:
-    """What each block of experts has dropped, in the order in which they ran; of the samples that this rank looks at.
+    """Rows that each block of experts has dropped, in the order of execution, of the samples that this rank examines.
 
-    Every sample is looked at by equally many ranks: over all of them the sum of `dropped` over that of `rows` is the
+    Every sample is examined by equally many ranks: over all of them the sum of `dropped` over that of `rows` is the
     share of the batch.
     """
 
     dropped: list[Tensor] = field(default_factory=list)
     """One number each, on the device of the model: to look at it is what costs time."""
     rows: list[int] = field(default_factory=list)
-    """How many rows there were."""
+    """Number of rows of each block, dropped ones included."""
 
     @property
     def share(self) -> float:
-        """Of all rows, how many were dropped: 0.0 for none."""
+        """Share of all rows that were dropped: 0.0 for none."""
         return sum(int(each) for each in self.dropped) / max(1, sum(self.rows))
 
 

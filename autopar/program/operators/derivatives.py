@@ -18,9 +18,10 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's: the backward of a Function runs without a graph, and what it gives has no derivative.
+    """Wrap a Function's backward to run without a graph; its results then have no derivative, as with torch's.
 
-    A Function that does not materialize gradients, and gets none, gives none: of what a loss does not depend on.
+    If no output has a gradient, as for a loss that does not depend on them, the wrapped backward returns no gradients.
+    That concerns a Function that does not materialize gradients.
     """
 
     @functools.wraps(backward)
@@ -46,9 +47,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_asked_for(ctx: Any, position: int) -> bool:
-    """Whether a backward that runs is to give the gradient of the tensor that its Function took at this place of many.
+    """Return whether the running backward must give the gradient of the tensor that its Function took at a position.
 
-    A stage of a pipeline asks for gradients of its inputs, and later for those of its weights, which a Function that
+    A stage of a pipeline requests gradients of its inputs, and later those of its weights, which a Function that
     takes both would make twice. Compiled code makes all that any call needs.
     """
     if torch.compiler.is_compiling():

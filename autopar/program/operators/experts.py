@@ -31,9 +31,9 @@ from autopar.program.operators.derivatives import once_differentiable
 OTHER_GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 """The names of the grouped products that models call; that of transformers need not be there."""
 FAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of which PyTorch has a grouped product."""
+"""Dtypes for which PyTorch has a grouped product."""
 ROW_BYTES = 16
-"""What the rows of matrices must be a multiple of for that."""
+"""Number of bytes of which each row of a matrix must be a multiple for PyTorch's grouped product."""
 
 
 def sorted_slots(expert_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class Gather(torch.autograd.Function):
 
 
 class PartHome(torch.autograd.Function):
-    """As `Home` where some slots have no row, -1 in `route`: those count as zero."""
+    """Sum of rows to tokens, as `Home`, in which slots without a row (-1 in `route`) count as zero."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, route_TK: Tensor) -> Tensor:
@@ -155,7 +155,10 @@ def all_rows(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def some_rows(x: Tensor, index: Tensor, num_experts: int, kept: Tensor, num_rows: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `all_rows` where only the `kept` slots, of which there are `num_rows`, have one."""
+    """Return what `all_rows` returns, but with rows for the `num_rows` slots marked in `kept` alone.
+
+    Other slots have -1 in the last result.
+    """
     ids, slots = sorted_slots(torch.where(kept, index, num_experts))
     ids, slots = ids[:num_rows], slots[:num_rows]
     places = torch.arange(slots.shape[0], device=slots.device)
@@ -214,7 +217,7 @@ def _grouped_mm_backward(
 
 
 def _is_fast(rows: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch's own grouped product takes these."""
+    """Return whether PyTorch's own grouped product accepts these matrices."""
     aligned = all(size * rows.itemsize % ROW_BYTES == 0 for size in (*rows.shape[1:], *weight.shape[1:]))
     return rows.dtype in FAST_DTYPES and aligned and rows.shape[0] > 0
 

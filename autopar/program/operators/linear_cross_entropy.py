@@ -28,11 +28,11 @@ from autopar.program.operators.derivatives import once_differentiable
 MEAN, SUM = 1, 2
 """PyTorch's numbers for the argument `reduction`."""
 CHOSEN = 0
-"""In the place of a number of tiles: a plan chooses it."""
+"""Stand-in for a number of tiles that a plan has yet to choose."""
 
 
 def rows_of_tiles(num_rows: int, tiles: int) -> list[int]:
-    """How many rows each tile has: as many in all but the last; there are no more tiles than rows.
+    """Return the number of rows of each tile: equal for all but the last; there are no more tiles than rows.
 
     >>> rows_of_tiles(10, 4), rows_of_tiles(2, 4)
     ([3, 3, 3, 1], [1, 1])
@@ -44,26 +44,26 @@ def rows_of_tiles(num_rows: int, tiles: int) -> list[int]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which logits become a loss, and gradients of tiles are added up."""
+    """Return the dtype, float32 or wider, in which losses are computed and gradients of tiles are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a call computes beside its tensors."""
+    """Settings of a call of the operator, apart from its tensors."""
 
     reduction: int
     ignore_index: int
     dtype: torch.dtype
-    """Of the logits as the loss takes them, and of the loss."""
+    """Dtype of the logits as the loss takes them, and of the loss."""
     tiles: int
     learns: tuple[bool, bool, bool]
-    """Whether hidden states, weight and bias need a gradient."""
+    """True for each of hidden states, weight and bias that needs a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What the ranks that have other classes, or other rows, do together: here there are none."""
+    """Communication with ranks that have other classes, or other rows, for the case that there are none."""
 
     def columns(self, target_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor | None]:
         """Column of every target, and whether it is on this rank; None where all are."""
@@ -88,7 +88,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Those of a loss of one, in which tiles write or add theirs; None where none is needed."""
+    """Gradients for a loss gradient of one, which tiles write or add to; None if a tensor needs none."""
 
     hidden_ND: Tensor | None
     weight_VD: Tensor | None
@@ -108,7 +108,7 @@ class _Gradients:
         return any(each is not None for each in (self.hidden_ND, self.weight_VD, self.bias_V))
 
     def add(self, grad_TV: Tensor, h_TD: Tensor, weight_VD: Tensor, start: int, stop: int) -> None:
-        """Those of hidden states and weight by the logits of rows from `start` to `stop`."""
+        """Add the gradients of hidden states and weight, given those of the logits of rows from `start` to `stop`."""
         if self.hidden_ND is not None:
             self.hidden_ND[start:stop] = grad_TV @ weight_VD
         if self.weight_VD is not None and self.weight_VD.dtype == grad_TV.dtype:
@@ -228,7 +228,7 @@ def loss_in_tiles(
     tiles: int,
     ranks: Alone,
 ) -> Tensor:
-    """As the operator, for this rank's rows and classes."""
+    """Compute the operator's loss for this rank's rows and classes."""
     learns = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias))
     loss = Loss(reduction, ignore_index, dtype, tiles, learns)  # pyright: ignore[reportArgumentType]
     return LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, bias, target.flatten(), loss, ranks)

@@ -49,7 +49,7 @@ ACTIVATIONS = {
     ),
     "relu": Activation(F.relu, lambda grad, x: aten.threshold_backward.default(grad, x, 0)),
 }
-"""Those that an MLP in tiles may have, by name."""
+"""Activations that an MLP in tiles may have, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _Mlp:
     down_bias_D: Tensor | None
 
     def rows(self, x_TD: Tensor) -> Tensor:
-        """What it makes of some rows."""
+        """Return the MLP's outputs for some rows."""
         h_TK = F.linear(x_TD, self.up_KD, self.up_bias_K)
         if self.gate_KD is None:
             h_TK = self.activation.of(h_TK)
@@ -75,7 +75,7 @@ class _Mlp:
 
 
 class _Gradients:
-    """Those of weights and biases, to which tiles add theirs; None where none is needed."""
+    """Gradients of weights and biases, summed over tiles; None if a tensor needs none."""
 
     def __init__(self, weights: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
         self.dtypes = [None if each is None else each.dtype for each in weights]
@@ -85,7 +85,7 @@ class _Gradients:
         ]
 
     def add(self, position: int, grad_TO: Tensor, x_TI: Tensor) -> None:
-        """Those of the weight at a position, and of the bias behind it, by the gradient of its outputs."""
+        """Add the gradients of the weight at a position and of its bias, given the gradient of the weight's outputs."""
         weight_OI, bias_O = self.sums[position], self.sums[position + 1]
         if weight_OI is not None and weight_OI.dtype == grad_TO.dtype:
             weight_OI.addmm_(grad_TO.t(), x_TI)
@@ -157,7 +157,7 @@ def _add_tile(mlp: _Mlp, found: _Gradients, x_TD: Tensor, dy_TD: Tensor, dx_TD: 
 
 
 def _tiles(x_ND: Tensor, tiles: int) -> Iterator[tuple[int, int]]:
-    """Those of all rows; none where there are no rows."""
+    """Yield the first row and the end of each tile of all rows; nothing if there are no rows."""
     return tiles_of_rows(x_ND.shape[0], tiles) if x_ND.shape[0] else iter(())
 
 

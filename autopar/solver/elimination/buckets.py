@@ -65,7 +65,7 @@ class Elimination:
 
     @property
     def num_bytes(self) -> int:
-        """Of the messages of all steps, which an evaluation keeps."""
+        """Bytes of the messages of all steps, which an evaluation keeps."""
         return BYTES * sum(math.prod(step.sizes[1:]) for step in self.steps)
 
     @property

@@ -34,14 +34,17 @@ BLOCK = 1 << 22  # entries of a bag that are calibrated at once
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Excesses:
-    """What strategies of nodes, and pairs of edges, cost above the optimum at least, for those below the margin."""
+    """Reduced costs of strategies of nodes and pairs of edges: lower bounds on their cost above the optimum.
+
+    They are known for those below the margin.
+    """
 
     alive: tuple[Integers, ...]
-    """For each node, its strategies below the margin."""
+    """Strategies of each node whose reduced cost is below the margin."""
     of_node: tuple[Floats, ...]
-    """Of every strategy."""
+    """Reduced cost of every strategy of each node."""
     of_edge: tuple[Floats, ...]
-    """Of every pair of strategies that are alive."""
+    """Reduced cost of every pair of alive strategies at the ends of each edge."""
 
 
 def excesses(
@@ -93,7 +96,7 @@ def excesses(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Calibrated:
-    """What a calibrated bucket says about its node, and about some axes of its bag (in that order)."""
+    """Reduced costs from one calibrated bucket: for its node, and for some axes of its bag (in that order)."""
 
     of_node: Floats
     alive: Integers
@@ -101,7 +104,7 @@ class _Calibrated:
 
     @property
     def loop(self) -> Floats:
-        """For an edge from the node to itself."""
+        """Reduced costs for an edge from the node to itself: those of the node on the diagonal, infinite elsewhere."""
         excess = self.of_node[self.alive]
         return np.where(np.eye(len(excess), dtype=bool), excess[:, None], np.inf)
 
@@ -146,10 +149,10 @@ def shared_excesses(
     margin: float = np.inf,
     deadline: float = NEVER,
 ) -> Excesses:
-    """As `excesses`, of nodes of one kind together: what a strategy takes wherever it takes least (`Tables.kinds`).
+    """Return reduced costs like `excesses`, but the least over all nodes of a kind for each (`Tables.kinds`).
 
-    Equal layers stay equal, and the work is that of an evaluation, or less where little is below the margin. Of pairs
-    it is over all strategies; those above the margin may be infinite.
+    Equal layers stay equal, and the work is that of an evaluation, or less if little is below the margin. Pairs are
+    over all strategies; those above the margin may be infinite.
     """
     found = _calibrated_steps(elimination, evaluated, margin, deadline)
     kinds = tables.kinds(problem)
@@ -185,7 +188,7 @@ def _least_of(arrays: Iterable[Floats]) -> Floats:
 
 
 def cheapest(one: Excesses, other: Excesses) -> Excesses:
-    """Of each strategy and pair the least of two excesses, as at two prices; equal arrays stay one array."""
+    """Return the entrywise minimum of two reduced costs, as at two prices; equal arrays stay one array."""
     shared: dict[tuple[int, int], Floats] = {}
 
     def least(pairs: Iterable[tuple[Floats, Floats]]) -> tuple[Floats, ...]:
@@ -203,13 +206,13 @@ def cheapest(one: Excesses, other: Excesses) -> Excesses:
 def outside_steps(
     elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf, deadline: float = NEVER
 ) -> list[Floats]:
-    """For each step and its neighbours' choices, the least that the rest costs above its optimum, in any bucket."""
+    """Return the least cost of the rest above its optimum, for each step and its neighbours' choices, in any bucket."""
     return [step.outside for step in _calibrated_steps(elimination, tables, margin, deadline)]
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """What the calibrated buckets of a step say together about their node, their edges and their neighbours."""
+    """Reduced costs from all calibrated buckets of a step: for their node, their edges and their neighbours."""
 
     outside: Floats
     of_node: Floats = field(default_factory=lambda: np.empty(0))
@@ -219,7 +222,7 @@ class _Step:
 
     @property
     def loop(self) -> Floats:
-        """For an edge from the node to itself."""
+        """Reduced costs for an edge from the node to itself: those of the node on the diagonal, infinite elsewhere."""
         if self._loop is None:
             self._loop = np.where(np.eye(len(self.of_node), dtype=bool), self.of_node[:, None], np.inf)
         return self._loop
@@ -228,7 +231,7 @@ class _Step:
 def _calibrated_steps(
     elimination: Elimination, tables: Sequence[Floats], margin: float, deadline: float
 ) -> list[_Step]:
-    """From the last step to the first: those whose messages a step takes in come before it."""
+    """Calibrate the steps from the last to the first, since a step receives messages from earlier steps only."""
     found = [_Step(np.full(each.sizes[1:], np.inf if len(each.sizes) > 1 else 0.0)) for each in elimination.steps]
     for number in reversed(range(len(found))):
         check(deadline)
@@ -260,14 +263,14 @@ def _calibrated_steps(
 
 
 def _rows_within(outside: Floats, margin: float) -> tuple[Integers, ...]:
-    """Of each dim of a table, where something is within the margin."""
+    """Return the indices along each dim of a table at which some entry is within the margin."""
     near = outside <= margin
     dims = range(near.ndim)
     return tuple(np.flatnonzero(near.any(axis=tuple(other for other in dims if other != dim))) for dim in dims)
 
 
 def children_of(elimination: Elimination) -> list[list[int]]:
-    """Which buckets send their message to each bucket, by place in the order."""
+    """Return the buckets that send their message to each bucket, by position in the order."""
     position = {bucket.bag[0]: place for place, bucket in enumerate(elimination.buckets)}
     children: list[list[int]] = [[] for _ in elimination.buckets]
     for place, bucket in enumerate(elimination.buckets):

@@ -48,7 +48,7 @@ def least_sums(ones: Floats, others: Floats) -> Floats:
 
 
 def _finite_minimum(points: Floats) -> Floats:
-    """Of every point its least coordinate, as [b, j, 1]; 0 where none is finite."""
+    """Return the least coordinate of each point, as [b, j, 1]; 0 if none is finite."""
     least = points.min(axis=2, keepdims=True)
     least[np.isinf(least)] = 0.0
     return least
@@ -76,7 +76,7 @@ def _distances(ones: Floats, others: Floats) -> Floats:
 
 
 def num_threads() -> int:
-    """As many threads as the process has cores, up to MAX_THREADS."""
+    """Return the number of threads to use: the cores of the process, at most MAX_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_THREADS)
 

@@ -1,11 +1,11 @@
-"""In which order nodes are eliminated: greedily, and what separates the layers of a model last.
+"""Elimination order of a graph: greedy, with the separators between a model's layers last.
 
-A node that all paths between two parts of a graph run through (the sum at the end of a layer) separates them. Where it
-is kept until the parts on both sides are gone, each of them leaves one message over its separators, and equal layers
-leave equal ones; eliminated earlier, it joins the two, and layers are cut in ever other places.
+A node that all paths between two parts of a graph run through (the sum at the end of a layer) separates them. If it is
+kept until the parts on both sides are gone, each part leaves one message over its separators. Equal layers then leave
+equal messages. If it is eliminated earlier, it joins the two parts, and layers are divided at ever other positions.
 
-An order depends on the graph and the sizes of its menus, not on what they cost: a search that asks the same graph
-again, with other memory rows, is given the order of before.
+An order depends on the graph and the numbers of candidate strategies, not on their costs. A search that solves the same
+graph again, with other memory rows, reuses the previous order.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Tables:
 
 
 def _paid(held: tuple[Integers | None, ...], prices: tuple[float, ...]) -> Floats | None:
-    """What the bytes of each problem cost together at its price; None where they cost nothing."""
+    """Return the total price of the bytes of all problems; None if it is zero."""
     parts = [price * each for price, each in zip(prices, held, strict=True) if each is not None and price]
     return sum(parts[1:], parts[0]).astype(np.float64, copy=False) if parts else None
 

@@ -71,7 +71,7 @@ def contract_each(problems: Sequence[Problem]) -> list[Contracted]:
 
 
 class _State:
-    """What a problem has become; equal layers share arrays, and what was made of equal arrays is made once."""
+    """Problem during contraction; equal layers share arrays, and equal inputs are processed once."""
 
     def __init__(self, problem: Problem) -> None:
         self.budget = problem.budget

@@ -1,8 +1,8 @@
-"""What is left of a problem below so many seconds, whatever further memory rows it gets.
+"""Fixings: the part of a problem that can be within a limit on the seconds, whatever further memory rows it gets.
 
-A strategy whose excess at a price of memory (`min_marginals`) is above what a limit on the seconds leaves is in no
-choice within that limit and the budget. Further rows only forbid choices: it is in none of theirs either. So what is
-found with one row makes the problem smaller for all the searches that add others.
+No choice within the limit and the budget has a strategy whose reduced cost at a memory price (`min_marginals`) exceeds
+the margin up to that limit. Further rows only forbid choices, so such a strategy stays out. One row thus makes
+the problem smaller for all searches that add other rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cut:
     limit: float
 
     def holds(self, choices: Sequence[int]) -> bool:
-        """Whether it leaves all of some choices."""
+        """Return whether the fixings leave all of these choices."""
         return all(bool(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
     def of(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -67,7 +67,7 @@ class Cuts:
         """No choices within the budget take less."""
 
     def within(self, share: float, known: float = math.inf) -> Cut:
-        """What choices take that cost no more than a share above the bound, nor than is known."""
+        """Return the strategies of choices that cost at most `share` above the bound, and at most `known` seconds."""
         prepared, limit = self._prepared, min(self.bound + share * abs(self.bound), known)
         margin = limit - self.bound + ROUNDING * abs(self.bound)
         tables, evaluated = prepared.tables, self._evaluated

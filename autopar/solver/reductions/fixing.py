@@ -26,9 +26,9 @@ class Remaining:
     constant: float
     """Infinite where what is decided exceeds the memory limit, and where a node is left with nothing."""
     kept: tuple[Integers, ...]
-    """For each node of the original problem, the strategies it is left with."""
+    """Strategies that each node of the original problem is left with."""
     undecided: tuple[int, ...]
-    """For each node of the problem, its place in the original one."""
+    """Position in the original problem of each node of the smaller one."""
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of the original problem from those of the smaller one."""
@@ -43,7 +43,7 @@ class Remaining:
 
 
 def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
-    """What is left of a problem without the strategies and the pairs whose excess is above `limit` seconds."""
+    """Return the problem without the strategies and pairs whose reduced cost is above `limit` seconds."""
     return remaining_of_each((problem,), found, limit)[0]
 
 
@@ -95,7 +95,7 @@ def remaining_of_each(
 
 
 def _rows(found: Excesses, limit: float) -> list[tuple[Integers, Integers]]:
-    """For each node its strategies below the limit: their places among those alive, and in the menu."""
+    """Return the strategies of each node below the limit: their positions among the alive ones, and among all."""
     shared: dict[tuple[int, int], tuple[Integers, Integers]] = {}
     for excess, alive in zip(found.of_node, found.alive, strict=True):
         if (id(excess), id(alive)) not in shared:

@@ -29,7 +29,7 @@ class Prepared:
     elimination: Elimination | None
     """None where the graph is too wide."""
     met: Met = field(default_factory=Met)
-    """What elimination found at prices of memory, whatever the limit."""
+    """Results of elimination at memory prices, whatever the limit."""
 
     @classmethod
     def of(cls, problem: Problem, deadline: float) -> Prepared:
@@ -45,7 +45,7 @@ class Prepared:
 
     @property
     def smaller(self) -> Problem:
-        """What is left to be solved."""
+        """Problem that is left to be solved."""
         return self.contracted.problem
 
     def within(self, budget: int | None) -> Prepared:

@@ -20,7 +20,7 @@ from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
 Numbers = TypeVar("Numbers", Floats, Integers)
 MOST_MADE = 100_000_000  # entries of tables that reductions make: beyond, no pair of neighbours gets a further one
 NO_BYTES = tuple(np.zeros((1,) * ndim, dtype=np.int64) for ndim in range(4))
-"""By the number of dims."""
+"""Zero byte tables, by the number of dims."""
 NO_SECONDS = np.zeros(1)
 
 
@@ -113,7 +113,7 @@ class _State:
                     self.wide[end].append(entry)
 
     def removable(self, node: int) -> bool:
-        """Whether the node has one strategy left, or few neighbours and bytes that do not depend on it."""
+        """Return whether the node can be minimised out: one strategy is left, or few neighbours and constant bytes."""
         allowed = self.made(_allowed, self.seconds[node])
         if len(allowed) == 1:
             return True
@@ -213,11 +213,11 @@ class _State:
 
 
 class _Made:
-    """What was made of arrays: of the same ones the same way is the same one, made once."""
+    """Cache of derived arrays: the same function of the same arrays is computed once, and gives the same object."""
 
     def __init__(self) -> None:
         self.num_entries = 0
-        """Of all arrays that were made."""
+        """Number of entries of all derived arrays."""
         self._found: dict[object, tuple[Any, tuple[Any, ...]]] = {}
         self._numbers: dict[int, Integers] = {}
 
@@ -240,7 +240,7 @@ def _allowed(seconds: Floats) -> Integers:
 
 
 def _constant(held: Integers, allowed: Integers) -> bool:
-    """Whether the bytes are the same whatever of the allowed strategies is chosen in the first dim."""
+    """Return whether the bytes are the same for all allowed strategies in the first dim."""
     rows = _rows(held, allowed)
     return bool((rows == rows[:1]).all())
 
@@ -254,18 +254,18 @@ def _first_row(table: Numbers, allowed: Integers) -> Numbers:
 
 
 def _least_of_one(seconds: Floats, matrix: Floats) -> Floats:
-    """What a node costs its only neighbour."""
+    """Return the least costs of a node, by the strategies of its only neighbour."""
     return (seconds[:, None] + matrix).min(axis=0)
 
 
 def _least_of_two(seconds: Floats, left: Floats, right: Floats) -> Floats:
-    """What a node costs its two neighbours."""
+    """Return the least costs of a node, by the strategies of its two neighbours."""
     left = left + seconds[:, None]
     return np.stack([(left[:, i, None] + right).min(axis=0) for i in range(left.shape[1])])
 
 
 def _taken(place: int) -> Callable[[Any, Integers], Any]:
-    """What is left of a table where one of its ends is decided; it may have a dim of one there."""
+    """Return a function that fixes one end of a table at a choice; the table may have size one there."""
     return lambda table, choice: np.take(table, int(choice) if table.shape[place] > 1 else 0, axis=place)
 
 
@@ -327,7 +327,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
     shared: dict[object, np.ndarray] = {}  # equal menus stay one array, and so do equal edges
 
     def cut(array: Any, rows: Sequence[Integers], is_loop: bool = False) -> Any:
-        """What is left of a menu or a table, without the dims of what is decided."""
+        """Return the allowed part of a node's costs or a table, without the dims of decided ends."""
         key = (id(array), is_loop, *map(id, rows))
         if key not in shared:
             left = cut_table(array, rows)

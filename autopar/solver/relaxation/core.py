@@ -45,10 +45,10 @@ class Core:
     constants: tuple[int, ...]
     """Messages of parts of which no node is left."""
     elimination: Elimination
-    """Of the other nodes: its messages are the tables behind those of the problem."""
+    """Elimination of the other nodes; its messages are numbered after the tables of the problem."""
 
     def entries(self, sizes: Sequence[int]) -> int:
-        """That messages between all its nodes pass, with what a message takes beside them."""
+        """Count the table entries that messages between all its nodes touch, including per-message overhead."""
         passed = (math.prod([sizes[end] for end in joint.ends]) + VISIT for joint in self.joints)
         return sum(len(joint.ends) * each for joint, each in zip(self.joints, passed, strict=True))
 
@@ -183,9 +183,9 @@ class _Shrinking:
         return list(bag[1:])
 
     def _joints(self) -> tuple[Joint, ...]:
-        """What lies between the same nodes, or between some of them, is one; its ends come in order of their sizes.
+        """Join factors over the same nodes, or over a subset of them; sort the ends by their sizes.
 
-        The longest rows are then what lies together in memory: over short ones messages take several times as long.
+        The longest rows are then contiguous in memory: over short ones messages take several times as long.
         """
         left = dict.fromkeys(factor for factors in self.at.values() for factor in factors)
         scopes: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""What the nodes of a core may still take beside what some of them have taken: forbidden pairs, passed on (AC-3).
+"""Arc consistency (AC-3) on a core: the strategies that nodes may still take, given those already taken.
 
-Where much is forbidden, the best strategy beside the nodes before may leave one behind without any. So a strategy is
-taken only if all nodes keep one that has some beside it along every joint (Mackworth 1977).
+If much is forbidden, the best strategy given the earlier nodes may leave a later node without any. So a strategy is
+taken only if every node keeps one that is compatible along every joint (Mackworth 1977).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Domains:
         left = self._left({}, range(len(self._joints)))
         self.allowed.update(left or {})
         self.is_empty = left is None or not all(mask.any() for mask in self.allowed.values())
-        """Whether a node is left without a strategy before any took one."""
+        """True if a node has no strategy left before any node took one."""
 
     def take(self, node: int, row: Floats) -> int | None:
         """The least of a row whose strategy leaves every other node one; None if none does."""
@@ -51,7 +51,10 @@ class Domains:
         return None
 
     def _left(self, changed: dict[int, _Mask], joints: Sequence[int]) -> dict[int, _Mask] | None:
-        """What changes of some nodes leave of all that they reach; None where a node is left without a strategy."""
+        """Propagate changes of some nodes; return the strategies left to all nodes they reach.
+
+        None if a node is left without a strategy.
+        """
         waiting = dict.fromkeys(joints)
         while waiting:
             number = next(iter(waiting))

@@ -40,9 +40,9 @@ class _Visit:
     node: int
     edges: tuple[tuple[int, int, bool, bool, tuple[int, ...]], ...]
     share: float
-    """That each edge that leads further gets."""
+    """Share of a node's costs that goes to each edge that leads further."""
     rest: float
-    """That stays with the node."""
+    """Share of a node's costs that stays with the node."""
 
 
 class Messages:
@@ -75,13 +75,13 @@ class Messages:
         self._is_fresh = True
         self._reached: list[Floats] = []
         self._is_guarded = False
-        """Whether choices were read off that are forbidden."""
+        """True once forbidden choices were read off; further choices then leave all later nodes a strategy."""
         self._met: list[int] | None = None
-        """Of the core, by node; zeros for the others."""
+        """Best choices of the core that were read off, by node; zeros for the other nodes."""
         self.bound = -np.inf
         """On seconds + prices · bytes of any choices."""
         self.cost = np.inf
-        """That of the best choices that were read off."""
+        """Cost of the best choices that were read off."""
 
     def at(self, *prices: float) -> None:
         """Go on at other prices, one for each row: messages stay, and are as good a start as the prices are near."""
@@ -122,7 +122,7 @@ class Messages:
         return tuple(found)
 
     def _cost_of(self, choices: Sequence[int]) -> float:
-        """What choices of the core cost at the prices, with the best of the other nodes beside them."""
+        """Return the cost of choices of the core at the prices, given the best choices of the other nodes."""
         own = math.fsum(float(row[choices[node]]) for node, row in self._own.items())
         shared = math.fsum(
             float(costs[tuple([choices[end] for end in ends])])
@@ -131,7 +131,10 @@ class Messages:
         return self._constant + own + shared
 
     def reached(self, most: float) -> list[Floats]:
-        """For each strategy of each node the bound at the prices on the choices that take it; above `most` any such."""
+        """Return a bound at the prices for each strategy of each node, on the choices that take it.
+
+        Bounds above `most` may be infinite.
+        """
         found = list(self._reached)
         self._core.spread(found, self._evaluated, most, self.bound)
         return found
@@ -213,7 +216,7 @@ def _visits(order: Sequence[int], at: Mapping[int, Mapping[int, int]], ends: Seq
 
 
 def _least(costs: Floats, sent: Sequence[Floats], place: int) -> Floats:
-    """What an edge costs at least for each strategy of one of its ends, what it has sent to the others left out."""
+    """Return the least cost of an edge for each strategy of one end, less what it has sent to its other ends."""
     if costs.ndim == 2:
         if place == 0:
             return np.minimum.reduce(costs - sent[1], axis=1)

@@ -36,11 +36,11 @@ WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer
 Mixture = tuple[tuple[tuple[int, ...], float], ...]
 """Choices with weights that add up to one: on average they are within all budgets, and no better average is known."""
 OverElsewhere = Callable[[Mixture], bool]
-"""Whether what is mixed is over a budget that is no row of the problems."""
+"""Predicate that is true if a mixture exceeds a budget that is no row of the problems."""
 
 
 def nowhere(mixture: Mixture) -> bool:
-    """Where all budgets are rows, or it is not asked."""
+    """Return False: all budgets are rows, or other budgets do not matter."""
     return False
 
 
@@ -78,7 +78,7 @@ class BestPrices:
     met: tuple[tuple[int, ...], ...] = ()
     mixture: Mixture = ()
     is_over_elsewhere: bool = False
-    """Whether what is mixed is over a budget that is no row."""
+    """True if the mixture exceeds a budget that is no row."""
 
     def or_faster(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> BestPrices:
         """The same with choices that take so many seconds, if they are faster and within all budgets."""
@@ -225,12 +225,12 @@ class _Planes:
         solver.Maximize(self._bound)
         self._planes: list[tuple[tuple[int, ...], pywraplp.Constraint]] = []
         self._is_mixed = False
-        """Whether the program is solved, at prices within the radius: what it mixes is within all budgets."""
+        """True if the linear program is solved, at prices within the radius; its mixture is then within all budgets."""
 
     def after(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
-        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where.
+        """Add a solution with its seconds and its bytes over each budget; return the best bound and its prices.
 
-        Nothing more is (-inf) where the numbers are too far apart for the linear program to be solved.
+        The bound is -inf if the numbers are too far apart for the linear program to be solved.
         """
         paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
         self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))

@@ -39,9 +39,9 @@ class Wide:
     ) -> None:
         self.problem, self.rows, self.deadline = problem, tuple(rows), deadline
         self.near = near
-        """How near to the best choices found, as a share of their seconds, a bound is good enough."""
+        """Gap to the best choices found, as a share of their seconds, at which a bound is good enough."""
         self.worthwhile = WORTHWHILE
-        """Of what is open between a bound and the choices found: a sweep that closes less is slow."""
+        """Share of the gap between a bound and the choices found that a sweep has to close; less counts as slow."""
         allowed = consistent((problem, *rows))
         self._pruned = None if allowed is None else allowed[0]
         self._messages = None if allowed is None else Messages([each.problem for each in allowed], deadline)
@@ -49,7 +49,7 @@ class Wide:
 
     @property
     def num_entries(self) -> int:
-        """That messages pass at most in one direction."""
+        """Table entries that messages touch in one direction, at most, including per-message overhead."""
         return 0 if self._messages is None else self._messages.num_entries
 
     def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
@@ -92,9 +92,9 @@ class Wide:
         return min(self._messages.bound, self._messages.cost)
 
     def within(self, most: float, *prices: float) -> list[Remaining]:
-        """For each row, what is left of its problem without the strategies that no choices of at most `most` take.
+        """Return for each row the remaining problem without the strategies that no choices of at most `most` take.
 
-        `most` is in seconds + prices · bytes. TimeLimitError where that takes until the deadline.
+        `most` is in seconds + prices · bytes. Raises TimeLimitError if that takes until the deadline.
         """
         self.bound(*prices)
         assert self._pruned is not None and self._messages is not None, "no choices"

@@ -1,1 +1,1 @@
-"""What prices leave of a problem, and the best solutions of that: by labels, and by counts of equal parts."""
+"""Remaining problem at prices of memory, and its best solutions: by labels, and by counts of equal parts."""

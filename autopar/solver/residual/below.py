@@ -33,11 +33,11 @@ class Best:
     bound: float
     prices: tuple[float, ...]
     is_searched: bool = True
-    """Whether all was looked at that could be better; else a count was broken off."""
+    """True if everything that could be better was searched; False if a count was broken off."""
     reached: float = -math.inf
-    """What the prices alone prove."""
+    """Bound that the prices alone prove."""
     is_over_elsewhere: bool = False
-    """Whether nothing was looked for, since what the prices mix is over a budget that is no row."""
+    """True if nothing was searched, since the mixture at the prices exceeds a budget that is no row."""
     met: tuple[tuple[int, ...], ...] = ()
     """Choices near the best prices, over the budgets or not, of whose parts others may be made."""
 
@@ -69,7 +69,7 @@ def best_below(
 
 
 class _Search:
-    """What is known on the way; seconds are those of what is left, without the constant, but for `known`."""
+    """State of a search in the remaining problem; seconds exclude the constant, except in `known`."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class _Search:
         self.mixture = priced.mixture
         self.bound = self.reached = priced.bound
         self.most = min(self.seconds, below - constant)
-        """What is to be found takes no more."""
+        """Seconds that a solution to be found must not exceed."""
         self.epsilon = FIRST_EPSILON * self.scale
 
     def run(self) -> bool:
@@ -147,12 +147,12 @@ class _Search:
         return found.is_proven
 
     def is_done(self) -> bool:
-        """Whether what is known is near enough, nothing is left to be found, or the time is over."""
+        """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
         nothing_left = self.bound >= self.most - TOLERANCE * self.scale
         return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
 
     def _is_near_enough(self) -> bool:
-        """Whether what is known is so near that no long count is worth it."""
+        """Return whether the incumbent is so near the bound that no long count is worth it."""
         return is_closed(*self._of_the_whole(), self.enough.counted)
 
     def _of_the_whole(self) -> tuple[float, float]:

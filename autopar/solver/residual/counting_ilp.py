@@ -1,17 +1,17 @@
-"""How often each choice is made: the ILP over the steps of an elimination, in which equal layers are one.
+"""Counting ILP over the steps of an elimination: it counts how often each choice is made, with equal layers as one.
 
-Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). Which of them takes
-which choice makes no difference, so it is enough to count. With y_s(w) the number of buckets of step s that take the
-way w (`ways`) to have their bag, and what is folded into it, and x what w gives the bag's neighbours:
+Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). It makes no difference
+which of them takes which choice, so it is sufficient to count. A bucket's bag, with all that is folded into it, has a
+folded label w (`ways`). Let y_s(w) be the number of buckets of step s with w, and x what w gives the bag's neighbours:
 
     min   Σ seconds_s(w) y_s(w)
     s.t.  Σ_{w at a root} y_s(w) = number of roots of step s
           Σ_{w with x} y_c(w) = Σ_{parents s, w that give x} y_s(w)      for each x, and each child step c that is apart
           Σ bytes_s(w) y_s(w) ≤ budget                                   for each memory row
 
-What is below a bucket depends on its neighbours' choices alone, so any numbers that fulfil this can be handed down from
-the roots. Choices whose excess (`min_marginals`) at the price of memory is above what the limit leaves have no
-variable, nor have those that other prices leave out where there is much to count.
+The part below a bucket depends on its neighbours' choices alone, so any numbers that satisfy this can be handed down
+from the roots. Choices whose reduced cost (`min_marginals`) at the memory price exceeds the margin have no variable. If
+there is much to count, neither have those that other prices exclude.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Counting:
         self.model = cp_model.CpModel()
         self.ways: list[Ways] = []
         self.steps: dict[int, _Step] = {}
-        """Those that stay apart, by their number."""
+        """Steps that stay apart, by their number."""
 
     def solve(self, tolerance: float, effort: float) -> Counted:
         if self.residual.margin < 0 or not self._state():

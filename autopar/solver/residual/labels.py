@@ -38,12 +38,12 @@ class _Labels:
     """Labels of a step, those of a group (choice of the neighbours) beside each other, of rising excess."""
 
     starts: Integers
-    """Where each group begins, and the last one ends."""
+    """Start of each group, followed by the end of the last one."""
     excess: Floats
     """Above the least of the group at the prices."""
     seconds: Floats
     paid: Floats
-    """For the bytes of all rows, at their prices."""
+    """Price of the bytes of all rows, in seconds."""
     num_bytes: Integers
     """A row for each memory row."""
     entry: Integers
@@ -71,7 +71,7 @@ class _Part:
 
     labels: _Labels
     step: int
-    """Of the one root that they are of, or -1."""
+    """Step of the single root that the labels belong to, or -1."""
     parts: tuple[_Part, ...] = ()
 
     def unfolded(self, label: int) -> dict[int, list[int]]:
@@ -254,7 +254,7 @@ class _Partial:
         )
 
     def thinned(self, group: Integers, most: int, most_each: int) -> tuple[_Partial, float]:
-        """Those of which no other of the group has less of both, of many only some; and the seconds that may cost."""
+        """Return the Pareto front of each group, thinned; also return the seconds that thinning may cost at most."""
         order = np.lexsort((self.seconds, self.paid, group))
         group, seconds = group[order], self.seconds[order]
         _, ranks = np.unique(seconds, return_inverse=True)

@@ -35,9 +35,10 @@ _Sums = dict[tuple[int, ...], np.ndarray]
 
 
 class Pieces:
-    """What can be made of the pieces of some choices, within memory rows that are added one after the other.
+    """Restricted master problem: choices recombined from pieces of known choices, within memory rows.
 
-    Problems with rows are the same but for their bytes and budgets, and for the edges that these lie on.
+    Rows are added one after the other. The problems of rows are equal except for their bytes and budgets, and for the
+    edges that these lie on.
     """
 
     def __init__(self, problem: Problem, known: Sequence[Sequence[int]]) -> None:
@@ -54,7 +55,7 @@ class Pieces:
         self._seconds = self._summed(self._left.problem, lambda part: part.seconds)
         self._rows: list[tuple[_Sums, int | None]] = []
         self._is_full = False
-        """Whether what all known choices take is over a budget."""
+        """True if the choices that all known ones have in common exceed a budget."""
 
     def add(self, problems: Sequence[Problem]) -> None:
         """Have what is made be within these budgets, too."""
@@ -81,7 +82,7 @@ class Pieces:
         return self._left.extend(chosen.tolist())
 
     def _left_of(self, problems: Sequence[Problem]) -> list[Remaining]:
-        """What is undecided between the known choices, nodes of a kind alike."""
+        """Return the remaining problems over nodes on which known choices differ; nodes of a kind are treated alike."""
         excess: dict[int, Floats] = {}
         every: dict[int, Integers] = {}
         nothing: dict[tuple[int, ...], Floats] = {}
@@ -96,7 +97,7 @@ class Pieces:
         return remaining_of_each(problems, found, 0.0)
 
     def _ways_of(self, known: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[Integers]:
-        """For each piece the choices of its nodes, a row each, that are known of it or of an equal one."""
+        """Return the known choices of each piece's nodes, a row each, including those of equal pieces."""
         left = np.array([self._left.restrict(choices) for choices in known], dtype=np.intp)
         kinds = [tuple([self._kinds[self._left.undecided[node]] for node in nodes]) for nodes in parts]
         of_kind: dict[tuple[int, ...], list[Integers]] = defaultdict(list)
@@ -106,13 +107,13 @@ class Pieces:
         return [ways[kind] for kind in kinds]
 
     def _ways_in(self, known: Sequence[int]) -> list[int]:
-        """Which way known choices have each piece."""
+        """Return the row in `_ways` that known choices have for each piece."""
         left = np.array(self._left.restrict(known), dtype=np.intp)
         each = zip(self._parts, self._ways, strict=True)
         return [int((ways == left[nodes]).all(axis=1).argmax()) for nodes, ways in each]
 
     def _summed(self, problem: Problem, cost: Callable[[Node | Edge], np.ndarray | None]) -> _Sums:
-        """What pieces cost, and pieces beside each other."""
+        """Return the cost of each piece, and of pieces together, by the ways to have each."""
         sums: _Sums = {}
         made: dict[object, np.ndarray] = {}  # of equal parts: equal pieces have the same ways
         nodes = ((node, (number,)) for number, node in enumerate(problem.nodes))
@@ -132,7 +133,7 @@ class Pieces:
         return sums
 
     def _problems(self) -> list[Problem]:
-        """With a node for each piece, and its ways as strategies."""
+        """Build one problem per memory row, with a node for each piece, and its ways as strategies."""
         together = dict.fromkeys(itertools.chain(self._seconds, *(held for held, _ in self._rows)))
         shapes = {pieces: [len(self._ways[piece]) for piece in pieces] for pieces in together}
         seconds = {pieces: self._seconds.get(pieces, np.zeros(shape)) for pieces, shape in shapes.items()}

@@ -1,7 +1,8 @@
-"""What prices leave of a problem: the choices of each bag of its elimination that may be in good enough solutions.
+"""Remaining problem at prices: the choices of each elimination bag that may be in good enough solutions.
 
-Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). Choices whose excess
-(`min_marginals`) at the prices of memory is above what a limit on the seconds leaves are in no solution within it.
+Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). Choices whose reduced
+cost (`min_marginals`) at the memory prices exceeds the margin of a limit on the seconds are in no solution within that
+limit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROUNDING = 1e-12  # of all that is added up: what sums in another order may diff
 
 
 class TooManyChoicesError(Exception):
-    """What is left of a problem is too wide to be looked through."""
+    """Error for a remaining problem with too many choices to be searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,12 @@ class Residual:
 
     @property
     def is_small(self) -> bool:
-        """Whether counting what is left takes little."""
+        """True if the remaining problem takes little time to count."""
         return self.num_choices <= FEW
 
     @property
     def num_choices(self) -> int:
-        """Of all bags together."""
+        """Number of choices of all bags together."""
         return sum(len(entries) for entries, _ in self.choices)
 
     def below(self, limit: float) -> Residual:
@@ -138,7 +139,7 @@ class Residual:
         return self._tables, self.elimination, evaluated
 
     def seconds_of(self, choices: Sequence[int]) -> float:
-        """What choices of the problem take."""
+        """Return the seconds of choices of the problem."""
         tables = (
             (self.costs[table][0], tuple([choices[bucket.bag[axis]] for axis in axes]))
             for bucket in self.elimination.buckets
@@ -149,7 +150,7 @@ class Residual:
 
     @cached_property
     def choices(self) -> list[tuple[Integers, Floats]]:
-        """For each step, the choices of its bag within the margin, a row each, and their excess."""
+        """Choices of each step's bag within the margin, a row each, and their reduced costs."""
         return [self._within(step) for step in range(len(self.elimination.steps))]
 
     def _within(self, step: int) -> tuple[Integers, Floats]:
@@ -172,7 +173,10 @@ class Residual:
     def handed_down(
         self, place: int, children: Sequence[int], below: Iterable[tuple[tuple[int, tuple[int, ...]], int]]
     ) -> dict[int, int]:
-        """What each child of a bucket takes of what is known `below` it, by message; equal children take either's."""
+        """Return what each child of a bucket takes, from what is known `below` it by message.
+
+        Equal children may take either's.
+        """
         left: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
         for message, taken in below:
             left[message].append(taken)

@@ -36,7 +36,7 @@ class Ways:
     """Choices of the bag."""
     excess: Floats
     seconds: Floats
-    """With what is folded in."""
+    """Seconds, including those of folded children."""
     num_bytes: Integers
     """A row for each way, a column for each memory row."""
     apart: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -95,7 +95,7 @@ class _Groups:
         self.starts = np.append(firsts, len(around))
         self._number = {tuple(each): number for number, each in enumerate(around[firsts].tolist())}
         self.above = excess - outside[tuple(around.T)]
-        """What each way costs above the best for the same neighbours, at the prices."""
+        """Cost of each way above the best way for the same neighbours, at the prices."""
 
     def of(self, around: Integers) -> Integers:
         """The group of each choice of neighbours, or -1."""
@@ -103,7 +103,7 @@ class _Groups:
         return np.array([known.get(tuple(each), -1) for each in around.tolist()], dtype=np.intp)
 
     def sizes(self, at: Integers) -> Integers:
-        """How many ways each of some groups has; none where there is no group."""
+        """Return the number of ways in each of some groups; 0 for no group (-1)."""
         return np.where(at < 0, 0, np.diff(self.starts, append=0)[at])
 
 
@@ -131,7 +131,7 @@ def _folded(
 
 
 def _best(ways: Ways) -> Ways:
-    """Those that no other dominates that looks the same from the neighbours and the children that stay apart."""
+    """Return the undominated ways among those that look alike to the neighbours and to the children that stay apart."""
     seen = sorted({*range(1, ways.entries.shape[1]), *[axis for _, axes in ways.apart for axis in axes]})
     if not len(ways) or (len(seen) == ways.entries.shape[1] and not ways.below):
         return ways
@@ -156,7 +156,7 @@ def _undominated(group: Integers, ways: Ways) -> Integers:
 
 
 def occurrences(residual: Residual, ways: Sequence[Ways]) -> list[int]:
-    """How many buckets of each step stay apart: are folded into none."""
+    """Return the number of buckets of each step that stay apart, that is, are folded into none."""
     found = [residual.roots.get(step, 0) for step in range(len(ways))]
     for step in reversed(range(len(ways))):
         for child, _ in ways[step].apart if found[step] else ():

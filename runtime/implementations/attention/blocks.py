@@ -1,7 +1,8 @@
-"""Which blocks of scores there are between the positions of some queries and of some keys.
+"""Blocks of scores between the positions of some queries and of some keys.
 
-A rank's queries are a few pieces of consecutive positions, one where a dim is split in order, two by zigzag, and so
-are keys. Where no query sees what comes behind it, a piece of queries with a piece of keys is up to three blocks:
+A rank's queries are a few pieces of consecutive positions: one if a dim is split in order, two if it is zigzag-sharded.
+The same holds for keys. If no query sees later positions, a piece of queries with a piece of keys makes up to three
+blocks:
 
     keys before the queries     all are seen
     the same positions          a triangle, which the kernels know
@@ -35,7 +36,7 @@ class Piece:
         return self.first + self.size
 
     def places(self, first: int, end: int) -> Range:
-        """Where the positions from `first` up to `end` lie."""
+        """Return the range in the rank's tensor of the positions from `first` up to `end`."""
         return self.at + first - self.first, self.at + end - self.first
 
 
@@ -117,5 +118,4 @@ def add_gradients(sums: Gradients, pairs: Sequence[Pair], grad: Tensor, *given: 
 
 
 def _part(pair: Pair, block: Block) -> Block:
-    """What the pair computes, with its part of the mask and of what is dropped."""
     return block.part(pair.queries, pair.keys, pair.columns, pair.causal)

@@ -51,13 +51,13 @@ def attention(
     enable_gqa: bool = False,
     key: int | None = None,
 ) -> Tensor:
-    """As `aten.scaled_dot_product_attention.default`, for the queries and keys that this rank holds.
+    """Compute `aten.scaled_dot_product_attention.default` for this rank's queries and keys.
 
-    A mask has this rank's queries, and is split as the keys are by axes that split keys alone. Where something is
-    dropped, `key` tells the call apart.
+    A mask has this rank's queries, and is split as the keys are by axes that split keys alone. With dropout, `key`
+    identifies the call.
 
-    Moves, over n ranks that split both: n - 1 times keys and values forward, and backward as often these and, but for
-    once in float32, their gradients. Over ranks that split keys alone: the result and two numbers per query forward.
+    Moves, over n ranks that split both: n - 1 times keys and values forward; n - 1 times keys, values and their
+    gradients (in float32) backward. Over ranks that split keys alone: the result and two numbers per query forward.
     """
     keys, value = shared_heads(query, keys, value, axes, sizes)
     if dropout_p == 0 and not (axes.get(QUERIES) or axes.get(KEYS)):

@@ -43,11 +43,11 @@ def attention_by_mask(
     zigzag: Axes = IN_ORDER,
     key: int | None = None,
 ) -> Tensor:
-    """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.
+    """Compute `autopar.attention_by_mask.default` for this rank's queries and keys.
 
-    Where something is dropped, `key` tells the call apart.
+    With dropout, `key` identifies the call.
 
-    Moves what `by_blocks.attention` does; where queries see `reach` positions back, of keys those that others see.
+    Moves as much as `by_blocks.attention`; if queries see `reach` positions back, only the keys that other ranks see.
     """
     keys, value = shared_heads(query, keys, value, axes, sizes)
     call = _ByMask(Split.of(axes, zigzag, sizes[KEYS], reach), mask, scale_of(query, scale), dropout_p)
@@ -94,7 +94,7 @@ class _ByMask:
         return dropout.p, dropout.rows_BHS, dropout.columns_T
 
     def _vectors(self, ranks: Ranks, step: int, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the queries and keys that are here."""
+        """Return the vectors of this rank's queries, and those of the keys present at a step."""
         here, unmoved = self.split.keys_at(ranks, step), self.split.keys_unmoved(ranks)
         return [_of(x, here, unmoved) if of_keys(x) else x for x in vectors]
 

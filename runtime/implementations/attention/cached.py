@@ -19,9 +19,9 @@ from autopar.runtime.implementations.attention.steps import merged
 
 
 def write_cache(cache: Tensor, new: Tensor, positions: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
-    """As `autopar.write_cache`, in place: what is given back is `cache`, with what falls into this rank's part of it.
+    """Write new keys or values into this rank's part of `cache`, as `autopar.write_cache` does; return `cache`.
 
-    Moves nothing.
+    Writes in place. Moves nothing.
     """
     split = axes_of(axes.get(KEYS, ()))
     if not split:
@@ -51,7 +51,7 @@ def cached_attention(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `autopar.cached_attention`, of this rank's heads and positions.
+    """Compute `autopar.cached_attention` for this rank's heads and positions.
 
     Moves, over ranks that split positions: the result and two numbers per query.
     """

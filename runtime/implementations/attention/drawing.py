@@ -1,4 +1,4 @@
-"""What a rank's part of attention knows of a dropout: where its samples, heads and positions are in the whole."""
+"""Dropout in a rank's part of attention, given the place of its samples, heads and positions in the whole."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def drawn(
     sizes: Mapping[str, int],
     zigzag: Axes,
 ) -> Tensor:
-    """What tells apart the samples and heads of this rank [B, H]; in the deterministic mode what its queries keep.
+    """Return numbers that identify the samples and heads of this rank in draws, [B, H].
 
-    That is [B, H, queries, all keys]. `query` is [..., heads, queries, features].
+    In the deterministic mode, return which scores this rank's queries keep instead, [B, H, queries, all keys]. `query`
+    is [..., heads, queries, features].
     """
     whole, split = lines(query, axes, sizes)
     if randomness().deterministic:

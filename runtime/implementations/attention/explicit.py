@@ -35,11 +35,11 @@ def attention_with_dropout(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `aten.scaled_dot_product_attention.default`, by explicit probabilities [..., heads, queries, keys].
+    """Compute `aten.scaled_dot_product_attention.default` by explicit probabilities [..., heads, queries, keys].
 
-    Factors: "h" heads (outermost where query heads share keys: "(h r)"), "q" query heads alone, "s" queries, the
-    others are the leading dims in order. Half precision is computed in float32, as PyTorch's own explicit path does.
-    Moves nothing.
+    Factors: "h" heads (outermost where query heads share keys: "(h r)"), "q" query heads alone, "s" queries, the others
+    are the leading dims in order. Half precision is computed in float32, as PyTorch's own explicit path does. Moves
+    nothing.
     """
     assert not is_causal, "PyTorch takes no mask of a causal call"
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Which heads of keys and values a rank's query heads share, where an axis splits query heads alone."""
+"""Heads of keys and values that a rank's query heads share, if an axis splits query heads alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def attention(
     sizes: Mapping[str, int],
     **kwargs: Any,
 ) -> Tensor:
-    """As `op`, an attention, of this rank's query heads and all keys. Moves nothing."""
+    """Compute the attention `op` for this rank's query heads and all keys.
+
+    Moves nothing.
+    """
     return op(query, *shared_heads(query, keys, value, axes, sizes), *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Which positions of queries and keys a rank has, and what is computed from that on every rank."""
+"""Positions of queries and keys on each rank, and computations on every rank that depend on them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ QUERIES, KEYS = "s", "t"
 """The factors of positions."""
 
 Ranks = tuple[int, ...]
-"""Where a rank stands on each of some axes."""
+"""Coordinates of a rank on some axes."""
 
 
 def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """Those of some pieces, as they lie in a rank's tensor."""
+    """Return the positions of some pieces, in the order of a rank's tensor."""
     return torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """How axes, outer first, split a sequence."""
+    """Split of a sequence by axes, outer axis first."""
 
     axes: tuple[Axis, ...]
     zigzag: frozenset[str]
@@ -37,7 +37,7 @@ class Dealing:
 
     @classmethod
     def of(cls, factor: str, axes: Axes, zigzag: Axes) -> Dealing:
-        """By the keywords of an implementation."""
+        """Build the split of a factor from the keywords of an implementation."""
         return cls(axes_of(axes.get(factor, ())), frozenset(zigzag.get(factor, ())))
 
     def pieces(self, size: int, ranks: Ranks) -> tuple[Piece, ...]:
@@ -61,21 +61,21 @@ class Dealing:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the mesh splits queries and keys."""
+    """Split of queries and keys by the mesh."""
 
     queries: Dealing
     keys: Dealing
     ring: Axis | None
     """The axes that split both, as one."""
     merged: tuple[Axis, ...]
-    """Those that split keys alone."""
+    """Axes that split keys alone."""
     num_keys: int
     reach: int | None = None
-    """How many positions back a query sees, and none ahead; None: any."""
+    """Number of positions back that a query sees, with none ahead; None is unlimited."""
 
     @classmethod
     def of(cls, axes: Axes, zigzag: Axes, num_keys: int, reach: int | None = None) -> Split:
-        """By the keywords of an implementation."""
+        """Build the split of queries and keys from the keywords of an implementation."""
         ring = tuple(name for name in axes.get(KEYS, ()) if name in axes.get(QUERIES, ()))
         return cls(
             Dealing.of(QUERIES, axes, zigzag),
@@ -88,17 +88,17 @@ class Split:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Those that say where a rank stands: of queries, and of keys alone."""
+        """Axes that locate a rank: those of queries, then those that split keys alone."""
         return (*self.queries.axes, *self.merged)
 
     @property
     def num_steps(self) -> int:
-        """How often a rank has keys, its own first."""
+        """Number of steps in which a rank has keys; the first has its own."""
         return 1 + len(self.hops)
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """How keys of others come to a rank."""
+        """Hops by which keys of other ranks arrive."""
         if self.ring is None:
             return ()
         alike = [axis.name for axis in self.queries.axes] == [axis.name for axis in self.keys.axes]
@@ -134,7 +134,7 @@ def _among(pieces: Sequence[Piece], begin: int, length: int) -> tuple[Piece, ...
 
 
 def _cut(pieces: Sequence[tuple[int, int]], begin: int, length: int) -> list[tuple[int, int]]:
-    """What lies from place `begin` on in a row of (first position, size)."""
+    """Return the `length` places from place `begin` on in a row of (first position, size)."""
     found, at, end = [], 0, begin + length
     for first, size in pieces:
         low, high = max(begin, at), min(end, at + size)

@@ -44,7 +44,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `aten.scaled_dot_product_attention.default` without dropout, for the queries and keys that this rank holds.
+    """Compute `aten.scaled_dot_product_attention.default` without dropout for this rank's queries and keys.
 
     A mask of truth values has this rank's queries and all keys. Keys are split by axes that split queries, too.
 
@@ -70,9 +70,9 @@ class _Rows:
     causal: bool
     scale: float
     num_queries: int
-    """Of all ranks."""
+    """Number of queries of all ranks."""
     num_heads: int
-    """Of this rank's queries."""
+    """Number of heads of this rank's queries."""
 
     def columns(self, ranks: Ranks, step: int) -> Iterator[tuple[slice, slice]]:
         """The columns of the keys that a rank has after so many steps, and where these keys lie."""
@@ -92,7 +92,7 @@ class _Rows:
             scores_BHST.masked_fill_(keys > queries.unsqueeze(-1), -math.inf)
 
     def by_rank(self, x_BTD: Tensor) -> Tensor:
-        """What is in the order of positions, in that of the ranks that have them."""
+        """Reorder a tensor from the order of positions to the order of the ranks that have them."""
         dealing = self.split.keys
         if not dealing.zigzag:
             return x_BTD
@@ -157,7 +157,7 @@ def _sums(x_BNT: Tensor, own: Tensor, rows: _Rows) -> Tensor:
 
 
 def _around(compute: Callable[..., Sequence[Tensor]], own: Tensor, rows: _Rows, found: Tensor, x: Tensor) -> Tensor:
-    """What is found with the keys, or values, of one rank after the other, while those of the next are on their way."""
+    """Run `compute` with the keys, or values, of one rank after the other, while those of the next are in transit."""
     here = [own]
     for step in range(rows.split.num_steps):
         under_way = sent(here, [own], rows.split, step)

@@ -23,7 +23,7 @@ from autopar.runtime.implementations.attention.places import Ranks, Split, on_ea
 
 
 class Local(Protocol):
-    """What a rank computes with the keys that it has after so many steps; `ranks` is where it stands."""
+    """Computation of a rank with the keys that it has at a step; `ranks` are its coordinates."""
 
     @property
     def split(self) -> Split: ...

@@ -42,9 +42,10 @@ def linear(
     again: int = 0,
     whole: int = 0,
 ) -> Tensor:
-    """As `aten.linear.default`. Moves, of n ranks, the input's or the output's whole rows, and again backward.
+    """Compute `aten.linear.default` in chunks.
 
-    With `again` gathered rows are not kept for the backward, which moves them once more.
+    Moves, of n ranks, the input's or the output's whole rows, and again backward. With `again` gathered rows are not
+    saved for the backward, which moves them once more.
     """
     return _product(x, weight, bias, f"...{x.ndim - 2}", axes, zigzag, again, whole)
 
@@ -72,7 +73,10 @@ def matmul(
     again: int = 0,
     whole: int = 0,
 ) -> Tensor:
-    """As `aten.matmul.default` with a matrix; moves as much as `linear`."""
+    """Compute `aten.matmul.default` with a matrix, in chunks.
+
+    Moves as much as `linear`.
+    """
     return _product(x, other.mT, None, "m", axes, zigzag, again, whole)
 
 
@@ -227,7 +231,7 @@ def _fused_reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way:
 
 
 def _asked_for(ctx: Any) -> list[bool]:
-    """Of each argument of a Function, whether the backward that runs is to give its gradient."""
+    """Return for each argument of a Function whether the running backward must give its gradient."""
     return [needed and is_asked_for(ctx, sum(ctx.are_tensors[:at])) for at, needed in enumerate(ctx.needs_input_grad)]
 
 

@@ -27,7 +27,7 @@ FUSED_ON = ("cuda",)
 
 
 def is_fused(x: Tensor, axis: Axis, zigzag: bool) -> bool:
-    """Whether a product of `x` and its collective over the axis are one kernel; the same on all its ranks."""
+    """Return whether a product of `x` and its collective over the axis are one kernel; the same on all its ranks."""
     group: Any = axis.group
     return x.device.type in FUSED_ON and axis.size > 1 and not zigzag and is_symm_mem_enabled_for_group(group)
 

@@ -32,13 +32,19 @@ def linear(
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """As `aten.linear.default`. Moves the weight's whole bytes, and backward up to twice as many."""
+    """Compute `aten.linear.default` in tiles of the weight.
+
+    Moves the weight's whole bytes, and backward up to twice as many.
+    """
     product = _InTiles.apply(x, weight, _way(weight, axes))
     return product if bias is None else product + bias
 
 
 def matmul(x: Tensor, other: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
-    """As `aten.matmul.default` with a matrix; moves as much as `linear`."""
+    """Compute `aten.matmul.default` with a matrix, in tiles of the matrix.
+
+    Moves as much as `linear`.
+    """
     return _InTiles.apply(x, other.mT, _way(other.mT, axes))
 
 

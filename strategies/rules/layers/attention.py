@@ -38,10 +38,13 @@ aten = torch.ops.aten
 FUSED_BACKWARD = 2.5
 """Five products backward for two forward, of which one are the scores again (Dao, "FlashAttention-2", 2023)."""
 WRITTEN_OUT_BACKWARD = 2.0
-"""Where probabilities are kept, as where a mask has a gradient: two products for each forward."""
+"""Ratio of backward to forward FLOPs if probabilities are saved, as when a mask has a gradient.
+
+The backward has two products for each one of the forward.
+"""
 
 WIDE_BYTES = 4
-"""Of a number in float32, in which results and gradients are summed."""
+"""Bytes of a float32 number, in which results and gradients are summed."""
 
 
 def head_dims(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -149,7 +152,10 @@ def _flops(call: Call, causal: bool) -> int:
 
 
 def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
-    """Of the busiest device: where causal positions are split in order, the last one sees nearly all keys."""
+    """Return the forward FLOPs of the busiest device.
+
+    If causal positions are split in order, that is the last one, which sees nearly all keys.
+    """
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     queries, keys = sizes["s"], sizes["t"]
     if not call["is_causal"]:
@@ -185,7 +191,10 @@ def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Co
 
 
 def kept_bytes(call: Call, sizes: LocalSizes) -> int:
-    """What blocks are merged by, of the local queries; and the heads of keys and values that were taken for these."""
+    """Return the saved bytes: the log-sum-exp of local query rows, and heads of keys and values copied for them.
+
+    A dropout adds a 64-bit number per sample and head.
+    """
     # What tells samples and heads apart is a number of 64 bits of each.
     drawn = 8 * batches(call, sizes) * query_heads(call, sizes) if call["dropout_p"] > 0 else 0
     return query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize) + drawn + taken_bytes(call, sizes)

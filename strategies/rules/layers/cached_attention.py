@@ -68,12 +68,12 @@ def _elements_written(call: Call, sizes: LocalSizes) -> int:
 
 
 def _read_and_written_anew(inputs: int, outputs: int) -> int:
-    """What comes beside the cache, twice."""
+    """Return twice the bytes of the inputs other than the cache: they are read and written."""
     return 2 * (inputs - outputs)
 
 
 def _gone_through(call: Call, sizes: LocalSizes) -> int:
-    """Where several positions come to parts of a cache, each is made anew."""
+    """Return the bytes moved to rebuild a part of a cache, if several positions are written to it; else 0."""
     if call["new"].shape[-2] == 1 or sizes[POSITIONS] == call["cache"].shape[-2]:
         return 0
     return 3 * sizes[SAMPLES] * sizes["h"] * sizes[POSITIONS] * sizes["d"] * call["cache"].dtype.itemsize

@@ -76,7 +76,10 @@ def _flops(call: Call, queries: int, keys: int, heads: int) -> int:
 
 
 def _flops_of_part(call: Call, sizes: LocalSizes) -> int:
-    """Of the busiest device: where later queries see more, and are split in order, the last one."""
+    """Return the forward FLOPs of the busiest device.
+
+    If later queries see more and are split in order, that is the last one.
+    """
     heads = batches(call, sizes) * query_heads(call, sizes)
     keys = call["key"].shape[-2] if TOGETHER + "t" in sizes else sizes["t"]
     seen = call["seen"]

@@ -21,7 +21,7 @@ from autopar.strategies.rules.layers.attention_sizes import (
 
 NAME = "ring_self_attention"
 PASSES_OVER_SCORES = 4
-"""Of the forward: written, read and written by the softmax, read by their product with values."""
+"""Number of forward passes over the scores: written, read and written by the softmax, read by the last product."""
 PASSES_OF_A_MASK = 2
 """Read and written."""
 HIDDEN_SHARE = 2 / 3
@@ -47,7 +47,7 @@ def ring_self_attention(factors: frozenset[str]) -> Implementation:
 
 
 def _flops(call: Call, sizes: LocalSizes) -> int:
-    """Of whole rows, whatever a mask hides: a multiplication and an addition per score and feature."""
+    """Return the forward FLOPs for whole rows of scores, whatever a mask hides: two per score and feature."""
     features = call["query"].shape[-1] + call["value"].shape[-1]
     return 2 * batches(call, sizes) * query_heads(call, sizes) * sizes["s"] * call["key"].shape[-2] * features
 
@@ -57,7 +57,7 @@ def _scores_bytes(call: Call, sizes: LocalSizes) -> int:
 
 
 def _scratch_bytes(call: Call, sizes: LocalSizes) -> int:
-    """What goes through memory of scores."""
+    """Return the bytes of scores, and of their mask, that the forward reads and writes."""
     masked = call["is_causal"] or call["attn_mask"] is not None
     return (PASSES_OVER_SCORES + PASSES_OF_A_MASK * masked) * _scores_bytes(call, sizes)
 

@@ -55,7 +55,7 @@ def _in_tiles(number: int) -> Implementation:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """What depends on the number of tiles."""
+    """Costs of a tiled loss that depend on the number of tiles."""
 
     number: int
 
@@ -72,7 +72,10 @@ class _Tiles:
         return tuple(each)
 
     def moved_bytes(self, inputs: int, outputs: int) -> int:
-        """Of each tile all inputs, for the logits and for gradients, and what it adds to, read and written."""
+        """Return the bytes read and written: per tile all inputs twice, and the sums of gradients read and written.
+
+        A tile reads inputs once for the logits and once for gradients.
+        """
         return 4 * self.number * inputs + outputs
 
     def forward_bytes(self, call: Call, sizes: LocalSizes) -> int:

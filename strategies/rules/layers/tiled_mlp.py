@@ -47,7 +47,7 @@ def mlp_in_tiles(call: Call) -> OpRule:
 
 
 def _elementwise_bytes(call: Call, sizes: LocalSizes) -> int:
-    """What the activation, and the product of a gate, read and write."""
+    """Return the bytes that the activation, and the product of a gate, read and write."""
     tensors = 2 if call["gate"] is None else 2 + 3
     return tensors * math.prod(sizes[name] for name in (*_rows(call), HIDDEN)) * call["x"].dtype.itemsize
 

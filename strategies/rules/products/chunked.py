@@ -35,7 +35,7 @@ aten = torch.ops.aten
 NAME = "async_tensor_parallel"
 AGAIN = "megatron_regather"
 MOST_CHUNKS = 4
-"""Of what travels, one part in so many has nothing to hide behind."""
+"""Maximum number of chunks; one part in so many of the traffic overlaps with no product."""
 LEAST_BYTES = 2**22  # assumed: NVLink moves as much in about the latency of a collective
 COLUMN, ROW = "o", "k"
 
@@ -138,7 +138,7 @@ def _nothing(call: Call, sizes: LocalSizes) -> int:
 
 
 def _gathers(sizes: LocalSizes) -> bool:
-    """Whether rows are gathered; else they are reduced in parts."""
+    """Return whether rows are gathered; otherwise they are reduced in parts."""
     return TOGETHER + COLUMN in sizes
 
 
@@ -153,7 +153,7 @@ def _moved(call: Call, sizes: LocalSizes) -> list[int]:
 
 
 def _learns(call: Call, sizes: LocalSizes) -> bool:
-    """Whether there is a collective backward, too."""
+    """Return whether the backward has a collective, too."""
     return (call.inputs[0] if _gathers(sizes) else call.outputs[0]).requires_grad
 
 
@@ -168,7 +168,7 @@ def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
 
 
 def _splits(sizes: LocalSizes) -> bool:
-    """Whether an axis of several ranks does."""
+    """Return whether an axis of several ranks splits rows together with columns or rows of the weight."""
     return TOGETHER + COLUMN in sizes or TOGETHER + ROW in sizes
 
 
@@ -236,7 +236,10 @@ def _traffic_again(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
 
 
 def _hidden_share_again(call: Call, sizes: LocalSizes) -> float:
-    """What travels in the backward, where there are two products to run beside it."""
+    """Return the share of the traffic that overlaps with products: that of the backward, if it has two products.
+
+    The backward then has two of three collectives.
+    """
     return 2 / 3 if _learns(call, sizes) and call.inputs[1].requires_grad else 0.0
 
 

@@ -30,7 +30,7 @@ LEAST_TILES, MOST_TILES = 2, 16
 
 
 def num_tiles(num_bytes: int) -> int:
-    """In how many tiles a weight of so many bytes is taken."""
+    """Return the number of tiles in which a weight of so many bytes is used."""
     return max(LEAST_TILES, min(MOST_TILES, -(-int(num_bytes) // TILE_BYTES)))
 
 

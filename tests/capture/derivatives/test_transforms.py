@@ -31,7 +31,7 @@ class Net(nn.Module):
         return self.down(self.norm(self.up(x)).tanh())
 
     def plain(self, x: Tensor) -> Tensor:
-        """What forward mode takes, too."""
+        """Apply the net without its norm; forward-mode derivatives use this part."""
         return self.down(self.up(x).tanh())
 
     def energy(self, x: Tensor) -> Tensor:

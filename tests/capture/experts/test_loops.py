@@ -40,7 +40,7 @@ SWITCH: dict[str, Any] = {
     **{"num_decoder_layers": 1, "num_sparse_encoder_layers": 1, "use_cache": False, "pad_token_id": 0},
     **{"expert_capacity": 3, "router_jitter_noise": 0.0, "dropout_rate": 0.0},
 }
-"""Of each sample an expert takes at most 3 tokens."""
+"""Config of a small Switch Transformer; an expert takes at most 3 tokens of each sample."""
 
 
 def switch(**changed: Any) -> nn.Module:
@@ -81,7 +81,7 @@ LONGCAT: dict[str, Any] = {
     **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "max_position_embeddings": 64},
     **{"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 24},
 }
-"""Of six experts two give a token back."""
+"""Config of a small LongCat-Flash with six experts, two of which return a token unchanged."""
 
 
 def longcat() -> nn.Module:

@@ -1,4 +1,4 @@
-"""What layers do beside their calls, in Python or with memory, is never lost by tracing one of them for all."""
+"""Side effects of layers, in Python or in memory, are never lost when one layer is traced for all."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_a_layer_does_beside_its_calls_is_not_lost(kind: type[Layer], repea
 
 
 class Shared:
-    """What all layers hold."""
+    """Object that all layers share."""
 
     turn = 0
 

@@ -124,7 +124,7 @@ class Case:
     mesh: dict[str, int]
     how: dict[str, Any]
     layout: str
-    """Of the result of attention, [1, heads, positions, features]."""
+    """Layout of the attention's result, [1, heads, positions, features]."""
     cu_k: Tensor | None = None
     flat: bool = False
 

@@ -124,7 +124,7 @@ def by_mask(program: Program) -> list[Any]:
 
 
 def has_mask(program: Program) -> bool:
-    """Whether a tensor has a dim of queries and one of keys, but for buffers."""
+    """Return whether a call makes a tensor with a dim of queries and a dim of keys; buffers do not count."""
     infos = (node.meta.get("tensor") for node in program.graph.nodes if node.op == "call_function")
     return any(isinstance(x, TensorInfo) and len(x.shape) != 3 and x.shape[-2:] == (S, S) for x in infos)
 

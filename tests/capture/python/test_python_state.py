@@ -1,4 +1,4 @@
-"""What a forward reads and writes of Python beside its inputs: recorded, watched, or refused by name."""
+"""Python state that a forward reads and writes besides its inputs: recorded, watched, or refused by name."""
 
 from __future__ import annotations
 

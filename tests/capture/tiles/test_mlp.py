@@ -152,7 +152,7 @@ def test_a_model_without_one_is_refused_a_number_of_tiles(between: Between) -> N
 
 
 class Returning(Layers):
-    """What gives its hidden activations, too."""
+    """Layers that also return their hidden activations."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         h = self.between(self, x)

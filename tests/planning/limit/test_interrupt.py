@@ -22,7 +22,7 @@ from tests.planning.limit.test_time_limit import TICK, _layers
 
 @pytest.fixture(autouse=True)
 def _python_hears_of_it() -> Iterator[None]:
-    """What a shell starts in the background ignores Ctrl-C."""
+    """Install Python's handler of Ctrl-C, because a shell's background processes ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -83,7 +83,10 @@ def peak_within(space: Space, limit: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linears", "attention", "layers", "gpt2"])
 def test_every_limit_down_to_the_least_found_gives_a_plan_and_one_byte_less_the_refusal_of_it(name: str) -> None:
-    """Where it is proven that no choice needs less: what was found by then, others may be below."""
+    """Check plans at every limit down to the stated least peak, and the refusal one byte below it.
+
+    The refusal is only expected if the least is proven; otherwise a plan may exist below it.
+    """
     space = SPACES[name]()
     free = make_plan(space, {})[0].peak_bytes
     with pytest.raises(InfeasibleError) as caught:

@@ -1,4 +1,4 @@
-"""Where elimination is dear, answers with many rows are looked for in what one row leaves; they are the same."""
+"""Searches within several memory rows keep the best plan when restricted to the choices that one row leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside the fastest choices smaller ones are known: they are taken where those are over the limit at other moments."""
+"""Smaller choices next to the fastest ones are used if the fastest exceed the limit at other moments."""
 
 from __future__ import annotations
 
@@ -134,7 +134,10 @@ def test_choices_are_had_with_every_segment_in_each_mode_that_it_may_have(space:
 def test_an_answer_that_is_computed_again_may_have_the_bound_of_a_plan_without_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where the time is over before prices of moments prove more than a plan without a limit does."""
+    """Check that an answer with recomputation may have the bound of a plan without segments.
+
+    This happens if time runs out before the prices of moments prove more than a plan without a limit does.
+    """
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
     space = space_of(nn.Sequential(*layers), (torch.zeros(512, WIDTH),), load("cpu"), dp=2)
     free = make_plan(space, {}, prefetch=0)[0]

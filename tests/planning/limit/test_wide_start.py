@@ -21,7 +21,7 @@ from autopar.space.space import Space
 from tests.support.planned import space_of
 
 OPEN = 1e-3
-"""Of the seconds: what a search leaves open that may."""
+"""Relative gap that the search leaves open."""
 
 
 @pytest.fixture(scope="module")

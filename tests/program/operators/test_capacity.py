@@ -1,4 +1,4 @@
-"""Which slots find their expert full: as a loop counts them, sample by sample."""
+"""Slots whose expert is full, counted sample by sample as a loop counts them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FORMS = {
     "plain": (False, False),
     "plain with biases": (True, False),
 }
-"""Whether an MLP has biases, and a gate."""
+"""Form of an MLP → (has biases, has a gate)."""
 
 
 def tensors(

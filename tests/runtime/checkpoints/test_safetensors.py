@@ -1,4 +1,4 @@
-"""From a checkpoint of Hugging Face to ranks and back: values, tables that no checkpoint has, tied weights, errors."""
+"""Checkpoints of Hugging Face loaded onto ranks and written back: values, missing tables, tied weights, errors."""
 
 from __future__ import annotations
 

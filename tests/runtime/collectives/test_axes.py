@@ -61,7 +61,7 @@ def _moved(joined: str, part: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _check(shape: Sequence[int], joined: str, wholes: Any, parts: Any, weights: Any) -> None:
-    """What every rank has: the gathered weight, and the gradients of a loss that is scaled by 1 + rank."""
+    """Check every rank's gathered weight, and the gradients of a loss that is scaled by 1 + rank."""
     for rank in range(math.prod(shape)):
         line = _line(rank, shape, joined)
         scale = float(sum(1 + each for each in line))
@@ -143,7 +143,7 @@ def test_parts_are_in_the_order_of_the_mesh(ranks: Ranks) -> None:
 
 
 def _trained(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[int, list[tuple[str, str]]]:
-    """How many groups a model makes, for batches of two sizes, and what it moves."""
+    """Return the number of groups that a model makes for batches of two sizes, and the collectives that it runs."""
     grid = mesh(shape, names)
     before = len(_registered())
     options: Any = {"hardware": SLOW_DEVICES, "strategy": "data_parallel", "outputs": "dtensor"}

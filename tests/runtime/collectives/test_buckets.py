@@ -82,7 +82,7 @@ def _recorded(event: str, log: list[str]) -> Any:
 
 
 def _events() -> list[str]:
-    """What happens in the backward of two buckets of two layers each, in order."""
+    """Return the events in the backward of two buckets of two layers each, in order."""
     line = mesh((2,), ("x",))
     log: list[str] = []
     weights = _weights()
@@ -109,7 +109,7 @@ def test_a_reduction_starts_while_the_backward_goes_on_and_is_waited_for_at_its_
 
 
 def _running() -> list[int]:
-    """How many of four buckets are running after each has started, and after the backward."""
+    """Return the number of running buckets after each of four has started, and after the backward."""
     line = mesh((2,), ("x",))
     counts: list[int] = []
     started = buckets._started

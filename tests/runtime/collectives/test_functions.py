@@ -80,7 +80,7 @@ def padded_shape(shape: tuple[int, ...], dim: int, k: int) -> list[int]:
 
 
 def parts_of(x: Tensor, placement: Placement, k: int, filling: int = 7) -> Parts:
-    """What `k` ranks hold of `x`, with `filling` in the padding."""
+    """Return the parts of `x` on `k` ranks, with `filling` in the padding."""
     if placement.is_split:
         whole = torch.full(padded_shape(tuple(x.shape), placement.dim, k), filling).to(x.dtype)
         whole.narrow(placement.dim, 0, x.shape[placement.dim]).copy_(x)
@@ -168,7 +168,7 @@ def _wholes(case: MoveCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _parts(x: Tensor, placement: Placement) -> Parts:
-    """What two ranks hold of `x`; random partial values are equal in every process."""
+    """Return the parts of `x` on two ranks; random partial values are equal in every process."""
     if x.dtype == torch.bool and placement is P:
         return [x, torch.zeros_like(x)]
     torch.manual_seed(0)

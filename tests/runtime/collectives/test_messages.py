@@ -121,7 +121,10 @@ def test_as_many_operations_run_for_any_number_of_ranks(dims: list[int], size: i
 
 
 def _kernels_of_a_backward(num_ranks: int, strategy: Any, precision: Any) -> Counter[str]:
-    """What the backward of a second step runs on one of so many ranks, whose collectives move nothing."""
+    """Return the operations that the backward of a second step runs on one of `num_ranks` ranks, with their counts.
+
+    The collectives of these ranks move nothing.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
     x = torch.randn(num_ranks, 64)

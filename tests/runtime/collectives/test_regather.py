@@ -65,7 +65,7 @@ def _logged(log: list[str]) -> Iterator[None]:
 
 
 def _events(depth: int, in_order: bool) -> list[str]:
-    """What happens in a backward of four layers, in order."""
+    """Return the events in a backward of four layers, in order."""
     line = mesh((2,), (AXIS,))
     log: list[str] = []
     with use_mesh(line), _logged(log):

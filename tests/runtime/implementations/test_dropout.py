@@ -23,7 +23,10 @@ def two(x: Tensor) -> Tensor:
 
 
 def drawn(call: Callable[[Tensor], Tensor], step: int, deterministic: bool = False) -> tuple[list[Tensor], list[Any]]:
-    """What a step multiplies by, forward and backward, and what autograd has kept for it; a later step came between."""
+    """Return the factors that a step multiplies by, forward and backward, and the tensors that autograd saves.
+
+    A later step runs between forward and backward.
+    """
     torch.manual_seed(step)
     x, kept = torch.ones(64, 32, requires_grad=True), []
 

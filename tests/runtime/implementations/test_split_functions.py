@@ -48,7 +48,7 @@ def grid() -> Iterator[None]:
 
 
 def parts_of(x: Tensor, layout: Layout, filling: float = GARBAGE) -> list[Tensor]:
-    """What each rank holds of `x`: padding filled, partial values random."""
+    """Return each rank's part of `x`: padding filled, partial values random."""
     parts: dict[tuple[int, ...], Tensor] = {(): x.detach()}
     for axis, size in enumerate(SIZES):
         placement = layout[axis]

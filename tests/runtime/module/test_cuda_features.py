@@ -1,7 +1,7 @@
-"""What meets on one CUDA device: families, experts, presets, precision, recomputation, offload, generation.
+"""Features on one CUDA device: families, experts, presets, precision, recomputation, offload, generation.
 
-As `test_cuda`, whose helpers it takes; `make gpu` has no time for these, `python -m pytest -m cuda` runs them all. What
-a CPU can run, too, is slow there.
+Helpers come from `test_cuda`. `make gpu` has no time for these tests; `python -m pytest -m cuda` runs them all. Tests
+that a CPU can run, too, are marked slow there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What people use around a model: optimizers, clipping, scalers, checkpoints, torch.compile, autocast.
+"""Tools that people use around a model: optimizers, clipping, scalers, checkpoints, torch.compile, autocast.
 
-The workers hold a compiled model against the same model run eagerly on every rank, and assert there.
+Each worker compares a compiled model with the same model run eagerly on every rank, and asserts there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only outputs beside the loss are made of has no gradient, and a plan holds no bytes of one."""
+"""Values that only feed outputs besides the loss have no gradient, and a plan holds no bytes of one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ FROM_HOST_TO_HOST = {
     "frozen.py": "whether a rank of the pipeline has frozen something",
     "shared_parameters.py": "which tied weights have a gradient",
 }
-"""What a step may read, of tensors on the CPU."""
+"""Files of the runtime that may read CPU tensors in a step → the value that they read."""
 RUNTIME = Path(autopar.__file__).parent / "runtime"
 
 
@@ -47,7 +47,7 @@ def _reader() -> str:
 
 
 class Reads(TorchFunctionMode):
-    """Which files of the runtime read values of tensors, in Python or inside of an operation."""
+    """Mode that counts the runtime's files that read values of tensors, in Python or inside an operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def _compiled(example: Mapping[str, Tensor], annotations: Mapping[str, dict[str,
 
 
 def _plans(model: Any) -> int:
-    """How often the model was captured and planned."""
+    """Return how often the model was captured and planned."""
     return sum(map(len, model._known.values()))
 
 

@@ -116,7 +116,7 @@ def _assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
 
 
 def _stored(model: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Where each parameter lies: its placements, if it is a DTensor, and the address of its local part."""
+    """Return the storage of each parameter: its placements, if it is a DTensor, and the address of its local part."""
     return {
         name: (p.placements, p.to_local().data_ptr()) if isinstance(p, DTensor) else (None, p.data_ptr())
         for name, p in model.named_parameters()

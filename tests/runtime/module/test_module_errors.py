@@ -1,4 +1,4 @@
-"""What a user can get wrong around `compile`: every message, raised on every rank, so that nothing hangs."""
+"""Mistakes that a user can make around `compile`: every message, raised on every rank, so that nothing hangs."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def _messages() -> dict[str, str]:
-    """What each case raises on this rank."""
+    """Return the error that each case raises on this rank."""
     found = {}
     for name, (call, _) in CASES.items():
         try:

@@ -27,7 +27,7 @@ from tests.support.parity import SLOW_DEVICES, Case, Training, build, compare, p
 from tests.support.ranks import Ranks, mesh
 
 Way = tuple[str, ...]
-"""What is divided over each mesh axis, see `choices`; ("auto",): what the solver takes on four ranks."""
+"""Choice that shards experts over each mesh axis, see `choices`; ("auto",) is the solver's choice on four ranks."""
 
 WAYS: tuple[Way, ...] = (("t",), ("x",), ("t+x",), ("auto",), ("t", "t+x"))
 QUICK = (("mixtral", ("t+x",)), ("qwen3_moe", ("x",)), ("gpt_oss", ("t", "t+x")))

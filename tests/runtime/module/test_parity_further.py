@@ -23,7 +23,7 @@ MAIN = {
     "spectra": ("fft_fft2_default", "fft_rfft_default", "cdist_default", "triplet_margin_loss_default"),
     "falcon": ("scaled_dot_product_attention_default", "cross_entropy_loss_default"),
 }
-"""What each family computes most with, by the names of its calls."""
+"""Family → names of the calls in which it does most of its computing."""
 PRESETS = (None, "data_parallel")
 
 

@@ -37,7 +37,7 @@ def batch(step: int, size: int = BATCH) -> dict[str, Any]:
 
 
 def part(whole: dict[str, Any], number: int, count: int) -> dict[str, Any]:
-    """What a DataLoader with a DistributedSampler gives, but for the order of samples."""
+    """Return a rank's part of a batch, as a DataLoader with a DistributedSampler gives it, but in order."""
     return {**whole, **{name: whole[name].chunk(count)[number] for name in ("x_BH", "y_B")}}
 
 
@@ -149,7 +149,10 @@ def _plan_on_ranks(inputs: str) -> dict[str, str]:
 
 
 def _square_batch() -> float:
-    """As many samples as features: a vector of features would be taken for a part."""
+    """Return the loss of a batch with as many samples as features.
+
+    A vector of features would be taken for a part, so it is given as a replicated DTensor.
+    """
     on = mesh((2,), ("dp",))
     model = autopar.compile(net(), on, inputs="local", hardware=SLOW_DEVICES)
     given = part(batch(0, 2 * HIDDEN), on.get_local_rank(), 2)

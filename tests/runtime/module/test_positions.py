@@ -23,7 +23,7 @@ from tests.support.simulation.training import planning_alone, unshare
 
 
 def parts_of(x: Tensor, how: str) -> list[Tensor]:
-    """What each of four ranks is called with."""
+    """Return the part of `x` that each of four ranks is called with."""
     if how == "samples":
         return list(x.chunk(4))
     if how == "samples over dp":

@@ -224,7 +224,7 @@ def test_ranks_with_other_precisions_are_refused(ranks: Ranks) -> None:
 
 
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
-    """What two layers of 64 × 64 move in a step, the first of which the backward needs no weight of."""
+    """Return the bytes that a step of two 64 × 64 layers moves; the backward needs no weight of the first one."""
     model, on = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))), autopar.Mesh({"dp": 2})
     return dict(autopar.plan(model, on, (torch.randn(8, 64),), strategy="zero3", outputs="dtensor", **options).traffic)
 
@@ -314,7 +314,7 @@ def test_checkpoints_hold_parameters_as_they_are_stored(ranks: Ranks, tmp_path: 
 
 
 def _scaled(whole_first: bool) -> tuple[float, bool]:
-    """Whether one overflow, on one rank, in a gradient that is split, makes all ranks skip the step."""
+    """Return the loss scale, and whether the step was skipped, after an overflow in one rank's sharded gradient."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)]
     model, x = nn.Sequential(*([nn.LayerNorm(8)] if whole_first else []), *layers), torch.randn(4, 8)

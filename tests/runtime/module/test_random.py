@@ -1,4 +1,4 @@
-"""What a compiled model draws: equal on ranks that are seeded differently, again the same where a call is repeated."""
+"""Random numbers of a compiled model: equal on differently seeded ranks, and the same if a call is repeated."""
 
 from __future__ import annotations
 

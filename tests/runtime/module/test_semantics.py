@@ -1,4 +1,4 @@
-"""What a user does to a model before or after compiling it is honoured, or refused by name: modes, hooks, state.
+"""User changes to a model before or after compiling are honoured, or refused by name: modes, hooks, state.
 
 Each worker does the same to a compiled model and to the model itself, on every rank, and asserts there.
 """

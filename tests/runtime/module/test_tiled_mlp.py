@@ -33,7 +33,7 @@ COMBINATIONS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "computed again": (False, {"recompute": "full"}, {"dp": "data", "tp": "row"}),
     "computed again, but products": (False, {"recompute": "selective"}, {"dp": "data", "tp": "row"}),
 }
-"""Whether the model has biases, options of `compile`, and what is said of the MLPs."""
+"""Name → whether the model has biases, options of `compile`, annotations of the MLPs."""
 
 
 SLOW = ("samples and hidden features", "megatron_sequence", "tensor_2d", "computed again, but products")

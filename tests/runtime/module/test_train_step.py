@@ -206,7 +206,7 @@ def test_gradients_of_low_precision_are_added_up_in_float32(ranks: Ranks) -> Non
 
 
 def _counted(strategy: str, count: int) -> dict[tuple[str, str], int]:
-    """How many collectives a step of `count` micro-batches runs."""
+    """Return the number of collectives that a step of `count` micro-batches runs."""
     x = torch.ones(4 * count, HIDDEN)
     on = mesh((2,), ("dp",))
     model = autopar.compile(summed(MLP()), on, (x,), hardware=SLOW_DEVICES, microbatches=count, strategy=strategy)

@@ -1,4 +1,4 @@
-"""What people use around a model, on a pipeline: clipping, checkpoints, optimizer states, names, the meta device."""
+"""Tools around a model on a pipeline: clipping, checkpoints, optimizer states, names, the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong about pipelines: every message, raised on every rank, so that nothing hangs."""
+"""Mistakes that a user can make with pipelines: every message, raised on every rank, so that nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline must keep besides the numbers of known models: masks of dropout, odd tensors at a cut, outputs."""
+"""Behaviour that a pipeline preserves besides the numbers of known models: dropout masks, odd tensors, outputs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_model_with_dropout_trains_in_a_pipeline_as_in_one_stage(ranks: Ranks,
 
 
 class Gated(nn.Module):
-    """What its first layer computes decides, as booleans and as numbers, what becomes of the output of the last."""
+    """Layers of which the first one's output, as booleans and as indices, decides about the output of the last."""
 
     def __init__(self) -> None:
         super().__init__()

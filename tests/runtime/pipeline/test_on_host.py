@@ -57,7 +57,7 @@ class Scored(nn.Module):
 
 @dataclass(slots=True)
 class Measured:
-    """What a rank has seen in its second step, and its plan says: bytes at the highest moments."""
+    """Losses, recompute modes and peak bytes of a rank; pairs of bytes are (measured in the second step, planned)."""
 
     losses: list[float]
     modes: set[str]

@@ -29,7 +29,7 @@ CASES = [
 ]
 
 ONE = PipelineCase("llama", "pp2", "pipedream")
-"""Of whose micro-batches only the first is a batch."""
+"""Case of a run with one micro-batch: only the first of its micro-batches is used, as the batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline draw: alike on ranks that are seeded differently, and the same after a resume."""
+"""Random numbers of pipeline stages: equal on differently seeded ranks, and the same after a resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Noisy(nn.Module):
 
 
 def _losses() -> tuple[list[float], list[float]]:
-    """Of four steps, and of the last two of them on another module that loads what the first had saved before."""
+    """Return the losses of four steps, and of the last two on a second module that loads the first one's checkpoint."""
 
     def compiled(seed: int) -> Any:
         model = Noisy()

@@ -65,7 +65,7 @@ class _Watch:
 
 
 def _held(schedule: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Most, Most]:
-    """What buffers took in the second step of this rank, and what its plan says of each of its stages."""
+    """Return the bytes of receive buffers per stage in this rank's second step: measured, and by its plan."""
     watch, receive, compute = _Watch(), ScheduledStage._get_recv_ops, ScheduledStage.backward_maybe_with_nosync
     forward = scheduled._Handed.forward
 

@@ -1,4 +1,4 @@
-"""What a user does to the modules of a pipeline before or after compiling it is honoured on the rank that runs them."""
+"""User changes to a pipeline's modules, before or after compiling, are honoured on the rank that runs them."""
 
 from __future__ import annotations
 

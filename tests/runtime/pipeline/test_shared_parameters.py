@@ -63,7 +63,7 @@ def test_gradients_of_holders_are_summed_and_added_to_those_of_earlier_steps(ran
 
 
 def _taken() -> list[float]:
-    """What a hook that takes gradients away finds, of a parameter to which two backwards of a step add."""
+    """Return the gradients that a hook takes from a parameter to which two backwards of a step add."""
     rank, group = dist.get_rank(), mesh((3,), ("pp",)).get_group()
     root, found = _held(rank), []
 

@@ -23,7 +23,7 @@ from tests.support.ranks import Ranks, mesh
 
 VOCABULARY, HIDDEN, LAYERS = 256, 32, 4
 STAGE_BYTES = 2 * (VOCABULARY * HIDDEN + LAYERS // 2 * (HIDDEN + 1) * HIDDEN)
-"""Of a stage's weights in bfloat16: of half of the layers, and of the table, which both stages have."""
+"""Bytes of a stage's weights in bfloat16: half of the layers, and the table that both stages have."""
 GATHERED, REDUCED = ("all_gather", "dp"), ("reduce_scatter", "dp")
 
 

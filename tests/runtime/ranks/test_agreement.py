@@ -1,4 +1,4 @@
-"""What ranks agree on before they run."""
+"""Agreement of ranks before they run."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ TOGETHER: dict[Callable[[int], None], str] = {
 
 
 def _messages() -> dict[str, str]:
-    """What each case raises on this rank, and one that raises nothing."""
+    """Return the error that each case raises on this rank; the last case raises none."""
     found = {}
     for work in (*TOGETHER, _train):
         found[work.__name__] = "nothing was raised"
@@ -232,7 +232,7 @@ def test_equal_calls_raise_nothing(messages: list[dict[str, str]]) -> None:
 
 
 def _announcements(calls: Callable[[Any], None], repeated: int) -> list[int]:
-    """How many events are announced in each repetition."""
+    """Return the number of events that are announced in each repetition."""
     model, found = compiled(check_inputs=False), []
     for _ in range(repeated):
         before = len(model._calls._announced)
@@ -282,7 +282,7 @@ def test_ranks_that_all_refuse_a_call_go_on(ranks: Ranks) -> None:
 
 
 def _interrupted() -> str:
-    """What is raised where rank 0 is interrupted while it plans."""
+    """Return the error on this rank if rank 0 is interrupted while it plans."""
     try:
         with mock.patch("autopar.planning.request.best_plan_of", side_effect=KeyboardInterrupt):
             compiled()

@@ -32,7 +32,7 @@ Work = Callable[[Any, int], None]
 
 
 class _Layers(nn.Module):
-    """As many layers as ranks, and a loss; H is the hidden size."""
+    """One layer per rank, and a loss; H is the hidden size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,10 @@ def _live(work: Work, rank: int) -> None:
 
 
 def _ended(work: Work, folder: Path, left: tuple[int, ...] = ()) -> dict[int, str]:
-    """What every rank raised or printed when it ended; all but those that are `left` end by themselves."""
+    """Run `work` on all ranks, and return what each of them raised or printed when it ended.
+
+    All ranks but those in `left` must end by themselves.
+    """
     ends = ends_of(functools.partial(_live, work), folder, NUM_RANKS, left)
     return {rank: end.said for rank, end in enumerate(ends)}
 

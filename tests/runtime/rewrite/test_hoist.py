@@ -1,4 +1,4 @@
-"""What is done to weights once per step, and what stays with every micro-batch."""
+"""Work on weights that runs once per step, and work that stays in every micro-batch."""
 
 from __future__ import annotations
 

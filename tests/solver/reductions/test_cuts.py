@@ -1,4 +1,4 @@
-"""What a price of one row leaves of a problem has all choices within the limit, whatever rows are added."""
+"""Fixings from the price of one row keep all choices within the limit, whatever rows are added."""
 
 from __future__ import annotations
 

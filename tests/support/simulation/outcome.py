@@ -1,4 +1,4 @@
-"""What became of a model that was trained both ways: equal, refused, or one of the outcomes that there must not be."""
+"""Outcome of training a model both ways: equal, refused, or one of the outcomes that must not occur."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GOOD, BAD = ("equal", "refused", "unusable"), ("wrong", "internal", "hang")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case: "equal", "refused", "unusable" (one process fails), "wrong", "internal" or "hang"."""
+    """Outcome of a case: "equal", "refused", "unusable" (one process fails), "wrong", "internal" or "hang"."""
 
     kind: str
     text: str = ""
-    """What is wrong, or the error in one line."""
+    """Description of the fault, or the error in one line."""
     details: str = ""
     """The traceback, where there is one."""
     split: float = 0.0
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def cause(self) -> str:
-        """What failures of one cause have in common: the class of the error and where it was raised."""
+        """Key that failures of one cause share: the class of the error and the place where it was raised."""
         places = [line.strip() for line in self.details.splitlines() if line.strip().startswith("File ")]
         others = ("/tests/", "site-packages", "lib/python")
         ours = [place for place in places if not any(each in place for each in others)]

@@ -45,7 +45,7 @@ def from_ranks(values: Sequence[torch.Tensor], requires_grad: bool = False) -> L
 
 
 def local_values(x: torch.Tensor | None) -> list[torch.Tensor]:
-    """What `x` is on each rank; a plain tensor is the same on all of them."""
+    """Return the value of `x` on each rank; a plain tensor is the same on all of them."""
     assert x is not None, "there is no tensor, perhaps because no gradient reached it"
     if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()

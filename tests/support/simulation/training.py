@@ -52,18 +52,18 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How a model is trained: a step per batch, given by keyword."""
+    """Training steps of a model: one per batch, given by keyword."""
 
     batches: Sequence[Batch]
     optimizer: str = "sgd"
     num_microbatches: int = 1
     evaluated: bool = False
-    """Whether the last batch is run again in evaluation mode."""
+    """True if the last batch is run again in evaluation mode."""
 
 
 @dataclass(slots=True)
 class Training:
-    """What a training leaves behind; every value once per rank, whole."""
+    """Results of a training; every value once per rank, whole."""
 
     losses: list[list[Tensor]] = field(default_factory=list)
     outputs: dict[str, list[Tensor] | None] = field(default_factory=dict)
@@ -71,13 +71,13 @@ class Training:
     buffers: dict[str, list[Tensor] | None] = field(default_factory=dict)
     parameters: dict[str, list[Tensor] | None] = field(default_factory=dict)
     split: float = 0.0
-    """Of simulated ranks: the share of the calls with a weight or a contraction that the plan splits."""
+    """Share of the calls with a weight or a contraction that the plan splits; simulated ranks only."""
     plan: Plan | None = None
-    """Of simulated ranks: what they run."""
+    """Plan that simulated ranks run."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are finite and none is huge."""
+        """True if all numbers are finite and none is huge (1e6 or more)."""
         tensors = pytree.tree_leaves((self.losses, self.gradients, self.parameters))
         return all(not x.numel() or float(x.abs().max()) < 1e6 for x in tensors if isinstance(x, Tensor))
 
@@ -231,7 +231,7 @@ def _whole(x: Any) -> Any:
 
 
 def _values(x: Tensor) -> list[Tensor]:
-    """What a tensor is, whole, on every rank; on one process one value."""
+    """Return a tensor's whole value on every rank, or one value on one process."""
     x, mode = _whole(x).detach(), local_tensor_mode()
     if mode is None:
         return [x.clone()]
@@ -241,7 +241,7 @@ def _values(x: Tensor) -> list[Tensor]:
 
 
 def fault_of(found: Training, expected: Training, relative: float = 1e-6, absolute: float = 1e-9) -> str:
-    """What differs first from one process; empty where nothing does.
+    """Return the first difference from one process; empty if there is none.
 
     Entries may be apart by `relative` of themselves and of a tenth of the largest one, and by `absolute`.
     """
@@ -263,7 +263,7 @@ def fault_of(found: Training, expected: Training, relative: float = 1e-6, absolu
 
 
 def _apart(found: list[Tensor], expected: Tensor, relative: float, absolute: float) -> str:
-    """How the values of the ranks differ from that of one process."""
+    """Return how the values of the ranks differ from that of one process; empty if they do not."""
     exact = not (expected.is_floating_point() or expected.is_complex())
     scale = 1.0 if exact or not expected.numel() else max(1.0, float(expected.abs().max()))
     for rank, value in enumerate(found):

@@ -78,7 +78,7 @@ def only_implementation(op: OpRule) -> Implementation | None:
 
 
 def implemented(op: OpRule, choice: Choice) -> bool:
-    """Whether the choice runs by the rule's implementation instead of the ATen call."""
+    """Return whether the choice runs by the rule's implementation instead of the ATen call."""
     implementation = only_implementation(op)
     if implementation is None:
         return False
@@ -86,7 +86,7 @@ def implemented(op: OpRule, choice: Choice) -> bool:
 
 
 def covers(choice: Choice, found: Choice, whole: Whole) -> bool:
-    """Whether `choice` is `found`, I and R being the same where no gradient tells them apart."""
+    """Return whether `choice` is `found`; I and R are the same if no gradient tells them apart."""
     placed = zip((*choice.inputs, *choice.outputs), (*found.inputs, *found.outputs), strict=True)
     gradients = (*whole.gradients, *whole.cotangents)
     return all(

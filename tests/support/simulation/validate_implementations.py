@@ -38,9 +38,10 @@ def check_implementation(
     k: int = 2,
     seed: int | None = None,
 ) -> list[str]:
-    """What is wrong with the choices of `op_rule` that its implementation carries out on one mesh axis of `k` ranks.
+    """Return the faults of the choices of `op_rule` that its implementation carries out.
 
-    What draws numbers is held to one device's in the deterministic mode, from `seed`.
+    They run on one mesh axis of `k` ranks. An operation that draws random numbers is compared with one device in the
+    deterministic mode, from `seed`.
     """
     if seed is not None:
         torch.manual_seed(seed)
@@ -73,7 +74,7 @@ def implementation_fault(
     num_ranks: int,
     seed: int | None = None,
 ) -> str:
-    """What is wrong with the choice when the ranks hold `inputs`; empty if values and gradients are right."""
+    """Return the fault of the choice if the ranks hold `inputs`; empty if values and gradients are right."""
     cotangents = [
         None if g is None else split(g, placement.transposed, num_ranks)
         for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
@@ -143,7 +144,7 @@ def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
 
 
 def padded_fault(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> str:
-    """What is wrong with the choice of a factor that is padded; empty if values and gradients are right."""
+    """Return the fault of the choice of a padded factor; empty if values and gradients are right."""
     bound = whole.bind(op)
     inputs = [padded_parts(x, placement, num_ranks) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
     cotangents = [
@@ -164,7 +165,7 @@ def padded_fault(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> st
 def _fault(
     whole: Whole, inputs: Placements, outputs: Placements, values: Sequence[Parts], gradients: Sequence[Parts | None]
 ) -> str:
-    """What is wrong with the parts of the outputs and of the inputs' gradients."""
+    """Return the fault in the parts of the outputs and of the inputs' gradients; empty if there is none."""
     ranks = range(len(values[0]))
     values_by_rank = [[parts[rank] for parts in values] for rank in ranks]
     gradients_by_rank = [[None if parts is None else parts[rank] for parts in gradients] for rank in ranks]
@@ -172,14 +173,14 @@ def _fault(
 
 
 def _unpad(parts: Parts, placement: Placement, whole: Tensor) -> Parts:
-    """What is split joined on every rank, without its padding."""
+    """Join split parts on every rank, and remove their padding."""
     if not placement.is_split:
         return parts
     return [torch.cat(parts, placement.dim).narrow(placement.dim, 0, whole.shape[placement.dim])] * len(parts)
 
 
 def random_fault(args: tuple[Any, ...], probability: float, num_ranks: int) -> str:
-    """What is wrong with dropout under any of its choices; empty if nothing is.
+    """Return the fault of dropout under any of its choices; empty if there is none.
 
     Each element is zero at the rate `probability` or scaled by 1 / (1 - `probability`), in the gradient as in the
     value; ranks that hold the same elements drop the same, ranks that hold others drop others.

@@ -1,4 +1,4 @@
-"""What a script is run in: one process, or the ranks of a mesh; and the data that all scripts share."""
+"""Environment of a script (one process, or the ranks of a mesh), and the data that all scripts share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a script makes a model parallel, and where it may write files."""
+    """Settings by which a script makes a model parallel, and the folder of its files."""
 
     folder: Path
     options: dict[str, Any] | None = None

@@ -47,14 +47,14 @@ ALIGNED = 16
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by."""
+    """Return the factor by which scores are multiplied."""
     return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
 
 
 def _block(
     expression: Expression, vectors: Sequence[Tensor], queries: Range, keys: Range, q: Tensor, scale: float
 ) -> Block:
-    """What a block computes, with its part of the mask."""
+    """Build the kernel arguments of a block of scores, with its part of the mask."""
     parts = tuple(part_of(x, queries, keys) for x in vectors)
     if reads_scores(expression):
         return Block(scale, modified=Modified(expression, parts))

@@ -24,7 +24,7 @@ def written(cache_BGTD: Tensor, new_BGSD: Tensor, positions_B: Tensor) -> Tensor
 
 
 def seen(positions_B: Tensor, keys_T: Tensor, window: int | None) -> Tensor:
-    """Which keys, by their positions, the query of each sample sees: [B, T]."""
+    """Return for each sample the keys, by their positions, that its query sees: truth values [B, T]."""
     found = keys_T <= positions_B.unsqueeze(-1)
     return found if window is None else found & (keys_T > positions_B.unsqueeze(-1) - window)
 
@@ -37,7 +37,7 @@ def grouped(query_BH1D: Tensor, keys_BGTD: Tensor) -> Tensor:
 def attended(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """As `cached_attention`, where a device has all positions."""
+    """Compute `cached_attention` on a device that has all positions."""
     mask = seen(positions, torch.arange(key.shape[2], device=key.device), window)
     out = torch.nn.functional.scaled_dot_product_attention(
         grouped(query, key), key, value, attn_mask=mask[:, None, None], scale=scale

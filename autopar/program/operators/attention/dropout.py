@@ -1,14 +1,14 @@
-"""Which scores of attention a dropout keeps: worked out from where they are, for any part of them, again and again.
+"""Dropout of attention scores, computed from their positions, so that any part can be computed again.
 
     row i of a sample and head     n = mix(seed, sample, head, i)         64 bits, of which a and b are the halves
     key j                          c = mix(j)                             32 bits
     kept                           hash(a + c, b) ≥ p · 2^32              32 bits, wrapped around
 
-So all devices that have a score agree on it, as do forward and backward, and nothing is kept but the seed. `mix` is
+So all devices that have a score agree on it, as do forward and backward, and nothing is saved but the seed. `mix` is
 splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), `hash` two rounds in the way
 of murmur3's finalizer (Appleby), on elements of 4 bytes.
 
-In the deterministic mode rows have what they keep of all keys, as one device has drawn it, in place of n.
+The deterministic mode replaces n of a row by truth values over all keys, the kept ones, as one device has drawn them.
 Legend as in `kernels`.
 """
 
@@ -36,7 +36,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def lines_of(seed: Tensor, samples_B: Tensor, heads_H: Tensor) -> Tensor:
-    """What tells apart seeds, samples and heads by their numbers: [B, H]."""
+    """Return 64-bit numbers that distinguish seeds, samples and heads: [B, H]."""
     return mix(mix(seed + mix(samples_B)).unsqueeze(-1) + mix(heads_H))
 
 
@@ -46,24 +46,27 @@ class Dropout:
 
     p: float
     rows_BHS: Tensor
-    """What tells rows apart, int64; or, of truth values, what they keep of all keys: [B, H, S, all keys]."""
+    """Numbers that distinguish rows, int64; or truth values of the keys that each row keeps: [B, H, S, all keys]."""
     columns_T: Tensor
-    """What tells keys apart, int64; or which of all keys they are."""
+    """Numbers that distinguish keys, int64; or their indices among all keys."""
 
     @classmethod
     def of(cls, p: float, drawn: Tensor, queries_S: Tensor, keys_T: Tensor) -> Dropout:
-        """By the positions of queries and keys; `drawn` is of `lines_of`, or what queries keep of all keys."""
+        """Build the dropout for the positions of queries and keys.
+
+        `drawn` comes from `lines_of`, or holds truth values of the keys that queries keep.
+        """
         if drawn.dtype is torch.bool:
             return cls(p, drawn, keys_T)
         return cls(p, mix(drawn.unsqueeze(-1) + mix(queries_S)), mix(keys_T))
 
     @property
     def scale(self) -> float:
-        """What is kept is multiplied by this."""
+        """Factor by which kept values are multiplied."""
         return 1 / (1 - self.p) if self.p < 1 else 0.0
 
     def part(self, queries: Range, keys: Range) -> Dropout:
-        """That of queries and keys at some places."""
+        """Return the dropout of a range of queries and a range of keys."""
         return Dropout(self.p, self.rows_BHS[:, :, slice(*queries)], self.columns_T[slice(*keys)])
 
     def dropped(self) -> Tensor:

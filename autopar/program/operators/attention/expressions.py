@@ -153,10 +153,10 @@ class UnboundedError(Exception):
 
 
 def bounds(expression: Expression, vectors: Sequence[Bounds]) -> Bounds:
-    """How low and how high an expression may be where the vectors are within these bounds, which they need not reach.
+    """Return lower and upper bounds of an expression, given bounds of its vectors, which these need not reach.
 
     Raises:
-        UnboundedError: it has a function of which that is not known.
+        UnboundedError: it has a function without known bounds.
     """
     if isinstance(expression, Vector):
         return vectors[expression.number]
@@ -179,7 +179,7 @@ def _exactly(argument: object) -> Any:
 
 
 def _known(bound: Tensor, otherwise: float) -> Tensor:
-    """Of what is no number nothing is known."""
+    """Replace nan in a bound by the trivial bound, as nan tells nothing."""
     return bound.nan_to_num(otherwise, math.inf, -math.inf) if bound.is_floating_point() else bound
 
 

@@ -1,9 +1,9 @@
-"""Which keys of others a rank has, one hop after the other, where ranks split queries and keys alike.
+"""Keys that each rank receives, hop by hop, if ranks split queries and keys alike.
 
-Around a ring of n ranks all keys come to all of them, in n - 1 hops. Where queries see a window of what lies before
-them, keys that nobody sees stay where they are: with positions in order only the last ones of the parts before a rank's
-own come; by zigzag, whose ranks have an early piece and a late one, the last of the early piece before it, which the
-rank before it has, and those of the late piece before it, which the next rank has.
+Around a ring of n ranks all keys come to all of them, in n - 1 hops. If queries see a window of what lies before
+them, keys that nobody sees stay on their rank. With positions in order only the last keys of the parts before a rank's
+own come. By zigzag, each rank has an early piece and a late one. It receives the last keys of the piece before its
+early one, from the rank before it, and those of the piece before its late one, from the next rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Hop:
     """The place of the first of them among that rank's keys."""
     size: int
     relayed: bool = False
-    """Whether the rank before it sends them on, which had them, or more, the hop before."""
+    """True if the rank before passes the keys on, having received them, or more of them, in the hop before."""
 
 
 def hops_of(reach: int | None, part: int, num_parts: int, zigzag: bool) -> tuple[Hop, ...]:
@@ -42,7 +42,10 @@ def hops_of(reach: int | None, part: int, num_parts: int, zigzag: bool) -> tuple
 
 
 def chains_of(hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
-    """For each hop the one in which its keys left their own rank: gradients that come home are of all that did."""
+    """Return for each hop the one in which its keys left their own rank.
+
+    Gradients that travel home are those of all keys that left together.
+    """
     found: list[Hop] = []
     for hop in hops:
         found.append(found[-1] if hop.relayed else hop)

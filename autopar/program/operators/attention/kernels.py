@@ -46,20 +46,23 @@ class Modified:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is the same forward and backward."""
+    """Settings of a block of scores that forward and backward share."""
 
     scale: float
     causal: bool = False
     """Query i sees the keys up to the i-th one."""
     mask_BHST: Tensor | None = None
-    """What is added to the scores, in their type and broadcast to them (-inf hides a key); or which keys are seen."""
+    """Values added to the scores, of their dtype and broadcastable (-inf hides a key); or truth values of seen keys."""
     dropout: Dropout | None = None
     window: int | None = None
     """Number of keys of a causal block up to the i-th one; None: all. Only for what `takes_windows`."""
     modified: Modified | None = None
 
     def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
-        """That of queries and keys at some places, which are `columns` of the mask where these are others."""
+        """Return the block of a range of queries and keys.
+
+        `columns` is the range of the mask's keys if it differs from `keys`.
+        """
         mask = self.mask_BHST
         if mask is not None:
             rows = mask if mask.shape[-2] == 1 else mask[..., slice(*queries), :]

@@ -1,4 +1,4 @@
-"""Which blocks of scores a mask leaves, found from its vectors alone; those that it hides are not computed.
+"""Blocks of scores that a mask leaves, found from its vectors alone; hidden blocks are not computed.
 
 A vector is broadcast to [batch, heads, queries, keys] and has no dim of queries, or none of keys: it is as small as a
 row of scores.
@@ -18,7 +18,7 @@ from autopar.program.operators.attention.expressions import Bounds, Expression, 
 LARGEST = 1024
 """Queries, and keys, of a block: its mask has 2 or 4 MB for a sample."""
 SMALLEST = 128
-"""Where there are fewer than twice as many queries, or keys, all of them are one block."""
+"""Minimum size of a block; fewer than twice as many queries, or keys, form one block."""
 
 Row = tuple[Range, tuple[tuple[Range, bool], ...]]
 """Queries, and the blocks of keys that they may see, each with whether the mask leaves all of it as it is."""
@@ -50,7 +50,10 @@ def rows_of(expression: Expression, vectors: Sequence[Tensor], num_queries: int,
 def known_of(
     expression: Expression, vectors: Sequence[Bounds], num_queries: int, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Which blocks are hidden for sure, and of which all is seen for sure; [blocks of queries, blocks of keys]."""
+    """Return the blocks that are certainly hidden, and those that are certainly seen as a whole.
+
+    Both are truth values [blocks of queries, blocks of keys].
+    """
     shape = num_queries, num_keys
     try:
         low, high = bounds(expression, vectors)
@@ -82,7 +85,7 @@ def bounds_of(vector: Tensor, queries: int, keys: int) -> Bounds:
 
 
 def without_nan(low: Tensor, high: Tensor) -> Bounds:
-    """What is no number may be any."""
+    """Widen bounds that are nan to minus and plus infinity, as nan may stand for any value."""
     if not low.is_floating_point():
         return low, high
     return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)

@@ -42,14 +42,14 @@ def _moved(places: Range, by: int) -> Range:
 
 
 def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """As `kernels.attend`, of a block with dropout; both results are in float32 at least."""
+    """Compute `kernels.attend` of a block with dropout in tiles; both results are in float32 at least."""
     return torch.ops.autopar.attend_in_tiles(q, k, v, *_said(block))
 
 
 def gradients_in_tiles(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.attend_backward`, of a block with dropout, in float32 at least."""
+    """Compute `kernels.attend_backward` of a block with dropout in tiles, in float32 at least."""
     return torch.ops.autopar.attend_in_tiles_backward(grad, q, k, v, out, lse, *_said(block))
 
 

@@ -1,4 +1,4 @@
-"""What a dropout of attention keeps looks random in every way that matters, and is the same for any part of it."""
+"""Attention's dropout mask looks random in every way that matters, and is the same for any part of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def of(p: float, seed: int = 5, samples: int = 1, heads: int = 1) -> Dropout:
 
 
 def centred(dropped: Tensor, p: float) -> Tensor:
-    """With mean 0 and variance 1, if an element is dropped with probability `p`."""
+    """Standardize a dropout mask to mean 0 and variance 1, for elements dropped with probability `p`."""
     return (dropped.double() - p) / math.sqrt(p * (1 - p))
 
 

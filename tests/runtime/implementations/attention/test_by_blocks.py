@@ -24,12 +24,12 @@ from tests.support.simulation.simulate import from_ranks, local_values, simulate
 HEADS, POSITIONS, FEATURES = 4, 16, 8
 KINDS = ("full", "causal", "window", "dead row")
 Attention = Callable[..., Tensor]
-"""What runs in place of attention."""
+"""Implementation that runs in place of attention."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Which axes split queries, and which keys."""
+    """Mesh sizes, axes that shard queries, and axes that shard keys."""
 
     sizes: tuple[int, ...]
     queries: tuple[str, ...]

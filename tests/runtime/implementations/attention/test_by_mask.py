@@ -191,7 +191,7 @@ class Case:
     mask: str
     mesh: dict[str, int]
     choice: tuple[str, ...]
-    """What the axes do to attention."""
+    """Factors of attention that the axes shard."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

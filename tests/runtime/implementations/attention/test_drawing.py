@@ -46,13 +46,13 @@ P, KEY = 0.3, 3
 
 
 def sizes_of(key_heads: int) -> dict[str, int]:
-    """Those of a call's factors."""
+    """Return the sizes of the factors of a call."""
     shared = {"r": HEADS // key_heads, "q": HEADS} if 1 < key_heads < HEADS else {}
     return {"a0": 2, "h": HEADS if key_heads == 1 else key_heads, **shared, "s": POSITIONS, "t": POSITIONS}
 
 
 def kept() -> Tensor:
-    """What a whole call keeps."""
+    """Return the mask of the elements that a whole call does not drop."""
     if randomness().deterministic:
         return torch.empty(2, HEADS, POSITIONS, POSITIONS, dtype=torch.float64).bernoulli_(1 - P).bool()
     lines = lines_of(seed_of_part(KEY, ()), torch.arange(2), torch.arange(HEADS))
@@ -158,7 +158,7 @@ def test_ranks_drop_what_one_drops_however_they_divide_it(way: Way, zigzag: bool
 @dataclass(frozen=True)
 class Case:
     choice: tuple[str, ...]
-    """What the axes do to attention."""
+    """Factors of attention that the axes shard."""
     mesh: dict[str, int]
     key_heads: int = 4
     options: dict[str, Any] = field(default_factory=dict)

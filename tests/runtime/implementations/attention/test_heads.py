@@ -61,7 +61,7 @@ class Case:
     heads: tuple[int, int]
     mesh: dict[str, int]
     choice: tuple[str, ...]
-    """What the axes do to attention, which is said of it."""
+    """Factors of attention that the axes shard, given as an annotation."""
     attention: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -178,7 +178,7 @@ def test_they_compile(ranks: Ranks, again: int) -> None:
 
 
 def _in_two_halves() -> list[tuple[int, int]]:
-    """How many collectives run for the gradient of the rows, and then for that of the weight, of both products."""
+    """Return the number of collectives for the gradient of the rows and of the weight, for each product."""
     ranks_mesh, found = mesh((2,), ("tp",)), []
     x, weight = torch.randn(4, 3, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     of_rows, of_columns = {"k": 16, "o": 6}, {"k": 8, "o": 12}

@@ -69,7 +69,10 @@ def _step(x: Tensor, first: Tensor, second: Tensor, third: Tensor, back: Tensor,
 
 
 def _results(leading: tuple[int, ...]) -> list[Any]:
-    """Of products in chunks, and of fused ones: output, gradients, and bytes moved; then the calls of the latter."""
+    """Return the results of products in chunks and of fused ones: outputs, gradients, and bytes moved.
+
+    The last element holds the calls of the fused products.
+    """
     found: list[Any] = []
     with use_mesh(mesh((2,), ("tp",))), _fused_on("cpu") as calls:
         for devices in ((), ("cpu",)):

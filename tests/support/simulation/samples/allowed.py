@@ -1,6 +1,6 @@
-"""What rules lack on purpose: placements that would be right, by operation, each with the reason to do without.
+"""Correct placements that rules leave out on purpose, by operation, each with its reason.
 
-Patterns are matched against what `validate.show` prints; `*` stands for anything.
+Patterns are matched against the output of `validate.show`; `*` stands for anything.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def each(names: str, samples: Samples) -> dict[Any, Samples]:
 
 
 def unary(*further: Any, **keywords: Any) -> Samples:
-    """Of numbers between 0.5 and 2."""
+    """Return samples of a call on numbers between 0.5 and 2."""
     return lambda d: [sample(d.positive(4, 6), *further, **keywords)]
 
 

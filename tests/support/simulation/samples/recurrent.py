@@ -35,7 +35,7 @@ def recurrent(
 
 
 def one_layer(gates: int, num_states: int) -> Samples:
-    """In few variants: of many weights there are too many placements to try them all."""
+    """Return two samples only: many weights have too many placements to try them all."""
     return lambda d: [recurrent(d, gates, num_states), recurrent(d, gates, num_states, batch_first=False)]
 
 
