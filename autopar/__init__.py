@@ -27,42 +27,42 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.annotations.annotate import annotate, annotate_plan, constrain
-    from autopar.api import compile, plan
-    from autopar.benchmarking.bench import bench
-    from autopar.cost.conventions import MemoryConventions
-    from autopar.cost.optimizer import Optimizer
-    from autopar.inference.offline import plan_generation
-    from autopar.lengths.buckets import Buckets
-    from autopar.loading import load
-    from autopar.pipeline.plan import PipelinePlan
-    from autopar.plans.plan import Plan
-    from autopar.program.operators.capacity import record_dropped_rows
-    from autopar.program.precision import Precision
-    from autopar.sharding.mesh import Mesh
-    from autopar.sizing import largest_batch, largest_sequence, least_devices
+    from autopar.api.entry import compile, plan
+    from autopar.api.loading import load
+    from autopar.api.sizing import largest_batch, largest_sequence, least_devices
+    from autopar.compiler.inference.offline import plan_generation
+    from autopar.costs.plans.plan import Plan
+    from autopar.costs.pricing.conventions import MemoryConventions
+    from autopar.costs.pricing.optimizer import Optimizer
+    from autopar.ir.program.operators.capacity import record_dropped_rows
+    from autopar.ir.program.precision import Precision
+    from autopar.ir.sharding.mesh import Mesh
+    from autopar.planning.annotations.annotate import annotate, annotate_plan, constrain
+    from autopar.planning.pipeline.plan import PipelinePlan
+    from autopar.runtime.lengths.length_buckets import Buckets
     from autopar.strategies.register import register_rule
-    from autopar.validation.check_rule import check_rule
+    from autopar.tools.benchmarking.bench import bench
+    from autopar.tools.validation.check_rule import check_rule
 
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
-    "autopar.annotations.annotate": ("annotate", "annotate_plan", "constrain"),
-    "autopar.api": ("compile", "plan"),
-    "autopar.benchmarking.bench": ("bench",),
-    "autopar.cost.conventions": ("MemoryConventions",),
-    "autopar.cost.optimizer": ("Optimizer",),
-    "autopar.inference.offline": ("plan_generation",),
-    "autopar.lengths.buckets": ("Buckets",),
-    "autopar.loading": ("load",),
-    "autopar.pipeline.plan": ("PipelinePlan",),
-    "autopar.plans.plan": ("Plan",),
-    "autopar.program.operators.capacity": ("record_dropped_rows",),
-    "autopar.program.precision": ("Precision",),
-    "autopar.sharding.mesh": ("Mesh",),
-    "autopar.sizing": ("largest_batch", "largest_sequence", "least_devices"),
+    "autopar.planning.annotations.annotate": ("annotate", "annotate_plan", "constrain"),
+    "autopar.api.entry": ("compile", "plan"),
+    "autopar.tools.benchmarking.bench": ("bench",),
+    "autopar.costs.pricing.conventions": ("MemoryConventions",),
+    "autopar.costs.pricing.optimizer": ("Optimizer",),
+    "autopar.compiler.inference.offline": ("plan_generation",),
+    "autopar.runtime.lengths.length_buckets": ("Buckets",),
+    "autopar.api.loading": ("load",),
+    "autopar.planning.pipeline.plan": ("PipelinePlan",),
+    "autopar.costs.plans.plan": ("Plan",),
+    "autopar.ir.program.operators.capacity": ("record_dropped_rows",),
+    "autopar.ir.program.precision": ("Precision",),
+    "autopar.ir.sharding.mesh": ("Mesh",),
+    "autopar.api.sizing": ("largest_batch", "largest_sequence", "least_devices"),
     "autopar.strategies.register": ("register_rule",),
-    "autopar.validation.check_rule": ("check_rule",),
+    "autopar.tools.validation.check_rule": ("check_rule",),
 }
 """Module → the public names that it defines: the imports above, at run time."""
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

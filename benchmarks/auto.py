@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from autopar.console.units import format_bytes, format_seconds, parse_bytes
+from autopar.costs.plans.plan import Plan
 from autopar.errors import AutoparError
-from autopar.pipeline.plan import PipelinePlan
-from autopar.plans.plan import Plan
-from autopar.report.comparison_table import comparison_text
-from autopar.units import format_bytes, format_seconds, parse_bytes
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.views.report.comparison_table import comparison_text
 from benchmarks.recipes import UNEXPRESSED, Recipe, planned, planned_on, recipes, step_seconds
 
 SECONDS = ((64, 60.0), (1024, 120.0), (sys.maxsize, 300.0))

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import autopar
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from benchmarks.folding import SEQUENCE, language_model
 
 LAYERS, BATCH = 94, 64

@@ -26,17 +26,17 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from autopar.arranging.estimates import Candidate, Estimates
 from autopar.compiler.offline import subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
+from autopar.console.units import parse_bytes
 from autopar.errors import AutoparError
+from autopar.ir.program.precision import NAMED
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
-from autopar.planning.meshes.search import Turn
+from autopar.planning.mesh_estimates.estimates import Candidate, Estimates
+from autopar.planning.mesh_search.search import Turn
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
-from autopar.program.precision import NAMED
-from autopar.units import parse_bytes
 from benchmarks.frameworks import with_kernels
 from benchmarks.recipes import CONFIGS
 

@@ -47,8 +47,8 @@ import autopar
 from autopar.capture.export import capture
 from autopar.capture.passes.autocast import autocasting
 from autopar.errors import AutoparError
-from autopar.program.program import info_of
-from autopar.runtime.collectives import axes
+from autopar.ir.program.program import info_of
+from autopar.runtime.collectives import mesh_axes as axes
 from benchmarks.families import FAMILIES, MESH, batch, build
 
 STRATEGIES = ("zero3", "megatron")

@@ -1,8 +1,8 @@
 """Measure the default plan beside every preset of a suite: `python -m benchmarks.default_plans [--models tiny-vit]`.
 
-All strategies of a cell train in turns, in shuffled order, on gloo ranks of this machine (`autopar.benchmarking`). The
-table has the median step of the default plan over that of the fastest preset. A default plan that runs the program of a
-preset shares its measurement.
+All strategies of a cell train in turns, in shuffled order, on gloo ranks of this machine
+(`autopar.tools.benchmarking`). The table has the median step of the default plan over that of the fastest preset. A
+default plan that runs the program of a preset shares its measurement.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from autopar.benchmarking.bench import BenchResult, bench
-from autopar.benchmarking.command import SUITES
-from autopar.benchmarking.measurement import Measurement
-from autopar.benchmarking.trainers import AUTO
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS
+from autopar.tools.benchmarking.bench import BenchResult, bench
+from autopar.tools.benchmarking.command import SUITES
+from autopar.tools.benchmarking.measurement import Measurement
+from autopar.tools.benchmarking.trainers import AUTO
 
 
 def rows_of(measurements: Iterable[Measurement]) -> list[list[str]]:

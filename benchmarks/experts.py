@@ -38,15 +38,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import autopar
-from autopar.benchmarking import expert_peers
-from autopar.calibration.calibrate import calibrate
-from autopar.calibration.timing import BRIEF
-from autopar.hardware.load import load, parse
-from autopar.hardware.profile import Hardware
+from autopar.costs.hardware.load import load, parse
+from autopar.costs.hardware.profile import Hardware
+from autopar.ir.program.operators.expert_operators import DISPATCH, GROUPED_MM
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import request
-from autopar.program.operators.experts import DISPATCH, GROUPED_MM
 from autopar.runtime.ranks.launch import World, on_ranks
-from autopar.sharding.mesh import Mesh
+from autopar.tools.benchmarking import expert_peers
+from autopar.tools.calibration.calibrate import calibrate
+from autopar.tools.calibration.timing import BRIEF
 from benchmarks.timed_training import TimedTraining
 
 SEED, BATCH, WARM_UP = 20240613, 8, 2

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware
 from autopar.errors import AutoparError
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
 from benchmarks.publications.folds import both, sampled
 from benchmarks.publications.ledger import RowLedger
 from benchmarks.publications.machines import CHECKED, VARIANTS, machine_name, variant_of

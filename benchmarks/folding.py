@@ -52,9 +52,9 @@ from tabulate import tabulate
 from torch import nn
 
 import autopar
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import LanguageModel
-from autopar.pipeline.plan import PipelinePlan
-from autopar.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
 from benchmarks.frameworks import Experts
 
 SEQUENCE = 4096

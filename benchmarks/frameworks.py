@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.hardware.load import load
-from autopar.hardware.profile import Efficiencies, Hardware
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call, Collective, LocalSizes
-from autopar.strategies.rules import experts
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Efficiencies, Hardware
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call, Collective, LocalSizes
+from autopar.strategies.rules import expert_rules as experts
 from benchmarks.publications.kernels import rms_norm, rotary, swiglu
 
 OF_NVIDIA = ("NVIDIA-NeMo", "MoE Parallel Folding")

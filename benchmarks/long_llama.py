@@ -30,13 +30,13 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.benchmarking.meters import LiveBytes
-from autopar.calibration.calibrate import calibrate
-from autopar.calibration.timing import BRIEF
-from autopar.hardware.load import load, parse
-from autopar.hardware.profile import Hardware
+from autopar.costs.hardware.load import load, parse
+from autopar.costs.hardware.profile import Hardware
+from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.ranks.launch import World, on_ranks
-from autopar.sharding.mesh import Mesh
+from autopar.tools.benchmarking.meters import LiveBytes
+from autopar.tools.calibration.calibrate import calibrate
+from autopar.tools.calibration.timing import BRIEF
 
 AXIS = "cp"
 ONE = "one process"

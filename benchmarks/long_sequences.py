@@ -41,13 +41,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as of_torch
 from torch.nn import functional as F
 
-from autopar.benchmarking.meters import LiveBytes
-from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import Axis, axis_of, use_mesh
-from autopar.runtime.collectives.parts import by_rank
+from autopar.runtime.collectives import layout_moves
+from autopar.runtime.collectives.mesh_axes import Axis, axis_of, use_mesh
+from autopar.runtime.collectives.rank_parts import by_rank
 from autopar.runtime.implementations.attention import ring_self_attention
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.tools.benchmarking.meters import LiveBytes
 
 AXIS = "cp"
 MOST_WHOLE_ROWS = 4096  # positions: 16384 of 8 heads have 4 GiB of scores on each of 2 ranks
@@ -99,7 +99,7 @@ def by_blocks(options: Options, ring: bool, zigzag: bool) -> Callable[..., Tenso
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not ring:
-            k, v = (functions.all_gather(x, AXIS, POSITIONS_DIM, options.positions, zigzag) for x in (k, v))
+            k, v = (layout_moves.all_gather(x, AXIS, POSITIONS_DIM, options.positions, zigzag) for x in (k, v))
         return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag=dealt, enable_gqa=True)
 
     return run
@@ -119,7 +119,7 @@ def by_mask(options: Options, axis: Axis) -> Callable[..., Tensor]:
     """Gathered keys, and a mask of this rank's queries."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (functions.all_gather(x, AXIS, POSITIONS_DIM, options.positions) for x in (k, v))
+        k, v = (layout_moves.all_gather(x, AXIS, POSITIONS_DIM, options.positions) for x in (k, v))
         mine = torch.arange(q.shape[2]) + axis.rank * q.shape[2]
         seen = torch.arange(options.positions) <= mine.unsqueeze(-1)
         return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
@@ -131,8 +131,8 @@ def ulysses(options: Options) -> Callable[..., Tensor]:
     """Heads in place of positions, and back."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (functions.all_to_all(x, AXIS, POSITIONS_DIM, HEADS_DIM, options.positions) for x in (q, k, v))
-        return functions.all_to_all(on_one(q, k, v), AXIS, HEADS_DIM, POSITIONS_DIM, options.heads)
+        q, k, v = (layout_moves.all_to_all(x, AXIS, POSITIONS_DIM, HEADS_DIM, options.positions) for x in (q, k, v))
+        return layout_moves.all_to_all(on_one(q, k, v), AXIS, HEADS_DIM, POSITIONS_DIM, options.heads)
 
     return run
 

@@ -35,16 +35,16 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.calibration.calibrate import calibrate
-from autopar.calibration.timing import BRIEF
-from autopar.hardware.load import load, parse
-from autopar.hardware.profile import Hardware
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.schedules.choice import SEVERAL_STAGES
-from autopar.pipeline.schedules.schedule import NAMES
-from autopar.pipeline.schedules.simulation import StageSeconds, simulate
+from autopar.costs.hardware.load import load, parse
+from autopar.costs.hardware.profile import Hardware
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.schedules.choice import SEVERAL_STAGES
+from autopar.planning.pipeline.schedules.schedule import NAMES
+from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.runtime.ranks.launch import World, on_ranks
-from autopar.sharding.mesh import Mesh
+from autopar.tools.calibration.calibrate import calibrate
+from autopar.tools.calibration.timing import BRIEF
 from benchmarks.timed_training import TimedTraining
 from benchmarks.transformer_model import Size, batch, transformer
 

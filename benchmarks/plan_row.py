@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.compiler import offline_planner
 from autopar.errors import InfeasibleError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning import request
 from autopar.planning.settings import TIME_LIMIT
-from autopar.sharding.mesh import Mesh
 from benchmarks.wide_models import NAMES, wide_model
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}

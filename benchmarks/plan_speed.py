@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(TITLES[group], lines(rows, shares))
     if options.peer is None:
         print(f"\nAutoParallel was skipped: git clone {PEER}, pip install pulp, and give --peer PATH.")
-    elif not (options.peer / "autoparallel" / "api.py").is_file():
+    elif not (options.peer / "autoparallel" / "api/entry.py").is_file():
         raise SystemExit(f"--peer {options.peer}: no autoparallel/api.py there; give a checkout of {PEER}.")
     else:
         show(TITLES["peer"], peer_lines(options.peer.resolve(), options.quick))

@@ -31,9 +31,9 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
-from autopar.program.precision import NAMED
+from autopar.ir.program.precision import NAMED
 from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 
 POLICIES = ("bf16-mixed", "fp16-mixed")
 SCALES = {"fp16-mixed": 2.0**14}  # what the largest gradients leave room for

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware
 from benchmarks.publications import machines, report
 from benchmarks.publications.choice import FEWEST_RUNS, cells
 from benchmarks.publications.contradicted import Contradiction, contradicted

@@ -41,12 +41,12 @@ import torch
 from tabulate import tabulate
 
 import autopar
+from autopar.console.units import parse_bytes
+from autopar.costs.plans.plan import Plan
 from autopar.errors import AutoparError
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
-from autopar.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.simulated import simulated_seconds
-from autopar.plans.plan import Plan
-from autopar.units import parse_bytes
 from benchmarks.folding import MODELS as MAPPED
 from benchmarks.frameworks import hardware_of, rotary_in_one_call, rows_once_per_device, with_kernels
 from benchmarks.publications.strategies import PRECISIONS

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.benchmarking.baselines import Baseline
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.tools.benchmarking.baselines import Baseline
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from benchmarks.timed_training import TimedTraining
 from benchmarks.transformer_model import Size
 from benchmarks.transformer_pairs import PAIRS, Contestant, Pair, Scheduled

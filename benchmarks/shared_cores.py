@@ -23,11 +23,11 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.benchmarking.runner import Cell
-from autopar.benchmarking.trainers import Terms, Trainer, contestant
-from autopar.hardware.load import load
+from autopar.costs.hardware.load import load
+from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.ranks.launch import World, on_ranks
-from autopar.sharding.mesh import Mesh
+from autopar.tools.benchmarking.runner import Cell
+from autopar.tools.benchmarking.trainers import Terms, Trainer, contestant
 
 MESHES = (Mesh({"dp": 4}), Mesh({"dp": 2, "tp": 2}))
 WARM_UP = 2

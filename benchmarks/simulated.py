@@ -19,10 +19,10 @@ import torch
 from tabulate import tabulate
 
 import autopar
-from autopar.benchmarking.rank_correlation import spearman
 from autopar.errors import AutoparError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
-from autopar.sharding.mesh import Mesh
+from autopar.tools.benchmarking.rank_correlation import spearman
 
 MODELS = (("llama-8b", 2048, 2), ("vit-h", 0, 4), ("t5-large", 512, 2))
 """Name, tokens of a text, and layers."""

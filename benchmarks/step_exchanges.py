@@ -20,9 +20,9 @@ from torch.distributed.pipelining._utils import _StageBackwardMeta
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import autopar
-from autopar.benchmarking import expert_peers
-from autopar.benchmarking.baselines import own_samples
-from autopar.hardware.profile import Hardware
+from autopar.costs.hardware.profile import Hardware
+from autopar.tools.benchmarking import expert_peers
+from autopar.tools.benchmarking.baselines import own_samples
 from benchmarks.experts import Options, batch_of, model_of
 from benchmarks.pipelines_by_hand import HandStage, cuts
 from benchmarks.step_counts import Contestant, stepped

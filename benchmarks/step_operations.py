@@ -35,10 +35,10 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.benchmarking.baselines import own_samples
-from autopar.hardware.load import load
-from autopar.hardware.profile import Link, Protocol
-from autopar.program.precision import NAMED
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Link, Protocol
+from autopar.ir.program.precision import NAMED
+from autopar.tools.benchmarking.baselines import own_samples
 from benchmarks.step_counts import Contestant, counted
 from benchmarks.step_exchanges import NUM_EXPERTS, STAGES, experts, experts_by_hand, pipeline, pipeline_by_hand
 from benchmarks.transformer_model import Size, Transformer, batch, transformer

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 
 WARM_UP = 1  # steps; the first one plans
 PRESETS = ("data_parallel", "megatron")

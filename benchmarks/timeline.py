@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 import autopar
-from autopar.benchmarking.measurement import Measurement
-from autopar.benchmarking.rank_correlation import spearman
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
+from autopar.tools.benchmarking.measurement import Measurement
+from autopar.tools.benchmarking.rank_correlation import spearman
 
 AXES = ("dp", "tp")
 STRATEGIES = ("auto", "fully_replicated", "data_parallel", "zero3", "hsdp", "megatron", "megatron_sequence", "ulysses")

@@ -24,8 +24,8 @@ from tabulate import tabulate
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
-from autopar.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)

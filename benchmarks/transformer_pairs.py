@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autopar
-from autopar.benchmarking import baselines
-from autopar.benchmarking.baselines import Baseline
-from autopar.program.precision import NAMED
+from autopar.ir.program.precision import NAMED
+from autopar.tools.benchmarking import baselines
+from autopar.tools.benchmarking.baselines import Baseline
 from benchmarks.pipelines_by_hand import MICROBATCHES, ByHand, cuts
 from benchmarks.transformer_model import Size, batch, transformer
 

@@ -21,9 +21,9 @@ import torch
 from tabulate import tabulate
 
 import autopar
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.named import named
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 
 Value = TypeVar("Value")
 AXES = ("dp", "tp")

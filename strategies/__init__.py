@@ -5,12 +5,12 @@ if __name__ != "autopar.strategies":  # a second copy of the tables, under anoth
 
 from dataclasses import replace
 
-from autopar.program.effects import draws
-from autopar.sharding.operation import Call, OpRule
+from autopar.ir.program.effects import draws
+from autopar.ir.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
 from autopar.strategies.registered import registered
+from autopar.strategies.rules import expert_rules as experts
 from autopar.strategies.rules import (
-    experts,
     factory,
     fourier,
     indexing,
@@ -27,13 +27,13 @@ from autopar.strategies.rules.layers import (
     cached_attention,
     conv,
     embedding,
-    loss,
     masked_attention,
     norm,
     recurrent,
     tiled_loss,
     tiled_mlp,
 )
+from autopar.strategies.rules.layers import loss_rules as loss
 
 TABLES = (
     attention,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE
 
 Answer = str | OpRule | None
 """Answer of a table for a call: a rule's text, an `OpRule`, or None if no rule fits."""

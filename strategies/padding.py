@@ -1,7 +1,7 @@
 """Dims of a program's tensors that may be split unevenly: those that come from parameters alone, all the way.
 
 A parameter may be padded in every dim, an input from outside in none. The output of a call may be padded if its rule
-lets the padding of its inputs through (see `sharding.padding`).
+lets the padding of its inputs through (see `ir.sharding.padding`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.sharding.padding import padded_factors
+from autopar.ir.sharding.padding import padded_factors
 from autopar.strategies.roles import RoledProgram, Value
 from autopar.strategies.ruled import RuledCall
 

@@ -9,7 +9,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from autopar.errors import RuleError
-from autopar.sharding.rule import Rule
+from autopar.ir.sharding.rule import Rule
 from autopar.strategies import BY_NAME, RULES
 from autopar.strategies.registered import REGISTERED, Flops, Registered, tensor_arguments, tensor_returns
 from autopar.strategies.ruled import ruled

@@ -18,15 +18,15 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.program.calls import is_call, module_of, source_of
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.cached import CACHED_ATTENTION
-from autopar.program.operators.bags import EMBEDDING_BAGS
-from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from autopar.program.operators.rows import CROSS_ENTROPY
-from autopar.program.program import Program, TensorInfo, tensor_inputs
-from autopar.sharding.operation import Call, OpRule, is_product
-from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
+from autopar.ir.program.calls import is_call, module_of, source_of
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION
+from autopar.ir.program.operators.bags import EMBEDDING_BAGS
+from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
+from autopar.ir.program.program import Program, TensorInfo, tensor_inputs
+from autopar.ir.sharding.operation import Call, OpRule, is_product
+from autopar.ir.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
 from autopar.strategies.ruled import RuledCall, ruled
 
 aten = torch.ops.aten

@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
-from autopar.program.effects import draws
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE, BoundRule, Rule, Term
+from autopar.ir.program.effects import draws
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE, BoundRule, Rule, Term
 from autopar.strategies import rule_of
 from autopar.strategies.registered import registered
 from autopar.strategies.rules.random import SEEDED

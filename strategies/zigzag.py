@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.program.calls import source_of
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.experts import COMBINE, DISPATCH
-from autopar.program.program import Program
+from autopar.ir.program.calls import source_of
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
+from autopar.ir.program.program import Program
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram, Value
 from autopar.strategies.ruled import RuledCall
 

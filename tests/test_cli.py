@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import demo
 from autopar.cli import main, parse_mesh, planning
 from autopar.cli.flags import in_shell_terms
+from autopar.console.names import ALIASES
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models import named
-from autopar.names import ALIASES
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import preset_named
+from autopar.tools import demo
 
 HERE = "tests.test_cli"
 
@@ -455,7 +455,7 @@ def test_the_largest_size_is_asked_for_with_the_options_of_the_command(
         asked.update(options)
         raise InputError("asked")
 
-    monkeypatch.setattr(f"autopar.sizing.largest_{largest}", answered)
+    monkeypatch.setattr(f"autopar.api.sizing.largest_{largest}", answered)
     limit = ["--hardware", "h100", "--devices", "4", "--memory", "2GB", "--largest", largest]
     assert main(["plan", "tiny-mlp", *limit]) == 2
     assert (asked["devices"], asked["memory"], asked["hardware"]) == (4, "2GB", "h100")

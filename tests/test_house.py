@@ -1,7 +1,8 @@
 """The rules of the house that no linter knows: which package may import which, under which name, and what is packaged.
 
-A package imports from packages below it only, and no files import each other in a circle. Both hold for imports inside
-functions and for those that only type checkers see, too. A new package needs a place in ORDER.
+A package imports from packages below it only, no files import each other in a circle, and neither do the parts of a
+package. All hold for imports inside functions and for those that only type checkers see, too. A new package needs a
+place in ORDER.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import itertools
 import re
 import tomllib
 from collections import Counter
@@ -16,66 +18,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    ("errors", "names", "warned"),
-    ("runtime.face",),
-    ("units", "files", "torch_state"),
-    ("tables",),
-    ("progress", "timeline"),
-    ("program.operators",),
-    ("program.operators.attention",),
-    ("program",),
-    ("capture.passes", "capture.python", "sharding", "models", "optim"),
-    ("capture.inlining", "capture.static", "strategies.rules.products"),
-    (
-        "capture.derivatives",
-        "capture.experts",
-        "capture.layers",
-        "capture.masks",
-        "capture.numbers",
-        "hardware",
-        "lengths",
-        "solver",
-        "timeline",
-        "strategies.rules",
-        "strategies.rules.layers",
-    ),
-    ("capture.rows",),
-    ("capture.tiles",),
-    ("capture",),
-    ("strategies",),
-    ("strategies.presets", "plans", "cost", "validation"),
-    ("space",),
-    ("memory", "annotations"),
-    ("steps",),
-    ("planning.limit", "planning.meshes"),
-    ("planning", "pipeline.schedules"),
-    ("formulas", "pipeline.stages"),
-    ("inspection", "translation", "pipeline", "runtime.collectives"),
-    ("arranging", "runtime.implementations", "runtime.ranks"),
-    ("runtime.recompute", "runtime.checkpoints"),
-    ("runtime.rewrite",),
-    ("runtime.outputs", "runtime.numbers"),
-    ("runtime.module",),
-    ("runtime.pipeline",),
-    ("runtime", "report"),
-    ("compiler", "calibration"),
-    ("inference",),
-    ("option_types",),
+    ("errors",),
+    ("console", "files", "ir", "models"),
+    ("capture", "optim", "solver", "strategies"),
+    ("costs",),
+    ("planning",),
+    ("runtime", "views"),
+    ("compiler",),
     ("api",),
-    ("loading", "sizing"),
-    ("benchmarking", "demo", "integrations"),
+    ("integrations", "tools"),
     ("",),
     ("cli",),
 )
-"""Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""
+"""Packages from the bottom up; "" is `autopar/__init__.py`. Packages in one row do not import each other."""
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-BELOW_THEIR_TABLES = {"autopar.strategies.notation", "autopar.planning.formulation"}
-"""Modules of a package that the packages inside it may import."""
-WITHOUT_TORCH = ("files", "solver", "plans", "hardware", "timeline")
+MOST_PACKAGES, MOST_ARROWS = 20, 100
+WITHOUT_TORCH = ("files", "solver", "costs.plans", "costs.hardware", "costs.timeline")
 KERNELS = {"autopar.solver.elimination.min_plus"}
 """Modules of these that take arrays of numbers to PyTorch and bring some back."""
 MAX_LINES, MAX_FILES = 400, 12
@@ -103,13 +66,9 @@ MODULES = {_module_of(file): file for file in FILES}
 
 
 def _package_of(module: str) -> str:
-    """The package of a module, as ORDER calls it: the longest name that it has; of a single module its own."""
-    name = module.removeprefix("autopar").removeprefix(".")
-    while name and name not in RANK:
-        name = name.rpartition(".")[0]
-    assert name or module == "autopar", (
-        f"{module} has no place; give its package one in ORDER of {Path(__file__).name}."
-    )
+    """Return the first name of a module below `autopar`, as ORDER has it."""
+    name = module.removeprefix("autopar").removeprefix(".").partition(".")[0]
+    assert name in RANK, f"{module} has no place; give its package one in ORDER of {Path(__file__).name}."
     return name
 
 
@@ -142,8 +101,7 @@ def test_imports_point_down() -> None:
         package = _package_of(module)
         for imported, line in imports.items():
             other = _package_of(imported)
-            below = RANK[other] < RANK[package] or imported in BELOW_THEIR_TABLES
-            if other != package and not below:
+            if other != package and RANK[other] >= RANK[package]:
                 upward.append(f"{MODULES[module].name}:{line} in {package or 'autopar'} imports {imported}")
     assert not upward, f"{upward}: imports point down. Move the code, or the package in ORDER."
 
@@ -153,6 +111,38 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         tuple(graphlib.TopologicalSorter(ARROWS).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"files in a circle: {' → '.join(error.args[1])}")
+
+
+def _children(package: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """Map each file and package directly in a package to those that it imports, with one import of each."""
+    depth = package.count(".") + 1
+    inside = [module for module in MODULES if module.startswith(f"{package}.")]
+    found: dict[str, dict[str, tuple[str, str]]] = {module.split(".")[depth]: {} for module in inside}
+    for module in inside:
+        for imported in ARROWS[module]:
+            if imported.startswith(f"{package}."):
+                own, other = (each.split(".")[depth] for each in (module, imported))
+                if own != other:
+                    found[own].setdefault(other, (module, imported))
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(_module_of(file) for file in FILES if file.name == "__init__.py"))
+def test_parts_of_a_package_import_each_other_in_one_direction(package: str) -> None:
+    children = _children(package)
+    try:
+        tuple(graphlib.TopologicalSorter(children).static_order())
+    except graphlib.CycleError as error:
+        circle = error.args[1]
+        imports = [children[b][a] for a, b in itertools.pairwise(circle) if a in children.get(b, {})]
+        pytest.fail(f"{' → '.join(circle)} in {package}: {imports}. Move a file to the part that it belongs to.")
+
+
+def test_the_graph_of_packages_is_small() -> None:
+    arrows = {(_package_of(a), _package_of(b)) for a, imports in ARROWS.items() for b in imports}
+    between = {(a, b) for a, b in arrows if a != b}
+    assert len(RANK) <= MOST_PACKAGES
+    assert len(between) <= MOST_ARROWS
 
 
 def test_a_file_has_one_idea() -> None:
@@ -181,7 +171,7 @@ def test_imports_are_absolute_and_use_the_one_name() -> None:
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
 def test_solvers_plans_and_profiles_know_nothing_of_torch(package: str) -> None:
-    left = [module for module in MODULES if _package_of(module) == package]
+    left = [module for module in MODULES if f"{module}.".startswith(f"autopar.{package}.")]
     reached = set(left)
     while left:
         module = left.pop()
@@ -213,8 +203,9 @@ def test_a_package_beside_autopar_has_one_name_only(package: str, monkeypatch: p
 
 
 def test_every_package_is_packaged() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(_module_of(file) for file in FILES if file.name == "__init__.py")
+    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    found = setuptools.find_packages(str(ROOT), include=find["include"])
+    assert sorted(found) == sorted(_module_of(file) for file in FILES if file.name == "__init__.py")
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
@@ -232,3 +223,27 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
+
+
+FRONTED = {"What", "Whether", "Which", "Those", "Of", "How", "Where"}
+"""First words of docstrings that do not name their subject."""
+PEOPLE_READ = [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+
+def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield docstrings, those of attributes included."""
+    bodies = (body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list))
+    for statement in itertools.chain.from_iterable(bodies):
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.strip():
+            yield value
+
+
+def test_docstrings_name_their_subject() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{each.lineno}"
+        for file in PEOPLE_READ
+        for each in _docstrings(ast.parse(file.read_text()))
+        if str(each.value).split()[0].strip(",.;:") in FRONTED
+    ]
+    assert not found, f"{found}: begin with a verb (Return, Build …) or with a noun; see CONTRIBUTING.md."

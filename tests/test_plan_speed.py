@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.capture.export import capture
-from autopar.program.program import TensorInfo, info_of
+from autopar.ir.program.program import TensorInfo, info_of
 from benchmarks import plan_speed
 from benchmarks.plan_row import Measured, Row, measure
 from benchmarks.plan_speed import GROUPS, HEADERS, Line, main, planned, selected

@@ -39,14 +39,14 @@ from autopar.capture.static.advice import static_advice
 from autopar.capture.static.arguments import Arguments
 from autopar.capture.static.values import StaticValues
 from autopar.capture.tiles.asked import Tiles
-from autopar.capture.tiles.loss import AUTO, LossTiles, takes_tiles
 from autopar.capture.tiles.mlp import MlpTiles, takes_mlp_tiles
+from autopar.capture.tiles.tiled_losses import AUTO, LossTiles, takes_tiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
-from autopar.program.precision import AS_IT_IS, Precision
-from autopar.program.program import Program, fault_of_form
-from autopar.program.python_state import INTERNALS, PythonState
-from autopar.torch_state import saved_tensor_hooks_apart, torch_state_restored
+from autopar.ir.program.precision import AS_IT_IS, Precision
+from autopar.ir.program.program import Program, fault_of_form
+from autopar.ir.program.python_state import INTERNALS, PythonState
+from autopar.ir.torch_state import saved_tensor_hooks_apart, torch_state_restored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

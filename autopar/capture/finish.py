@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.errors import CaptureError
-from autopar.program.program import Program, TensorInfo, fault_of_form
+from autopar.ir.program.program import Program, TensorInfo, fault_of_form
 
 ORDER = ("parameter", "buffer", "constant", "input")
 

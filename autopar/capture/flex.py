@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
 from autopar.errors import CaptureError
-from autopar.program.operators.attention.flex_calls import FLEX_SCORES, FLEX_VALUES
+from autopar.ir.program.operators.attention.flex_calls import FLEX_SCORES, FLEX_VALUES
 
 LN_2 = math.log(2)
 """The kernel gives logarithms to the base 2, which `flex_attention` converts."""

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.experts.capacity import limit_rows
 from autopar.capture.experts.repeated import repeated_tokens
-from autopar.capture.experts.rewrite import sorted_experts
+from autopar.capture.experts.rewrite_experts import sorted_experts
 from autopar.capture.inlining.gradients import gradients
 from autopar.capture.masks.documents import documents_by_position
 from autopar.capture.masks.flex import flex_attention
-from autopar.capture.masks.rewrite import masks_by_position
+from autopar.capture.masks.rewrite_masks import masks_by_position
 from autopar.capture.masks.sinks import attention_with_sinks
 from autopar.capture.masks.truths import masks_of_truth_values
 from autopar.capture.passes.bags import pooled_bags
@@ -33,10 +33,10 @@ from autopar.capture.rows.class_losses import joined_cross_entropies
 from autopar.capture.rows.labels import ignored_positions
 from autopar.capture.rows.samples import tokens_in_samples
 from autopar.capture.tiles.asked import Tiles
-from autopar.capture.tiles.loss import AUTO, tiled_losses
 from autopar.capture.tiles.mlp import tiled_mlps
+from autopar.capture.tiles.tiled_losses import AUTO, tiled_losses
 from autopar.errors import CaptureError
-from autopar.program.program import TensorInfo
+from autopar.ir.program.program import TensorInfo
 
 Pass = Callable[[TracedGraph], None]
 

@@ -18,7 +18,7 @@ from autopar.capture.numbers.marked import Number
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import TracedGraph, aten, value_of
 from autopar.errors import InputError
-from autopar.program.precision import AS_IT_IS, Precision
+from autopar.ir.program.precision import AS_IT_IS, Precision
 
 
 def check_not_beside_autocast(precision: Precision, autocast: Autocast | None) -> None:

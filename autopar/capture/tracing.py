@@ -18,11 +18,11 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.capture.assumptions import Assumption, Branches, UndecidedError, decided_branches, place_of
+from autopar.capture.autograd_functions import kept_functions
 from autopar.capture.derivatives.tape import recorded_gradients
 from autopar.capture.derivatives.transforms import transforms_taken_apart
-from autopar.capture.functions import kept_functions
 from autopar.capture.guards import faithful_tracing
-from autopar.capture.inlining.functions import KeptUse
+from autopar.capture.inlining.function_stand_ins import KeptUse
 from autopar.capture.inlining.gradients import GradientCall
 from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import InputError
 
 if TYPE_CHECKING:
-    from autopar.sharding.mesh import Mesh
+    from autopar.ir.sharding.mesh import Mesh
 
 DEFAULT_AXES = ("dp", "tp")
 RECIPE = {"--microbatches": int, "--schedule": str, "--chunks": int, "--strategy": str, "--recompute": str}
@@ -23,7 +23,7 @@ def parse_mesh(text: str, hardware: str = "cpu") -> Mesh:
 
     Raises InputError for text that is no mesh.
     """
-    from autopar.sharding.mesh import Mesh  # not before, for --help does without PyTorch
+    from autopar.ir.sharding.mesh import Mesh  # not before, for --help does without PyTorch
 
     words = text.split(",") if "=" in text else text.split("x")
     if "=" not in text and len(words) <= len(DEFAULT_AXES):

@@ -6,9 +6,9 @@ import argparse
 from typing import Literal
 
 import autopar
-from autopar import names
-from autopar.benchmarking import command as bench_command
-from autopar.calibration import command as calibrate_command
+from autopar.console import names
+from autopar.tools.benchmarking import command as bench_command
+from autopar.tools.calibration import command as calibrate_command
 
 HERE = "autopar.cli"
 MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     _add_explain(commands.add_parser("explain", help="say why one part of a plan is as it is"))
     measuring = commands.add_parser("calibrate", help="measure this machine and write its hardware profile")
     calibrate_command.add_arguments(measuring)
-    measuring.set_defaults(command="autopar.calibration.command:run")
+    measuring.set_defaults(command="autopar.tools.calibration.command:run")
     comparing = commands.add_parser("bench", help="measure strategies on this machine, beside their predictions")
     bench_command.add_arguments(comparing)
     comparing.set_defaults(command=f"{HERE}.running:bench")

@@ -8,21 +8,21 @@ from typing import Any, Literal
 
 import torch
 
-from autopar import api
-from autopar.arranging.compared import contender_of
+from autopar.api import entry
 from autopar.cli.files import write_files
 from autopar.cli.meshes import DEFAULT_AXES, parse_mesh, parse_recipe
+from autopar.compiler.inference.offline import plan_generation
+from autopar.console.names import AUTO, MODELS
+from autopar.costs.hardware.load import load
+from autopar.costs.plans.comparison import Contender
+from autopar.costs.plans.plan import Plan
 from autopar.errors import AnnotationError, InfeasibleError, InputError, PipelineError, TimeLimitError
-from autopar.hardware.load import load
-from autopar.inference.offline import plan_generation
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import LanguageModel
 from autopar.models.named import named
-from autopar.names import AUTO, MODELS
-from autopar.pipeline.plan import PipelinePlan
-from autopar.plans.comparison import Contender
-from autopar.plans.plan import Plan
-from autopar.report.table import plan_table
-from autopar.sharding.mesh import Mesh
+from autopar.planning.mesh_estimates.compared import contender_of
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.views.report.table import plan_table
 
 OF_ONE_PLAN = ("save", "html", "trace", "plan_cache")
 
@@ -171,4 +171,4 @@ def planned(options: argparse.Namespace, mesh: Mesh | Literal["auto"], **others:
     model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
     wanted = {**asked(options), "plan_cache": options.plan_cache, "training": not options.inference, **others}
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
-        return api.plan(model, mesh, example_inputs, **wanted)
+        return entry.plan(model, mesh, example_inputs, **wanted)

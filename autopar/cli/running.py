@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from autopar import demo
-from autopar.benchmarking import command as bench_command
 from autopar.cli.meshes import parse_mesh
+from autopar.console.names import PIPELINE
 from autopar.errors import InputError
-from autopar.names import PIPELINE
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
+from autopar.tools import demo
+from autopar.tools.benchmarking import command as bench_command
 
 DISAGREES = 1
 """The exit status of losses or bytes that are not as expected."""

@@ -6,11 +6,11 @@ import argparse
 import shutil
 
 from autopar.cli.files import write_files
+from autopar.costs.plans.plan import Plan
+from autopar.costs.plans.schema import PIPELINE_FORMAT, refusing
 from autopar.errors import InputError
 from autopar.files.reading import read_json, read_text
-from autopar.plans.plan import Plan
-from autopar.plans.schema import PIPELINE_FORMAT, refusing
-from autopar.report.table import plan_table
+from autopar.views.report.table import plan_table
 
 
 def show(options: argparse.Namespace) -> int:
@@ -18,8 +18,8 @@ def show(options: argparse.Namespace) -> int:
     with refusing(f"plan: {options.file!r}", "autopar plan --save"):
         values = read_json(read_text(options.file))
     if isinstance(values, dict) and PIPELINE_FORMAT in values:
-        from autopar.pipeline.plan import PipelinePlan  # which imports PyTorch; plans in one piece do without
-        from autopar.report.schedule_chart import schedule_chart
+        from autopar.planning.pipeline.plan import PipelinePlan  # which imports PyTorch; plans in one piece do without
+        from autopar.views.report.schedule_chart import schedule_chart
 
         plan = PipelinePlan.load(options.file)
         width = shutil.get_terminal_size().columns

@@ -6,12 +6,12 @@ import argparse
 
 import torch
 
-from autopar import sizing
+from autopar.api import sizing
 from autopar.cli import planning
 from autopar.cli.planning import asked, show_plan
+from autopar.console.names import AUTO
 from autopar.errors import InputError
 from autopar.models.named import named
-from autopar.names import AUTO
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -11,31 +11,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.annotations.annotate import annotations_of
-from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
 from autopar.capture.static.arguments import static_argnames_of
-from autopar.capture.tiles.loss import AUTO, LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
+from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
-from autopar.cost.conventions import MemoryConventions
-from autopar.cost.optimizer import Optimizer
+from autopar.console.units import parse_bytes
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.plans.plan import Plan
+from autopar.costs.plans.workload import Workload
+from autopar.costs.pricing.conventions import MemoryConventions
+from autopar.costs.pricing.optimizer import Optimizer
+from autopar.costs.space.returned import Outputs
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
-from autopar.hardware.profile import Hardware
-from autopar.lengths.buckets import Buckets
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.schedules.schedule import HALVING
+from autopar.ir.program.precision import Precision, precision_of
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.annotate import annotations_of
+from autopar.planning.annotations.pins import Mode
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.schedules.schedule import HALVING
 from autopar.planning.request import Inputs, Offloaded, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
-from autopar.plans.plan import Plan
-from autopar.plans.workload import Workload
-from autopar.program.precision import Precision, precision_of
-from autopar.program.program import Program
-from autopar.sharding.mesh import Mesh
-from autopar.space.returned import Outputs
+from autopar.runtime.lengths.length_buckets import Buckets
 from autopar.strategies.presets import preset_named
 from autopar.strategies.presets.data import OF_TRAINING, parts_named
-from autopar.units import parse_bytes
 
 Recompute = Literal["auto", "none", "selective", "full_save_collectives", "full"]
 Solver = Literal["auto", "ilp"]

@@ -8,24 +8,24 @@ from typing import Any
 
 from torch import nn
 
-from autopar.annotations.pins import pins_of
 from autopar.capture.export import skeleton_of, trace
 from autopar.capture.static.arguments import with_static
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
 from autopar.compiler.tiles import tiles_asked, tiles_of
-from autopar.cost.optimizer import Optimizer
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.optimizer import Optimizer
 from autopar.errors import PlanError
-from autopar.memory.microbatches import Microbatches
-from autopar.memory.model import MemoryModel
+from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Formulation
 from autopar.planning.record import choices_of
 from autopar.planning.request import axes_of_parts
 from autopar.planning.settings import PlanContext
-from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
-from autopar.runtime.module.parts import layouts_of_parts, whole_batch
+from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
 
 
 def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **options: Any) -> Plan:

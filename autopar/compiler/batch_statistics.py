@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autopar.program.calls import module_of
-from autopar.program.program import Program
-from autopar.warned import warn_user
+from autopar.errors import warn_user
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.program import Program
 
 SHOWN = 3
 _TRAINING = 5  # position of the argument of aten.batch_norm that says whether statistics are those of its input

@@ -15,12 +15,12 @@ from autopar.capture.export import skeleton, trace
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.tiles import tiles_asked
 from autopar.errors import AutoparError, InputError
-from autopar.lengths.buckets import Buckets
-from autopar.lengths.equality import Unequal, first_unequal
-from autopar.lengths.inputs import Arguments, Role, Sizes, padded, random, roles_of, sizes_of
-from autopar.lengths.outputs import Counted, counted_dims
+from autopar.ir.program.program import Program
 from autopar.planning.request import PlanRequest
-from autopar.program.program import Program
+from autopar.runtime.lengths.equality import Unequal, first_unequal
+from autopar.runtime.lengths.inputs import Arguments, Role, Sizes, padded, random, roles_of, sizes_of
+from autopar.runtime.lengths.length_buckets import Buckets
+from autopar.runtime.lengths.outputs import Counted, counted_dims
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank
 

@@ -9,9 +9,6 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.arranging.compared import compared, of_estimate
-from autopar.arranging.estimates import Estimates, Subject
-from autopar.arranging.planned import Exact, Planned
 from autopar.compiler.arguments import (
     ExampleInputs,
     check_in_one_piece,
@@ -20,17 +17,20 @@ from autopar.compiler.arguments import (
 from autopar.compiler.offline_planner import USUAL_AXES, USUAL_PIPELINE, OfflinePlanner
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
+from autopar.console.units import format_bytes, format_seconds
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, PipelineError, TimeLimitError
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.request import pipeline_axis
-from autopar.pipeline.schedules.choice import RECOMMENDED
-from autopar.planning.meshes.arrangements import meshes_of
-from autopar.planning.meshes.search import best_mesh, warn_of_best
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.mesh_estimates.compared import compared, of_estimate
+from autopar.planning.mesh_estimates.estimates import Estimates, Subject
+from autopar.planning.mesh_estimates.planned import Exact, Planned
+from autopar.planning.mesh_search.arrangements import meshes_of
+from autopar.planning.mesh_search.search import best_mesh, warn_of_best
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.request import pipeline_axis
+from autopar.planning.pipeline.schedules.choice import RECOMMENDED
 from autopar.planning.request import PlanRequest
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
-from autopar.units import format_bytes, format_seconds
 
 ESTIMATING = 0.4
 """Share of the time limit that estimating candidates may take, at most."""

@@ -10,16 +10,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from autopar.annotations.matching import Catalog
-from autopar.arranging.block_use import strategies_of
-from autopar.arranging.candidates import of_pipeline, of_plan, saying
-from autopar.arranging.estimates import Estimate
-from autopar.arranging.shortened import Shortened, is_alike, shortened
 from autopar.capture.export import Traced, skeleton_of, trace
 from autopar.capture.layers.fewer import without_layers
 from autopar.capture.static.arguments import with_static
 from autopar.capture.tiles.asked import Tiles
-from autopar.capture.tiles.loss import Fitting
+from autopar.capture.tiles.tiled_losses import Fitting
 from autopar.compiler.arguments import (
     ExampleInputs,
     check_hooks,
@@ -31,27 +26,32 @@ from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked
+from autopar.console.progress import stages as progress
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
 from autopar.errors import CutOffError, InfeasibleError
-from autopar.memory.model import MemoryModel
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.request import PipelineRequest, stage_mesh
-from autopar.pipeline.schedule_search import Wish, best_schedule, most_microbatches
-from autopar.pipeline.schedules.schedule import UPDATING_OTHERWISE, Schedule
-from autopar.pipeline.stages.blocks import Block, blocks_of
-from autopar.planning.limit.least_stored import least_stored
-from autopar.planning.meshes.search import Candidate, Turn
+from autopar.ir.program.operators.expert_operators import DISPATCH
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.matching import Catalog
+from autopar.planning.memory_limit.least_stored import least_stored
+from autopar.planning.mesh_estimates.block_use import strategies_of
+from autopar.planning.mesh_estimates.candidates import of_pipeline, of_plan, saying
+from autopar.planning.mesh_estimates.estimates import Estimate
+from autopar.planning.mesh_estimates.shortened import Shortened, is_alike, shortened
+from autopar.planning.mesh_search.search import Candidate, Turn
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.request import PipelineRequest, stage_mesh
+from autopar.planning.pipeline.schedule_search import Wish, best_schedule, most_microbatches
+from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE, Schedule
+from autopar.planning.pipeline.stages.blocks import Block, blocks_of
 from autopar.planning.request import PlanRequest, axes_of_parts
-from autopar.plans.plan import Plan
-from autopar.program.operators.experts import DISPATCH
-from autopar.program.program import Program
-from autopar.progress import stages as progress
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
-from autopar.runtime.module.parts import layouts_of_parts, whole_batch
-from autopar.sharding.layout import Layout
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
 from autopar.solver.deadline import Allowance, after, interruptible, is_over, seconds_until
-from autopar.space.space import Space
 
 USUAL_AXES, MOST_AXES = 2, 3
 """Axes of a mesh that is searched for, beside that of a pipeline."""

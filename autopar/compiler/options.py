@@ -20,18 +20,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.cost.conventions import CONVENTIONS, MemoryConventions
-from autopar.cost.optimizer import Optimizer
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.conventions import CONVENTIONS, MemoryConventions
+from autopar.costs.pricing.optimizer import Optimizer
 from autopar.errors import InputError, MeshError
 from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
-from autopar.hardware.profile import Hardware
-from autopar.lengths.buckets import Buckets
-from autopar.pipeline.plan import PipelinePlan
+from autopar.ir.program.precision import NAMED, Precision
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import DEPTHS
-from autopar.plans.plan import Plan
-from autopar.program.precision import NAMED, Precision
+from autopar.runtime.lengths.length_buckets import Buckets
 from autopar.runtime.module.stored import StoredModule
-from autopar.sharding.mesh import Mesh
 
 MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
 
@@ -218,7 +218,7 @@ def _check_not_compiled(path: str, module: nn.Module) -> None:
 def check_planned_mesh(mesh: object, devices: object) -> None:
     """Raise MeshError for what `plan` cannot plan on, and for a number of devices beside a mesh that has another."""
     if isinstance(mesh, str):
-        return  # autopar.planning.meshes.arrangements says which words there are
+        return  # autopar.planning.mesh_search.arrangements says which words there are
     if not isinstance(mesh, Mesh | DeviceMesh):
         raise MeshError(
             f'mesh is a {type(mesh).__name__}; give an autopar.Mesh, as Mesh({{"dp": 2, "tp": 4}}), a DeviceMesh, or '

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import freeze, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
-from autopar.capture.tiles.loss import Fitting
+from autopar.capture.tiles.tiled_losses import Fitting
 from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_stages, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
@@ -24,32 +24,32 @@ from autopar.compiler.lengths import Counting
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked, tiles_of_pipeline
 from autopar.errors import InfeasibleError, MeshError, PipelineError, PlanError
-from autopar.lengths.varying import Varying
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.planner import stage_space, stored_layouts
-from autopar.pipeline.request import ONE_DEVICE, PipelineRequest
-from autopar.pipeline.schedule_search import Wish, best_schedule
-from autopar.pipeline.schedules.schedule import Schedule
-from autopar.pipeline.stages.blocks import blocks_of
-from autopar.pipeline.stages.splitting import split
+from autopar.ir.program.effects import is_random
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout, replicated
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.planner import stage_space, stored_layouts
+from autopar.planning.pipeline.request import ONE_DEVICE, PipelineRequest
+from autopar.planning.pipeline.schedule_search import Wish, best_schedule
+from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.stages.blocks import blocks_of
+from autopar.planning.pipeline.stages.splitting import split
 from autopar.planning.request import PlanRequest, axes_of_parts
-from autopar.program.effects import is_random
-from autopar.program.program import Program
-from autopar.runtime.collectives.axes import gathering_groups, join_axes
+from autopar.runtime.collectives.mesh_axes import gathering_groups, join_axes
+from autopar.runtime.lengths.varying import Varying
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.executable import Executable, gathering_axes
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
+from autopar.runtime.module.local_batch import Given
 from autopar.runtime.module.parameters import Storage
-from autopar.runtime.module.parts import Given
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.outputs.sums import axes_of_sums
 from autopar.runtime.pipeline.executable import Pipeline
-from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.layout import Layout, replicated
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.solver.deadline import Allowance
 
 

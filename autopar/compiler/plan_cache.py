@@ -25,27 +25,26 @@ import torch
 import autopar.runtime
 import autopar.strategies
 from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_asked, tiles_of
-from autopar.errors import AutoparError
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.menu import Menu
+from autopar.costs.space.space import Space
+from autopar.errors import AutoparError, warn_user
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
 from autopar.files.schema import Malformed, Record, Text, Whole
-from autopar.memory.model import MemoryModel
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.planner import plan_pipeline, stage_space
-from autopar.pipeline.request import PipelineRequest
-from autopar.pipeline.stages.blocks import blocks_of
-from autopar.pipeline.stages.splitting import split
-from autopar.planning.limit.least_stored import least_stored
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout
+from autopar.planning.memory_limit.least_stored import least_stored
 from autopar.planning.offload import of_whole, plan_as_offload_asks
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.planner import plan_pipeline, stage_space
+from autopar.planning.pipeline.request import PipelineRequest
+from autopar.planning.pipeline.stages.blocks import blocks_of
+from autopar.planning.pipeline.stages.splitting import split
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
-from autopar.plans.plan import Plan
-from autopar.program.calls import module_of
-from autopar.program.program import Program
-from autopar.sharding.layout import Layout
-from autopar.space.menu import Menu
-from autopar.space.space import Space
-from autopar.warned import warn_user
 
 VARIABLE = "AUTOPAR_PLAN_CACHE"
 """The environment variable that names the folder where no argument does."""

@@ -23,19 +23,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.capture.tiles.asked import Tiles
-from autopar.capture.tiles.loss import AUTO, LOSSES, Fitting, has_tiles
 from autopar.capture.tiles.mlp import has_mlp_tiles
+from autopar.capture.tiles.tiled_losses import AUTO, LOSSES, Fitting, has_tiles
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
-from autopar.pipeline.plan import PipelinePlan
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.program.program import Program
-from autopar.sharding.layout import Layout
-from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import after, is_over, seconds_until
-from autopar.space.space import Space
 
 WORTHWHILE = 0.01
 """Logits of a smaller share of the limit cannot make room for much: most of a step of many layers is elsewhere."""

@@ -18,25 +18,25 @@ from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import Spaces, tiles_asked, tiles_of
-from autopar.lengths.varying import Varying
+from autopar.costs.plans.plan import Context, Plan
+from autopar.costs.space.space import Space
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout, replicated
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest, axes_of_parts
-from autopar.plans.plan import Context, Plan
-from autopar.program.program import Program
+from autopar.runtime.lengths.varying import Varying
+from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.local_batch import Given
 from autopar.runtime.module.parameters import Storage
-from autopar.runtime.module.parts import Given
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
+from autopar.runtime.rewrite.per_rank_graph import LocalProgram, rewrite
 from autopar.runtime.rewrite.stored_order import columns_first
-from autopar.sharding.layout import Layout, replicated
-from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import Allowance
-from autopar.space.space import Space
 
 
 def compile_whole(

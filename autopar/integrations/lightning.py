@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from autopar.api import ExampleInputs, compile
+from autopar.api.entry import ExampleInputs, compile
 from autopar.errors import InputError
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.compiled_module import ParallelModule
 
 RANDOM = "autopar_random_states"
 """Key in a checkpoint: name of a compiled module → seed and step of its random numbers."""

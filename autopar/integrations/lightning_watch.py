@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from autopar.errors import InputError
 from autopar.integrations.watch import Watch
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.compiled_module import ParallelModule
 
 
 class WatchCallback(pl.Callback):

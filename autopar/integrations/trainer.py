@@ -24,10 +24,10 @@ from torch.utils.data import IterableDataset
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from autopar.api import compile
+from autopar.api.entry import compile
 from autopar.errors import InputError
 from autopar.integrations.varying_texts import LOOKED_AT, buckets_for
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.compiled_module import ParallelModule
 
 STATE = "parallel_state"
 """Folder of a checkpoint: the optimizer's state in shards, and the model's random numbers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.lengths.buckets import COMMON, Buckets
+from autopar.runtime.lengths.length_buckets import COMMON, Buckets
 
 LOOKED_AT = 64
 """Samples that are collated one by one, to see whether they differ in length."""

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.cost.model_flops import batch_of, model_flops
+from autopar.costs.hardware.load import load
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.model_flops import batch_of, model_flops
 from autopar.errors import InputError, PlanError
-from autopar.hardware.load import load
-from autopar.plans.plan import Plan
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.compiled_module import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)

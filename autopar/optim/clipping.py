@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.optim.host_gradients import gradient_on_host
-from autopar.optim.parts import split_dim
+from autopar.optim.sharded_tensors import split_dim
 
 SMALL = 1e-6  # that a norm is divided by beside itself: torch.nn.utils.clip_grad_norm_'s
 Axes = tuple[DeviceMesh | None, tuple[int, ...]]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from autopar.optim.parts import flat, local
+from autopar.optim.sharded_tensors import flat, local
 from autopar.optim.staging import Link
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.program.paths import layer_of, matches
+from autopar.ir.program.paths import layer_of, matches
 
 
 def is_matrix(name: str, shape: Sequence[int], patterns: Sequence[str] | None = None) -> bool:

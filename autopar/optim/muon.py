@@ -15,7 +15,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from autopar.errors import InputError
 from autopar.optim.matrices import is_matrix
-from autopar.optim.parts import as_stored, whole
+from autopar.optim.sharded_tensors import as_stored, whole
 from autopar.optim.with_adamw import MatrixOptimizer, NamedParameters, adamw_settings
 
 ADJUSTMENTS = ("original", "match_rms_adamw")

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import InputError
 from autopar.optim.beside_backward import BesideBackward
 from autopar.optim.host_gradients import HostGradients
-from autopar.optim.parts import flat, local
+from autopar.optim.sharded_tensors import flat, local
 from autopar.optim.staging import Link, Piece, Staged, Staging, ranges, staging_bytes
 from autopar.optim.with_adamw import adamw_settings
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from autopar.optim.parts import placed, split_dim, whole
+from autopar.optim.sharded_tensors import placed, split_dim, whole
 
 Placements = tuple[Placement, ...]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.cost.operations import flops
-from autopar.memory.peak import memory_use
-from autopar.planning.limit.answers import Answer
+from autopar.console.units import format_bytes, format_seconds
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.pricing.operations import flops
+from autopar.costs.space.space import Space
+from autopar.errors import warn_user
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.operators.capacity import WITHIN_CAPACITY, capacity, slots_of_sample
+from autopar.ir.program.operators.expert_operators import OTHER_GROUPED_PRODUCTS
+from autopar.ir.program.program import info_of
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.settings import PlanContext
 from autopar.planning.step_seconds import parts_of
-from autopar.program.calls import module_of
-from autopar.program.operators.capacity import WITHIN_CAPACITY, capacity, slots_of_sample
-from autopar.program.operators.experts import OTHER_GROUPED_PRODUCTS
-from autopar.program.program import info_of
-from autopar.space.space import Space
-from autopar.units import format_bytes, format_seconds
-from autopar.warned import warn_user
 
 NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
 BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"

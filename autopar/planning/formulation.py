@@ -2,7 +2,7 @@
 
 Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with
 the modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls.
-What rows of experts cost beside an equal share of them (`memory.tensor_bytes.excess`) lies on edges between the
+What rows of experts cost beside an equal share of them (`costs.memory.tensor_bytes.excess`) lies on edges between the
 decision on their counts and the calls and wires that they pass.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.memory.model import MemoryModel, Modes
-from autopar.memory.moments import MemoryRow, Priced, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
-from autopar.memory.tensor_bytes import excess
+from autopar.costs.memory.model import MemoryModel, Modes
+from autopar.costs.memory.moments import MemoryRow, Priced, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
+from autopar.costs.memory.tensor_bytes import excess
+from autopar.costs.space.space import Decision, ExpertRows, Space, Wire
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.space.space import Decision, ExpertRows, Space, Wire
 
 Pins = Mapping[int, np.ndarray]
 """Decision → which of its strategies are allowed."""

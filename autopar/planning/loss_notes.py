@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from autopar.memory.model import MemoryModel
-from autopar.planning.limit.answers import Answer
+from autopar.console.units import format_bytes
+from autopar.costs.memory.model import MemoryModel
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY, rows_of_tiles
+from autopar.ir.sharding.operation import Call
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.settings import PlanContext
-from autopar.program.calls import module_of
-from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY, rows_of_tiles
-from autopar.sharding.operation import Call
-from autopar.units import format_bytes
 
 
 def notes_on_losses(context: PlanContext, answer: Answer) -> tuple[str, ...]:

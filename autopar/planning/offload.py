@@ -21,15 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from autopar.cost.offload import ACTIVATIONS
+from autopar.console.units import format_bytes, format_seconds
+from autopar.costs.plans.plan import Offloaded, Plan
+from autopar.costs.pricing.offload import ACTIVATIONS
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
+from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.planning.planner import is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Offloaded, Plan
-from autopar.program.recompute_segments import OFFLOAD
 from autopar.solver.deadline import after, seconds_until
-from autopar.units import format_bytes, format_seconds
 
 ON_HOST = {
     "optimizer": "what the optimizer keeps is",

@@ -12,15 +12,19 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import Priced
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
+from autopar.costs.steps.step import step_timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
-from autopar.memory.microbatches import Microbatches
-from autopar.memory.model import MemoryModel
-from autopar.memory.moments import Priced
-from autopar.memory.peak import memory_use
+from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, without_idle_modes
-from autopar.planning.limit.bounds import Bounds, bounds_at
-from autopar.planning.limit.memory_limit import best_within
+from autopar.planning.memory_limit.answers import Answer, without_idle_modes
+from autopar.planning.memory_limit.bounds import Bounds, bounds_at
+from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import (
     DEPTHS,
@@ -32,11 +36,7 @@ from autopar.planning.settings import (
     context_of,
 )
 from autopar.planning.step_seconds import parts_of
-from autopar.plans.plan import Plan
-from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
-from autopar.space.space import Space
-from autopar.steps.step import step_timeline
 
 WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and must gain as much
 

@@ -7,29 +7,29 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.annotations.matching import Catalog
-from autopar.cost.offload import ACTIVATIONS, host_bytes
+from autopar.costs.hardware.collectives import Transfer, transfer_seconds
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.decision_rows import Moved, PlanRow
+from autopar.costs.plans.plan import Offloaded, Plan
+from autopar.costs.plans.workload import Workload
+from autopar.costs.pricing.offload import ACTIVATIONS, host_bytes
+from autopar.costs.space.in_order import notes_on_order
+from autopar.costs.space.space import Decision, Space, without_gradient
+from autopar.costs.steps.workload import workload
 from autopar.errors import PlanError
-from autopar.hardware.collectives import Transfer, transfer_seconds
-from autopar.memory.model import MemoryModel
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
+from autopar.ir.program.recompute_segments import OFFLOAD
+from autopar.ir.sharding.annotation import Annotation
+from autopar.planning.annotations.matching import Catalog
 from autopar.planning.expert_notes import notes_on_experts
-from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext
 from autopar.planning.step_seconds import parts_of
-from autopar.plans.plan import Offloaded, Plan
-from autopar.plans.rows import Moved, PlanRow
-from autopar.plans.workload import Workload
-from autopar.program.calls import module_of
-from autopar.program.operators.capacity import WITHIN_CAPACITY
-from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
-from autopar.program.recompute_segments import OFFLOAD
-from autopar.sharding.annotation import Annotation
-from autopar.space.in_order import notes_on_order
-from autopar.space.space import Decision, Space, without_gradient
-from autopar.steps.workload import workload
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:

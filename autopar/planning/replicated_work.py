@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost.operations import flops
-from autopar.plans.rows import KeptWhole, PlanRow, advice_on_rules
-from autopar.program.calls import module_of
-from autopar.program.program import TensorInfo
-from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import is_product
-from autopar.space.space import Decision, Space
+from autopar.costs.plans.decision_rows import KeptWhole, PlanRow, advice_on_rules
+from autopar.costs.pricing.operations import flops
+from autopar.costs.space.space import Decision, Space
+from autopar.errors import warn_user
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.operation import is_product
 from autopar.strategies.roles import RoledCall, RoledProgram
 from autopar.strategies.ruled import NO_RULE
-from autopar.warned import warn_user
 
 ALLOWED = 0.5
 """Share of the FLOPs that may be replicated over an axis without a word."""

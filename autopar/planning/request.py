@@ -11,18 +11,29 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
-from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
-from autopar.cost.conventions import OF_AUTOPAR, MemoryConventions
-from autopar.cost.offload import check_host
-from autopar.cost.optimizer import ADAMW, Offload, Optimizer
+from autopar.capture.tiles.tiled_losses import LossTiles
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.overlap import Beside
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.conventions import OF_AUTOPAR, MemoryConventions
+from autopar.costs.pricing.offload import check_host
+from autopar.costs.pricing.optimizer import ADAMW, Offload, Optimizer
+from autopar.costs.space.between_layouts import notes_on_moves
+from autopar.costs.space.build import build_space
+from autopar.costs.space.dealing import deals, is_worth_another_search, may_deal
+from autopar.costs.space.returned import Outputs, Returned
+from autopar.costs.space.space import Space
 from autopar.errors import CutOffError, InfeasibleError, InputError, TimeLimitError
-from autopar.hardware.beside import Beside
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
-from autopar.memory.microbatches import Microbatches
+from autopar.ir.program.precision import AS_IT_IS, Precision
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.pins import Mode, pins_of
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, best_plan_of
@@ -36,18 +47,7 @@ from autopar.planning.replicated_work import (
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.simulated import as_simulated
 from autopar.planning.whole_parameters import with_storage_settled
-from autopar.plans.plan import Plan
-from autopar.program.precision import AS_IT_IS, Precision
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.layout import Layout
-from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import after, is_over, seconds_until
-from autopar.space.between_layouts import notes_on_moves
-from autopar.space.build import build_space
-from autopar.space.dealing import deals, is_worth_another_search, may_deal
-from autopar.space.returned import Outputs, Returned
-from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import REDUCE_EACH, parts_named, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT

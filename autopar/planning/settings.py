@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autopar.costs.hardware.reserved import NOTHING, Reserved
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, InputError, PipelineError, PlanError
-from autopar.hardware.reserved import NOTHING, Reserved
-from autopar.memory.model import MemoryModel
-from autopar.memory.moments import MemoryRow
+from autopar.ir.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
 from autopar.planning.formulation import Pins
-from autopar.plans.plan import Plan
-from autopar.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
 from autopar.solver.problem import Problem
-from autopar.space.space import Space
 
 Activations = Literal["stay", "may leave", "leave"]
 TIME_LIMIT = 120.0  # seconds of solving

@@ -1,8 +1,9 @@
 """Costs that agree with the simulated step: solve, simulate, count what the step waits for, and solve again.
 
 The solver's sum prices one decision at a time. What computing hides of a weight's collectives depends on all others:
-several axes hide behind the same computing, and share links. `hardware.beside` has a rule for one axis. If the step of
-the plan that it leads to waits for clearly more or less, its shares take the place of the rule, by kind of collective:
+several axes hide behind the same computing, and share links. `costs.hardware.overlap` has a rule for one axis. If the
+step of the plan that it leads to waits for clearly more or less, its shares take the place of the rule, by kind of
+collective:
 
     share of a kind = (seconds that its step waits for it - seconds of messages that nothing hides) / seconds of others
 
@@ -17,19 +18,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from autopar.costs.hardware.collectives import transfer_seconds
+from autopar.costs.hardware.overlap import NOTHING, kind_of
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space, without_gradient
+from autopar.costs.steps.step import microbatch_seconds, step_timeline
+from autopar.costs.timeline.values import Timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
-from autopar.hardware.beside import NOTHING, kind_of
-from autopar.hardware.collectives import transfer_seconds
-from autopar.memory.peak import memory_use
-from autopar.planning.limit.answers import Answer
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.record import written_down
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
-from autopar.plans.plan import Plan
 from autopar.solver.deadline import is_over, whole_is_over
-from autopar.space.space import Space, without_gradient
-from autopar.steps.step import microbatch_seconds, step_timeline
-from autopar.timeline.values import Timeline
 
 ROUNDS = 3
 """Searches at most, with the first one."""

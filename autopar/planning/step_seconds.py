@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.hardware.beside import Message
-from autopar.hardware.collectives import Transfer, transfer_seconds
-from autopar.memory.model import MemoryModel
+from autopar.costs.hardware.collectives import Transfer, transfer_seconds
+from autopar.costs.hardware.overlap import Message
+from autopar.costs.memory.model import MemoryModel
 
 
 class StepSeconds(NamedTuple):

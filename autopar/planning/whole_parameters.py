@@ -16,21 +16,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.annotations.pins import pins_of
+from autopar.console.units import format_seconds
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space, stores_dtensors
+from autopar.costs.steps.step import step_timeline
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, StrategyError, TimeLimitError
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.layout import replicated
+from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import seconds_of_microbatch
 from autopar.planning.settings import PlanContext, Settings, context_of
 from autopar.planning.simulated import simulated_seconds
-from autopar.plans.plan import Plan
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.layout import replicated
 from autopar.solver.deadline import is_over, seconds_until
-from autopar.space.space import Space, stores_dtensors
-from autopar.steps.step import step_timeline
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import data_parallel
-from autopar.units import format_seconds
 
 WORTH = 5e-3
 """Relative: steps that differ by less count as equally fast, and the simpler plan is taken."""

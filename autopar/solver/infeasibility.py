@@ -19,16 +19,16 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.console.units import format_bytes
 from autopar.errors import InfeasibleError
+from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.deadline import NEVER, is_over
-from autopar.solver.elimination.buckets import narrow_elimination
+from autopar.solver.elimination.bucket_elimination import narrow_elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
-from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import solve_ilp
+from autopar.solver.presolve.reduction import prune
 from autopar.solver.problem import Node, Problem
-from autopar.solver.reductions.reduction import prune
-from autopar.solver.relaxation.wide import lower_bound
-from autopar.units import format_bytes
 
 MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal
 MAX_NAMED = 6  # pins whose worth is worked out

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import NEVER, is_over
-from autopar.solver.elimination.buckets import Elimination
+from autopar.solver.elimination.bucket_elimination import Elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import choices_of, evaluate, optimum
-from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Floats, Problem
 
 MAX_STEPS = 64

@@ -20,10 +20,12 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
+from autopar.solver.bounds.high_treewidth import DEAR_WORK, Wide
+from autopar.solver.bounds.neighbourhoods import NARROW, good_solution, separators
 from autopar.solver.deadline import after, grace, is_over, nothing_found, seconds_until
-from autopar.solver.elimination.buckets import CHEAP_WORK, Elimination, narrow_elimination
+from autopar.solver.elimination.bucket_elimination import CHEAP_WORK, Elimination, narrow_elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
-from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
@@ -35,7 +37,7 @@ from autopar.solver.lagrangian import (
     point,
     priced,
 )
-from autopar.solver.narrow import (
+from autopar.solver.low_treewidth import (
     COLD,
     EXACT,
     ILP_PAIRS,
@@ -50,11 +52,9 @@ from autopar.solver.narrow import (
     solution_of,
     warn,
 )
+from autopar.solver.prepared import Prepared
+from autopar.solver.presolve.reduction import prune, reduce_problem, with_fixed
 from autopar.solver.problem import Problem, Solution
-from autopar.solver.reductions.prepared import Prepared
-from autopar.solver.reductions.reduction import prune, reduce_problem, with_fixed
-from autopar.solver.relaxation.neighbourhoods import NARROW, good_solution, separators
-from autopar.solver.relaxation.wide import DEAR_WORK, Wide
 
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.hardware.load import known_profiles
+from autopar.costs.hardware.load import known_profiles
 from benchmarks.gpu import results
 from benchmarks.gpu.parts import PARTS, ROOT, measure, run_all
 from benchmarks.gpu.setting import Setting

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.calibration.timing import Timer
-from autopar.plans.plan import Plan
-from autopar.units import format_seconds
+from autopar.console.units import format_seconds
+from autopar.costs.plans.plan import Plan
+from autopar.tools.calibration.timing import Timer
 from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
 
 NUM_RANKS = 8

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopar.calibration.calibrate import calibrate
+from autopar.tools.calibration.calibrate import calibrate
 from benchmarks.gpu import operations, steps
 from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
 

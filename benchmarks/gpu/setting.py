@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.calibration.timing import CUDA, Effort
 from autopar.models.catalogue import BUILT_IN, BuiltIn
+from autopar.tools.calibration.timing import CUDA, Effort
 
 TINY_LLAMA = {
     "vocab_size": 512,

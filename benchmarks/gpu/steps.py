@@ -17,10 +17,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.benchmarking.meters import cuda_peak_bytes, peak_bytes
-from autopar.benchmarking.trainers import Trainer
-from autopar.plans.plan import Plan
-from autopar.units import format_bytes, format_seconds
+from autopar.console.units import format_bytes, format_seconds
+from autopar.costs.plans.plan import Plan
+from autopar.tools.benchmarking.meters import cuda_peak_bytes, peak_bytes
+from autopar.tools.benchmarking.trainers import Trainer
 from benchmarks.gpu.llama_by_hand import LlamaByHand
 from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.benchmarking.rank_correlation import spearman
+from autopar.tools.benchmarking.rank_correlation import spearman
 
 
 @dataclass(frozen=True, slots=True)

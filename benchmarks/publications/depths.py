@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.memory.microbatches import Microbatches
-from autopar.memory.model import MemoryModel
-from autopar.memory.peak import bytes_by_moment
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import bytes_by_moment
+from autopar.costs.plans.plan import Plan
+from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
+from autopar.costs.timeline.values import Task
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
-from autopar.timeline.values import Task
 from benchmarks.publications.repeated import extended, highest, on_line
 
 FEWEST, FEWEST_GATHERED = 1, 3

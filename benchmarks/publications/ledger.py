@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.hardware.collectives import collective_seconds, lateness, message_seconds
-from autopar.hardware.profile import Hardware
-from autopar.pipeline.planner import messages
-from autopar.pipeline.schedules.schedule import Schedule
-from autopar.pipeline.schedules.simulation import StageSeconds
-from autopar.pipeline.schedules.simulation import simulate as simulate_stages
+from autopar.costs.hardware.collectives import collective_seconds, lateness, message_seconds
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.computing import Work, computing_seconds
+from autopar.costs.space.strategy import Strategy
+from autopar.costs.steps.step import microbatch_tasks, step_tasks
+from autopar.costs.steps.tasks import checking
+from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.values import COMPUTE, Task
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.planner import messages
+from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.schedules.simulation import StageSeconds
+from autopar.planning.pipeline.schedules.simulation import simulate as simulate_stages
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
-from autopar.space.computing import Work, computing_seconds
-from autopar.space.strategy import Strategy
-from autopar.steps.step import microbatch_tasks, step_tasks
-from autopar.steps.tasks import checking
-from autopar.timeline.simulation import simulate
-from autopar.timeline.values import COMPUTE, Task
 from benchmarks.publications import planning
 from benchmarks.publications.depths import Depths
 from benchmarks.publications.rows import Row

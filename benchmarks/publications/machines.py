@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from autopar.hardware.profile import Hardware, Link
+from autopar.costs.hardware.profile import Hardware, Link
 from benchmarks.publications.rows import Row
 
 VTRAIN_BYTES_PER_S = 800e9 / 8 / 8  # of each of a node's eight devices

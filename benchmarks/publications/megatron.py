@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopar.cost.conventions import MIB, MemoryConventions
-from autopar.hardware.load import load
-from autopar.sharding.mesh import Mesh
+from autopar.costs.hardware.load import load
+from autopar.costs.pricing.conventions import MIB, MemoryConventions
+from autopar.ir.sharding.mesh import Mesh
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import Row, Shape
 from benchmarks.publications.strategies import PRECISIONS, PROFILES, cuts

@@ -17,8 +17,8 @@ import statistics
 from collections.abc import Sequence
 from functools import cache
 
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware
 from benchmarks.publications.folds import by_model, folds
 from benchmarks.publications.machines import variant_of
 from benchmarks.publications.prediction import Outcome

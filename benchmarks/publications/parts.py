@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from autopar.hardware.profile import Hardware
-from autopar.memory.microbatches import Microbatches
-from autopar.memory.moments import FORWARD
-from autopar.plans.plan import Plan
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.moments import FORWARD
+from autopar.costs.plans.plan import Plan
 from benchmarks.publications.depths import Depths, moments, standing_bytes
 from benchmarks.publications.planning import captured, request_of
 from benchmarks.publications.rows import GIB, Row, Shape

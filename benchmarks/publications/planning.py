@@ -16,29 +16,29 @@ import torch
 
 from autopar.capture.export import skeleton, trace
 from autopar.capture.tiles.asked import Tiles
-from autopar.cost.conventions import MemoryConventions
-from autopar.hardware.profile import Hardware
-from autopar.memory.microbatches import Microbatches
-from autopar.pipeline.plan import TRANSIENT
-from autopar.pipeline.planned_blocks import planned_blocks
-from autopar.pipeline.planner import messages, plan_pipeline
-from autopar.pipeline.request import PipelineRequest
-from autopar.pipeline.schedules.schedule import Schedule
-from autopar.pipeline.schedules.simulation import StageSeconds
-from autopar.pipeline.schedules.simulation import simulate as simulate_stages
-from autopar.pipeline.stage_search import StageSearch
-from autopar.pipeline.stage_seconds import step_parts, timed, weight_seconds
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.plans.decision_rows import SAVED
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.conventions import MemoryConventions
+from autopar.costs.steps.sends import Send
+from autopar.costs.steps.step import forward_and_backward
+from autopar.costs.timeline.simulation import simulate
+from autopar.ir.program.program import Program
+from autopar.planning.pipeline.plan import TRANSIENT
+from autopar.planning.pipeline.planned_blocks import planned_blocks
+from autopar.planning.pipeline.planner import messages, plan_pipeline
+from autopar.planning.pipeline.request import PipelineRequest
+from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.schedules.simulation import StageSeconds
+from autopar.planning.pipeline.schedules.simulation import simulate as simulate_stages
+from autopar.planning.pipeline.stage_search import StageSearch
+from autopar.planning.pipeline.stage_seconds import step_parts, timed, weight_seconds
 from autopar.planning.planner import plan_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.step_seconds import reduction_seconds
-from autopar.plans.plan import Plan
-from autopar.plans.rows import SAVED
-from autopar.program.program import Program
 from autopar.solver.deadline import NEVER
-from autopar.steps.sends import Send
-from autopar.steps.step import forward_and_backward
-from autopar.timeline.simulation import simulate
 from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
 from benchmarks.publications.models import decoder
 from benchmarks.publications.repeated import NotRepeated

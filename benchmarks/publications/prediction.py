@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import autopar
+from autopar.costs.hardware.profile import Hardware
 from autopar.errors import AutoparError
 from autopar.files.replace import replace_text
-from autopar.hardware.profile import Hardware
 from benchmarks.publications.planning import Predicted, RankBytes, predicted
 from benchmarks.publications.rows import Row
 from benchmarks.publications.strategies import Pinned, Unexpressed, cuts, pinned

@@ -18,7 +18,7 @@ from itertools import groupby
 
 import numpy as np
 
-from autopar.timeline.values import Task
+from autopar.costs.timeline.values import Task
 
 
 class NotRepeated(Exception):

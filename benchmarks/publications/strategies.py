@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.program.precision import NAMED, Precision
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
+from autopar.ir.program.precision import NAMED, Precision
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
 from benchmarks.publications.rows import Row, Shape
 
 PROFILES = {

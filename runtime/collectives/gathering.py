@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axis, axis_of, count
-from autopar.runtime.collectives.functions import rows_in_flight, waited_for
-from autopar.runtime.collectives.messages import Part, joined, sent, unpacked
+from autopar.runtime.collectives.layout_moves import rows_in_flight, waited_for
+from autopar.runtime.collectives.mesh_axes import Axis, axis_of, count
+from autopar.runtime.collectives.packed_messages import Part, joined, sent, unpacked
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axis, count
-from autopar.runtime.collectives.functions import rows_in_flight, waited_for
-from autopar.runtime.collectives.parts import by_rank, whole_of
+from autopar.runtime.collectives.layout_moves import rows_in_flight, waited_for
+from autopar.runtime.collectives.mesh_axes import Axis, count
+from autopar.runtime.collectives.rank_parts import by_rank, whole_of
 
 _c10d = torch.ops._c10d_functional
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autopar.runtime.collectives.buckets import waits
+from autopar.runtime.collectives.gradient_buckets import waits
 
 
 @dataclass(slots=True, eq=False)

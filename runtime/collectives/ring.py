@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axis, count
+from autopar.runtime.collectives.mesh_axes import Axis, count
 
 _c10d = torch.ops._c10d_functional
 

@@ -16,8 +16,8 @@ from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import IN_ORDER, Axes, axes_of, on_rank, part_of
-from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
+from autopar.runtime.collectives.layout_moves import all_gather_invariant, split_replicated
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, axes_of, on_rank, part_of
 from autopar.runtime.implementations.randomness import randomness
 from autopar.strategies.notation import names
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, autograd
 
-from autopar.runtime.collectives.axes import IN_ORDER, Axes, Axis, axes_of, part_of
-from autopar.runtime.collectives.functions import local_slice
-from autopar.runtime.implementations.attention.places import Ranks, on_each_rank
+from autopar.runtime.collectives.layout_moves import local_slice
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, Axis, axes_of, part_of
+from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
 
 

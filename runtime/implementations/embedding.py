@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.program.operators.bags import MODES
-from autopar.runtime.collectives.axes import Axes, axes_of, part_of
+from autopar.ir.program.operators.bags import MODES
+from autopar.runtime.collectives.mesh_axes import Axes, axes_of, part_of
 
 ROWS = "k"
 """The factor of the table's rows."""

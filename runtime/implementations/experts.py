@@ -1,4 +1,6 @@
-"""The operators of experts on ranks: which rows a rank has, and how they travel. Legend in `program.operators.experts`.
+"""The operators of experts on ranks: which rows a rank has, and how they travel.
+
+Legend in `ir.program.operators.expert_operators`.
 
 Experts lie in blocks, one for each combination of ranks on the axes that split them, outer axis first. Of axes that
 split experts alone every rank sees the same tokens, and keeps the rows of its own experts. Over axes that split tokens
@@ -20,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.program.operators.experts import Home, PartHome, all_rows, count_rows, inverted, some_rows
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, count, num_parts_of
-from autopar.sharding.mesh import joined_name
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, inverted, some_rows
+from autopar.ir.sharding.mesh import joined_name
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, count, num_parts_of
 
 EXPERTS = "x"
 FEATURES = "d"

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, one_axis_of, part_of
-from autopar.runtime.collectives.functions import all_reduce_in_flight, raw_all_reduce, raw_sum, waited_for
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.layout_moves import all_reduce_in_flight, raw_all_reduce, raw_sum, waited_for
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, num_parts_of, one_axis_of, part_of
 
 CLASSES = "v"
 """The factor of the classes; every other one is of rows."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
+from autopar.runtime.collectives.mesh_axes import Axes, axes_of, num_parts_of
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of
-from autopar.runtime.collectives.functions import raw_sum
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.layout_moves import raw_sum
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, num_parts_of
 
 BATCH = "n"
 """The factor of the batch."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.program.operators.linear_cross_entropy import Alone, loss_in_tiles
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
-from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
+from autopar.ir.program.operators.linear_cross_entropy import Alone, loss_in_tiles
+from autopar.runtime.collectives.layout_moves import raw_all_reduce, raw_sum
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, num_parts_of, part_of
 from autopar.runtime.implementations.loss import rows_of, summed
 
 CLASSES = "o"

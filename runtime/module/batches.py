@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.program.program import Program, TensorInfo
+from autopar.ir.program.program import Program, TensorInfo
 from autopar.runtime.module.inputs import Arguments
 
 

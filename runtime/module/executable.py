@@ -12,13 +12,14 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.numbers.marked import tensor_for
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.parameter_buckets import axes_apart
 from autopar.errors import InputError
-from autopar.plans.plan import Plan
-from autopar.program.gradient_hooks import use_hooks
-from autopar.program.program import Program, TensorInfo, info_of
-from autopar.program.python_state import PythonState
-from autopar.runtime.collectives.axes import Axis, axes_on, gathering_groups, join_axes, use_axes
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.ir.program.gradient_hooks import use_hooks
+from autopar.ir.program.program import Program, TensorInfo, info_of
+from autopar.ir.program.python_state import PythonState
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.mesh_axes import Axis, axes_on, gathering_groups, join_axes, use_axes
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import Randomness, use_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
@@ -29,9 +30,8 @@ from autopar.runtime.outputs.sums import axes_of_sums
 from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.rewrite.layers import in_layers
+from autopar.runtime.rewrite.per_rank_graph import LocalProgram
 from autopar.runtime.rewrite.prefetch import fetched_ahead
-from autopar.runtime.rewrite.rewrite import LocalProgram
-from autopar.space.buckets import axes_apart
 
 
 def gathering_axes(plan: Plan) -> tuple[str, ...]:

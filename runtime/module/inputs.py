@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.static.arguments import StaticTensor
 from autopar.errors import InputError
-from autopar.program.program import Program, fault_of_form
+from autopar.ir.program.program import Program, fault_of_form
+from autopar.ir.sharding.layout import I, Layout, S, replicated
 from autopar.runtime.numbers.leaves import Arguments, leaves_of, name_of
 from autopar.runtime.ranks.calls import Values
 from autopar.runtime.ranks.checksums import checksums
-from autopar.sharding.layout import I, Layout, S, replicated
 
 
 def call_signature(model: nn.Module) -> inspect.Signature:

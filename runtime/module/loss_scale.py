@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import once_differentiable
 
 
 def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:

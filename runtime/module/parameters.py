@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.buckets import run_at_once
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.sharding.layout import Layout
 from autopar.runtime.collectives.direct import applied
-from autopar.sharding.layout import Layout
+from autopar.runtime.collectives.gradient_buckets import run_at_once
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

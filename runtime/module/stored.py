@@ -15,27 +15,30 @@ from autopar.capture.passes.autocast import Autocast
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.capture.static.arguments import with_static
+from autopar.console.units import parse_bytes
+from autopar.costs.space.returned import Returned
 from autopar.errors import InputError
-from autopar.lengths.inputs import Sizes
-from autopar.lengths.outputs import Counted, Padding
-from autopar.lengths.varying import Varying
-from autopar.program.program import Program
-from autopar.program.python_state import INTERNALS
-from autopar.program.python_state import Watch as PythonWatch
+from autopar.ir.program.program import Program
+from autopar.ir.program.python_state import INTERNALS
+from autopar.ir.program.python_state import Watch as PythonWatch
+from autopar.ir.sharding.layout import Layout
 from autopar.runtime.checkpoints.pretrained import write_pretrained
 from autopar.runtime.checkpoints.read import give_values, read
-from autopar.runtime.face.copying import Copyable
-from autopar.runtime.face.direct_calls import check_direct_calls
-from autopar.runtime.face.model_class import also_of_the_class_of
-from autopar.runtime.face.optimizers import watch_optimizers
-from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
+from autopar.runtime.lengths.inputs import Sizes
+from autopar.runtime.lengths.outputs import Counted, Padding
+from autopar.runtime.lengths.varying import Varying
 from autopar.runtime.module.executable import Runs
 from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments, described, kind_of, values_of
+from autopar.runtime.module.local_batch import Given, parts_as_dtensors
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
-from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import Held, checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent, persistent
+from autopar.runtime.module_interface.copying import Copyable
+from autopar.runtime.module_interface.direct_calls import check_direct_calls
+from autopar.runtime.module_interface.model_class import also_of_the_class_of
+from autopar.runtime.module_interface.optimizers import watch_optimizers
+from autopar.runtime.module_interface.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.numbers.changing import Numbers
 from autopar.runtime.outputs.returning import Result, Returning
 from autopar.runtime.ranks.agreement import gathered
@@ -43,9 +46,6 @@ from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.sharding.layout import Layout
-from autopar.space.returned import Returned
-from autopar.units import parse_bytes
 
 
 class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
@@ -287,7 +287,9 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         }
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the named parameters as `torch.nn.Module` does; raise InputError before a lazy compile's first inputs."""
+        """Return the named parameters as `torch.nn.Module` does; raise InputError before a lazy compile's first
+        inputs.
+        """
         self._ready()
         return super().named_parameters(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from autopar.capture.assumptions import UndecidedError, place_of
 from autopar.capture.numbers.equivalence import difference
 from autopar.capture.numbers.marked import CANDIDATES
 from autopar.capture.numbers.watched import Watch
-from autopar.program.program import Program
+from autopar.ir.program.program import Program
 from autopar.runtime.numbers.leaves import Arguments, with_tensors, with_watched
 from autopar.runtime.ranks.agreement import gathered, many_processes
 

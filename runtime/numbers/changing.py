@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.capture.static.arguments import StaticTensor
-from autopar.program.program import TensorInfo
+from autopar.errors import warn_user
+from autopar.ir.program.program import TensorInfo
 from autopar.runtime.numbers.as_tensors import Capture, Refusal, as_tensors
 from autopar.runtime.numbers.leaves import Arguments, names_of, replaceable
-from autopar.warned import warn_user
 
 PLANNED = 3
 """Plans for different values of one number, after which it is warned of."""

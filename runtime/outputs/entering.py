@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import Axis
-from autopar.runtime.collectives.functions import raw_all_reduce, waited_for
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.layout_moves import raw_all_reduce, waited_for
+from autopar.runtime.collectives.mesh_axes import Axis
 from autopar.runtime.ranks.calls import Backwards, Values
 from autopar.runtime.ranks.checksums import projections
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axis
-from autopar.runtime.collectives.functions import local_slice, raw_all_gather
-from autopar.sharding.layout import Layout
+from autopar.ir.sharding.layout import Layout
+from autopar.runtime.collectives.layout_moves import local_slice, raw_all_gather
+from autopar.runtime.collectives.mesh_axes import Axis
 
 
 def relaid(x: Tensor, source: Layout, target: Layout, axes: Sequence[Axis]) -> Tensor:

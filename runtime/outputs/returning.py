@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from autopar.lengths.outputs import Counted, Padding, cut, cut_part
-from autopar.program.program import Program
-from autopar.runtime.collectives.axes import Axis, axes_on, part_of
+from autopar.costs.space.returned import Returned
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout, P
+from autopar.ir.sharding.mesh import Mesh
+from autopar.runtime.collectives.mesh_axes import Axis, axes_on, part_of
+from autopar.runtime.lengths.outputs import Counted, Padding, cut, cut_part
 from autopar.runtime.outputs.entering import Entrance, handed
 from autopar.runtime.outputs.relaid import relaid
 from autopar.runtime.outputs.sums import Sums
 from autopar.runtime.outputs.unread import Reading, arriving, unread
 from autopar.runtime.ranks.calls import THE_OUTPUT, Backwards, Calls
 from autopar.runtime.recompute.graph import compiling
-from autopar.sharding.layout import Layout, P
-from autopar.sharding.mesh import Mesh
-from autopar.space.returned import Returned
 
 
 @dataclass(frozen=True, slots=True)

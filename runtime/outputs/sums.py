@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.collectives.axes import Axis, axes_on, join_axes
-from autopar.runtime.collectives.functions import all_reduce_in_flight, waited_for
-from autopar.sharding.layout import Layout, P
-from autopar.sharding.mesh import joined_name
+from autopar.ir.sharding.layout import Layout, P
+from autopar.ir.sharding.mesh import joined_name
+from autopar.runtime.collectives.layout_moves import all_reduce_in_flight, waited_for
+from autopar.runtime.collectives.mesh_axes import Axis, axes_on, join_axes
 
 
 def axes_of_sums(layouts: Iterable[Layout | None], names: Sequence[str], sizes: Sequence[int]) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import once_differentiable
 
 KNOWN = frozenset(
     (

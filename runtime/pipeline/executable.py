@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.schedules.schedule import Schedule
-from autopar.program.program import Program
-from autopar.program.python_state import PythonState
+from autopar.ir.program.program import Program
+from autopar.ir.program.python_state import PythonState
+from autopar.ir.sharding.layout import Layout
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.pipeline.pipedream import check_not_shared
 from autopar.runtime.pipeline.shared_parameters import holders_of
-from autopar.sharding.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

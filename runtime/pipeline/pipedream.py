@@ -3,7 +3,7 @@
 A forward takes the newest weights and stashes them: the backward of its micro-batch runs on what autograd saved of
 them, and its gradient is applied to the weights that are the newest by then. Weights that are stored as they are used
 are copied for that, as an update changes them in place; what is cast or gathered is a copy already. Which weights a
-forward sees is written down in `autopar/pipeline/schedules/schedule.py`.
+forward sees is written down in `autopar/planning/pipeline/schedules/schedule.py`.
 
 Every micro-batch is a batch of its own: its loss is not divided by their number, and its gradients go through the moves
 of the weights (reductions, scatters) by themselves. Between two stages activations go one way and gradients the other,
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import PipelineError
-from autopar.pipeline.schedules.schedule import Schedule
-from autopar.program.program import info_of
+from autopar.ir.program.program import info_of
+from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.stage import Stage, leaf_of

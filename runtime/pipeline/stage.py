@@ -2,8 +2,8 @@
 
 PyTorch allocates a buffer for every micro-batch of a step, for each tensor that a stage receives, and most of its
 schedules hold what was sent up to the end of the step. Here a buffer is allocated when its receive is posted, and freed
-with the micro-batch's backward, so that there are as many as `pipeline.schedules.receive_buffers` counts along the
-schedule's order; outputs are held up to their backward, gradients until the next ones are sent. The schedules stay
+with the micro-batch's backward, so that there are as many as `planning.pipeline.schedules.receive_buffers` counts along
+the schedule's order; outputs are held up to their backward, gradients until the next ones are sent. The schedules stay
 PyTorch's.
 """
 
@@ -19,11 +19,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from autopar.program.program import TensorInfo
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import Layout
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.stage import Stage
 from autopar.runtime.pipeline.split_backward import backward_to_inputs, backward_to_weights
-from autopar.sharding.layout import Layout
 
 
 class _Received(_RecvInfo):
@@ -167,7 +167,9 @@ class ScheduledStage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of a micro-batch as the base class does; make the gradients that are sent back contiguous."""
+        """Run the backward of a micro-batch as the base class does; make the gradients that are sent back
+        contiguous.
+        """
         self._let_go_of_sent()
         _wait(self._outputs_sent.pop(bwd_chunk_id, []))  # their gradients are there, so it has arrived
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

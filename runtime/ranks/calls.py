@@ -31,10 +31,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from autopar.errors import InputError
-from autopar.lengths.buckets import COMMON
+from autopar.runtime.lengths.length_buckets import COMMON
 from autopar.runtime.ranks.checksums import Projections, are_close
 from autopar.runtime.ranks.failure import IN_STEP, Watch
-from autopar.runtime.ranks.signs import read
+from autopar.runtime.ranks.heartbeats import read
 
 CHECKED = frozenset((1, 2, *(10**power for power in range(1, 10))))
 """Numbers of the calls of a kind that are announced in any case, counted from 1."""

@@ -39,10 +39,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.checkpoint import _StopRecomputationError
 
 from autopar.errors import AutoparError, PeerError
-from autopar.runtime.collectives.axes import made_groups
+from autopar.runtime.collectives.mesh_axes import made_groups
 from autopar.runtime.ranks.agreement import many_processes
 from autopar.runtime.ranks.backends import backend_of
-from autopar.runtime.ranks.signs import events_of, has_left, is_gone, named, obituary, read, store_for
+from autopar.runtime.ranks.heartbeats import events_of, has_left, is_gone, named, obituary, read, store_for
 from autopar.runtime.ranks.uncompiled import uncompiled
 
 POLL_SECONDS = 1.0

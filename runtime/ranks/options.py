@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.costs.plans.plan import Plan
 from autopar.errors import PeerError
-from autopar.pipeline.plan import PipelinePlan
-from autopar.plans.plan import Plan
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.runtime.ranks.agreement import gathered, many_processes
 
 OF_EACH_RANK = frozenset({"plan_cache"})

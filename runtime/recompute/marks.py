@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.program.program import Program
-from autopar.program.recompute_segments import MODES, OFFLOAD, segments_of
+from autopar.ir.program.program import Program
+from autopar.ir.program.recompute_segments import MODES, OFFLOAD, segments_of
 
 MARK = "autopar_mode"
 """The key of `Mark` in a call's meta; "recompute" is one of PyTorch's own, which torch.compile prints."""

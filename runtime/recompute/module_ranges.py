@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from autopar.program.paths import is_number
+from autopar.ir.program.paths import is_number
 
 MODEL = "model"
 """Name of the outermost range; also the section in `print_code` for calls that belong to no module."""

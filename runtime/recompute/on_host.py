@@ -232,7 +232,9 @@ class OnHost:
         self._before = None
 
     def _end_stretch(self) -> None:
-        """End the stretch: free the device memory of the one before, and fetch both when the backward reaches this one."""
+        """End the stretch: free the device memory of the one before, and fetch both when the backward reaches this
+        one.
+        """
         if self._before is not None:
             self._before.let_go()
         near = [weakref.ref(each) for each in (self._own, self._before) if each is not None]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.runtime.collectives.functions import GATHERS, Travelling
+from autopar.runtime.collectives.layout_moves import GATHERS, Travelling
 from autopar.runtime.recompute.marks import Mark, is_offloaded, role_of
 
 

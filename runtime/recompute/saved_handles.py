@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.runtime.collectives.axes import current_axes, use_axes
-from autopar.runtime.collectives.functions import Travelling
+from autopar.runtime.collectives.layout_moves import Travelling
+from autopar.runtime.collectives.mesh_axes import current_axes, use_axes
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import generators_at, states_of
@@ -263,7 +263,9 @@ class Frame:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Enter the surroundings of the segment's first run: the mesh, the seed of that step, gradients, no autocast."""
+        """Enter the surroundings of the segment's first run: the mesh, the seed of that step, gradients, no
+        autocast.
+        """
         random = self._randomness
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_axes(self._axes))

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 from torch import fx
 
-from autopar.program.effects import is_random
-from autopar.runtime.collectives.functions import split, split_replicated
+from autopar.ir.program.effects import is_random
+from autopar.runtime.collectives.layout_moves import split, split_replicated
 from autopar.runtime.implementations import loss, tiled_loss
 from autopar.runtime.recompute.marks import MARK
 

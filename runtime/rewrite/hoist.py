@@ -18,14 +18,14 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.program.calls import is_cast
-from autopar.runtime.collectives import buckets, functions
+from autopar.ir.program.calls import is_cast
+from autopar.runtime.collectives import gradient_buckets, layout_moves
 from autopar.runtime.recompute.unmixed import unmixed
 from autopar.runtime.rewrite import reduced_each
 
 aten = torch.ops.aten
 
-MODULES = (buckets.__name__, functions.__name__)
+MODULES = (gradient_buckets.__name__, layout_moves.__name__)
 """Names of the modules whose functions move tensors."""
 VIEWS = (aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default)
 """View operations through which weights may be used."""
@@ -93,7 +93,7 @@ def _moves(node: fx.Node) -> bool:
     """Return whether a call only casts weights, moves them once, or takes one of them out of a bucket."""
     if node.target is operator.getitem or node.target is aten.detach.default or is_cast(node):
         return True
-    if node.target is buckets.use_gathered:
+    if node.target is gradient_buckets.use_gathered:
         return False
     return getattr(node.target, "__module__", "") in MODULES and not node.kwargs.get("regather")
 

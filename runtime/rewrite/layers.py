@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.program.paths import layer_of
+from autopar.ir.program.paths import layer_of
 from autopar.runtime.implementations.randomness import keys_from
 from autopar.runtime.recompute.marks import LEAVES, MARK, OF_OUTPUTS, SEGMENT, is_offloaded, role_of
 from autopar.runtime.rewrite.prefetch import moves_weights

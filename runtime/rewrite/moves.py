@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.moves import Move
-from autopar.runtime.collectives import functions
-from autopar.sharding.mesh import Mesh, joined_name
+from autopar.costs.pricing.moves import Move
+from autopar.ir.sharding.mesh import Mesh, joined_name
+from autopar.runtime.collectives import layout_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,27 @@ def _function(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..
     after = move.after.local_shape(shape, mesh.sizes)
     match source.kind, target.kind:
         case "I", "R":
-            return functions.all_reduce_gradient, (axis,)
+            return layout_moves.all_reduce_gradient, (axis,)
         case "I", "S":
-            return functions.split, (axis, target.dim)
+            return layout_moves.split, (axis, target.dim)
         case "I", "P":
-            return functions.keep_on_first, (axis,)
+            return layout_moves.keep_on_first, (axis,)
         case "R", "S":
-            return functions.split_replicated, (axis, target.dim)
+            return layout_moves.split_replicated, (axis, target.dim)
         case "R", "I":
-            return functions.replicated_to_invariant, (axis,)
+            return layout_moves.replicated_to_invariant, (axis,)
         case "R", "P":
-            return functions.keep_on_first_both, (axis,)
+            return layout_moves.keep_on_first_both, (axis,)
         case "P", "I":
-            return functions.all_reduce, (axis,)
+            return layout_moves.all_reduce, (axis,)
         case "P", "S":
-            return functions.reduce_scatter, (axis, target.dim)
+            return layout_moves.reduce_scatter, (axis, target.dim)
         case "S", "R":
-            return functions.all_gather, (axis, source.dim, after[source.dim])
+            return layout_moves.all_gather, (axis, source.dim, after[source.dim])
         case "S", "I":
-            return functions.all_gather_invariant, (axis, source.dim, after[source.dim])
+            return layout_moves.all_gather_invariant, (axis, source.dim, after[source.dim])
         case "S", "P":
-            return functions.scatter, (axis, source.dim, after[source.dim])
+            return layout_moves.scatter, (axis, source.dim, after[source.dim])
         case "S", "S":
-            return functions.all_to_all, (axis, source.dim, target.dim, after[source.dim])
+            return layout_moves.all_to_all, (axis, source.dim, target.dim, after[source.dim])
     raise AssertionError(f"no collective for {move}")

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from autopar.program.calls import is_cast
-from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients, use_gathered
+from autopar.ir.program.calls import is_cast
 from autopar.runtime.collectives.gathering import start_gather
+from autopar.runtime.collectives.gradient_buckets import cast_weight, gather_parameters, reduce_gradients, use_gathered
 from autopar.runtime.recompute.unmixed import NUM_BEFORE
 
 LAYER = "layer"
@@ -78,7 +78,9 @@ def _value(part: fx.Node) -> fx.Node:
 
 
 def _taken(part: fx.Node, move: Callable[..., Any], num_before: int) -> fx.Node:
-    """Return the input of a bucket's move that gives a part, after `num_before` other arguments; else the part itself."""
+    """Return the input of a bucket's move that gives a part, after `num_before` other arguments; else the part
+    itself.
+    """
     source: Any = part.args[0] if part.target is operator.getitem else None
     if source is None or source.target is not move:
         return part

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program.recompute_segments import OFFLOAD
+from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.runtime.recompute.marks import role_of
 
 INDENT = "    "
@@ -40,7 +40,9 @@ def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
 
 
 def _recomputed(section: Sequence[fx.Node]) -> str:
-    """Describe how the calls of a section are recomputed in the backward, or that their saved tensors are on the host."""
+    """Describe how the calls of a section are recomputed in the backward, or that their saved tensors are on the
+    host.
+    """
     modes = {role.mode for node in section if (role := role_of(node)) is not None}
     if modes == {OFFLOAD}:
         return " (saved on the host)"

@@ -16,7 +16,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from autopar.runtime.collectives.buckets import gather_parameters, use_gathered
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, use_gathered
 from autopar.runtime.recompute.unmixed import NUM_BEFORE
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from autopar.runtime.collectives.buckets import cast_weight, gather_parameters
 from autopar.runtime.collectives.gathering import start_gather
+from autopar.runtime.collectives.gradient_buckets import cast_weight, gather_parameters
 
 aten = torch.ops.aten
 

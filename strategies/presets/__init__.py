@@ -31,14 +31,14 @@ if __name__ != "autopar.strategies.presets":
 import difflib
 from collections.abc import Callable, Mapping
 
+from autopar.console.names import ALIASES, JOINED, PIPELINE
 from autopar.errors import StrategyError
-from autopar.names import ALIASES, JOINED, PIPELINE
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import data, decoding, experts, grid, sequence, tensor
-from autopar.strategies.presets.axes import Parts
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.presets import data, decoding, expert_presets, grid, sequence, tensor
 from autopar.strategies.presets.joined import joined
+from autopar.strategies.presets.preset_axes import Parts
 
 __all__ = ["PRESETS", "Preset", "annotations_for", "preset_named"]
 
@@ -79,10 +79,10 @@ PRESETS: Mapping[str, Preset | Callable[[], Parts]] = {
         grid.tensor_3d,
         tensor.fsdp_megatron,
         decoding.flash_decoding,
-        experts.expert_data,
-        experts.expert_model,
-        experts.expert_data_model,
-        experts.expert_folded,
+        expert_presets.expert_data,
+        expert_presets.expert_model,
+        expert_presets.expert_data_model,
+        expert_presets.expert_folded,
     )
 }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from autopar.names import JOINED
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets.axes import Parts, Storage
+from autopar.console.names import JOINED
+from autopar.errors import warn_user
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.presets.preset_axes import Parts, Storage
 from autopar.strategies.presets.split import Split, whole
 from autopar.strategies.roles import RoledProgram
-from autopar.warned import warn_user
 
 
 def fully_replicated(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autopar.errors import StrategyError
-from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import axes
+from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.presets import preset_axes
 from autopar.strategies.presets.split import Split, data
 from autopar.strategies.roles import RoledProgram
 
@@ -22,8 +22,8 @@ def flash_decoding(program: Program, mesh: Mesh, strict: bool = True) -> tuple[A
     weights, and to the tokens of a prompt, and what moves for that, is left to the planner.
     """
     graph = RoledProgram.of(program)
-    positions = axes.axis_of(mesh, axes.SEQUENCE)
-    batch = axes.others(mesh, positions)
+    positions = preset_axes.axis_of(mesh, preset_axes.SEQUENCE)
+    batch = preset_axes.others(mesh, positions)
     cached = [call for call in graph.learned if call.call.target in (CACHED_ATTENTION, WRITE_CACHE)]
     if not cached:
         raise StrategyError(
@@ -31,7 +31,7 @@ def flash_decoding(program: Program, mesh: Mesh, strict: bool = True) -> tuple[A
             "for generate, of a model compiled with training=False; ring and ulysses divide positions in training."
         )
     if strict:
-        axes.need_batch("flash_decoding", graph.samples, mesh, batch)
+        preset_axes.need_batch("flash_decoding", graph.samples, mesh, batch)
     split = Split(graph, mesh, "flash_decoding")
     for axis in batch:
         split.along(axis, data)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import axes
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.presets import preset_axes
 from autopar.strategies.presets.regions import COLUMN, INNER, LOSS, ROW
 from autopar.strategies.presets.split import Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions
@@ -27,7 +27,7 @@ def tensor_2d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annota
         reduce_scatter/c = (L·(3·A + F) + A)/r
         all_reduce/c = 2·(2·L + 1)·R/r + 3·R/r
     """
-    axes.need_exactly("tensor_2d", mesh, 2, "the rows and the columns of the grid")
+    preset_axes.need_exactly("tensor_2d", mesh, 2, "the rows and the columns of the grid")
     return _grid("tensor_2d", program, mesh, strict)
 
 
@@ -45,7 +45,7 @@ def tensor_2_5d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Anno
         reduce_scatter/c = (L·(3·A + F) + A)/(z·r)
         all_reduce/c = 2·(2·L + 1)·R/(z·r) + 3·R/(z·r)
     """
-    axes.need_exactly("tensor_2_5d", mesh, 3, "the depth, and the rows and the columns of each grid")
+    preset_axes.need_exactly("tensor_2_5d", mesh, 3, "the depth, and the rows and the columns of each grid")
     return _grid("tensor_2_5d", program, mesh, strict)
 
 
@@ -68,12 +68,12 @@ def tensor_3d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annota
         all_to_all/o = 2·(W/(s·i·o) + W/(i·o))
         all_reduce/o = T/(s·i) + 3·R/(s·i)
     """
-    axes.need_exactly("tensor_3d", mesh, 3, "the edges of the cube")
+    preset_axes.need_exactly("tensor_3d", mesh, 3, "the edges of the cube")
     graph = RoledProgram.of(program)
     samples, inputs, outputs = mesh.names
     if strict:
-        axes.need_batch("tensor_3d", graph.samples, mesh, (samples, inputs))
-        axes.need_batch("tensor_3d", graph.samples, mesh, (samples, outputs))
+        preset_axes.need_batch("tensor_3d", graph.samples, mesh, (samples, inputs))
+        preset_axes.need_batch("tensor_3d", graph.samples, mesh, (samples, outputs))
     regions = found_regions("tensor_3d", graph, mesh, outputs).by_call
 
     def over(inner: str, column: str, row: str, outer: str) -> Wish:
@@ -99,7 +99,7 @@ def _grid(strategy: str, program: Program, mesh: Mesh, strict: bool) -> tuple[An
     graph = RoledProgram.of(program)
     *batch, columns = mesh.names
     if strict:
-        axes.need_batch(strategy, graph.samples, mesh, tuple(batch))
+        preset_axes.need_batch(strategy, graph.samples, mesh, tuple(batch))
     split = Split(graph, mesh, strategy)
     for axis in batch:
         split.along(axis, data)

@@ -1,4 +1,4 @@
-"""Annotations of a strategy from its parts (`axes.Parts`): one wish for each mesh axis, by the part that has it.
+"""Annotations of a strategy from its parts (`preset_axes.Parts`): one wish for each mesh axis, by the part that has it.
 
     axis of              a call's factor
     columns and rows     that of its region, or of what lies between blocks
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import axes
-from autopar.strategies.presets.axes import Parts, Taken
-from autopar.strategies.presets.experts import at_experts, tokens_parted, whole_beside
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.presets import preset_axes
+from autopar.strategies.presets.expert_presets import at_experts, tokens_parted, whole_beside
+from autopar.strategies.presets.preset_axes import Parts, Taken
 from autopar.strategies.presets.sequence import HEADS, SHARED_HEADS, check_attentions, positions_wish
 from autopar.strategies.presets.split import Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions, tensor_wish
@@ -27,14 +27,14 @@ from autopar.strategies.roles import RoledProgram
 
 def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bool) -> tuple[Annotation, ...]:
     """Return the annotations of a strategy with these parts; raise StrategyError as `annotations_for` does."""
-    parts = axes.with_context(parts, mesh)
-    graph, taken = RoledProgram.of(program), axes.taken(strategy, parts, mesh)
+    parts = preset_axes.with_context(parts, mesh)
+    graph, taken = RoledProgram.of(program), preset_axes.taken(strategy, parts, mesh)
     positions = _axes_of_positions(parts, taken)
     if strict:
-        axes.need_batch(strategy, graph.samples, mesh, taken.samples)
+        preset_axes.need_batch(strategy, graph.samples, mesh, taken.samples)
         if positions:
             queries = tuple(axis for axis, each in taken.positions.items() if each.attention != HEADS)
-            axes.need_positions(strategy, graph, mesh, positions, queries)
+            preset_axes.need_positions(strategy, graph, mesh, positions, queries)
     check_attentions(strategy, graph, *_beside_columns(mesh, taken), strict)
     parted = tokens_parted(strategy, graph, mesh, taken, strict) if parts.experts else {}
     wishes = _wishes(strategy, parts, graph, mesh, taken)

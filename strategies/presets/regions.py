@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.program.operators.attention.cached import WRITE_CACHE
-from autopar.program.operators.experts import OF_EXPERT
-from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
+from autopar.ir.program.operators.attention.cached import WRITE_CACHE
+from autopar.ir.program.operators.expert_operators import OF_EXPERT
+from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
 from autopar.strategies.rules.layers.tiled_loss import CLASSES

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from autopar.errors import StrategyError
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.sharding.rule import TOGETHER, VIA, factors_of
-from autopar.strategies.presets.axes import Parts, Positions
-from autopar.strategies.presets.rows import along_rows
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.sharding.rule import TOGETHER, VIA, factors_of
+from autopar.strategies.presets.expert_rows import along_rows
+from autopar.strategies.presets.preset_axes import Parts, Positions
 from autopar.strategies.presets.split import FREE, Wish
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram
 from autopar.strategies.rules.layers.ring_self_attention import NAME as RING_SELF_ATTENTION

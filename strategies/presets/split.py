@@ -14,9 +14,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
-from autopar.sharding.mesh import Mesh
-from autopar.sharding.rule import NONE, factors_of
+from autopar.ir.sharding.annotation import FACTOR, NODE, Annotation, Said
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.rule import NONE, factors_of
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram, Value
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.errors import StrategyError
-from autopar.sharding.mesh import Mesh
-from autopar.sharding.rule import VIA
-from autopar.strategies.presets.axes import Columns, Parts, Storage
+from autopar.errors import StrategyError, warn_user
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.rule import VIA
+from autopar.strategies.presets.expert_rows import along_rows, in_blocks_of_experts
+from autopar.strategies.presets.preset_axes import Columns, Parts, Storage
 from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, product_of, regions_of
-from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Wish
 from autopar.strategies.roles import RoledCall, RoledProgram
 from autopar.strategies.rules.products.chunked import AGAIN, NAME, leading_factors, together
 from autopar.strategies.rules.products.chunked import COLUMN as ENTERING
-from autopar.warned import warn_user
 
 
 def megatron() -> Parts:

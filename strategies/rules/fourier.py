@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.sharding.operation import Call
-from autopar.sharding.rule import WHOLE
+from autopar.ir.sharding.operation import Call
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, along_dims, dims_of, names, rule, term, whole_at
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import (
     Answer,
     Entry,

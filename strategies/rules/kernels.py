@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from autopar.program.functions import FunctionCall
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.autograd_function import FunctionCall
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, broadcast, names, rule, term
 
 aten = torch.ops.aten

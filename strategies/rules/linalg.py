@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Answer, Entry, batch_names, broadcast, names, positive, rule, term
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import (
     Answer,
     Entry,

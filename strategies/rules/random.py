@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.program.effects import draws
-from autopar.sharding.operation import Call, Implementation, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.effects import draws
+from autopar.ir.sharding.operation import Call, Implementation, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Answer, Entry, all_whole, names, pointwise, rule, term, whole_at
 
 aten = torch.ops.aten

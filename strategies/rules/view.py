@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 
 from autopar.errors import RuleError
-from autopar.sharding.constraint import CONSTRAIN
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE, Rule
+from autopar.ir.sharding.constraint import CONSTRAIN
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE, Rule
 from autopar.strategies.notation import (
     Entry,
     broadcast,

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from autopar.capture.composites import COMPOSITES, counted
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
-from autopar.program.calls import is_call
-from autopar.sharding.operation import Call
+from autopar.ir.program.calls import is_call
+from autopar.ir.sharding.operation import Call
 from autopar.strategies import RULES
 from autopar.strategies.ruled import ruled
 from tests.support.eager import assert_as_eager, calls

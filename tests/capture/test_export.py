@@ -21,8 +21,8 @@ from autopar.capture import tracing
 from autopar.capture.export import capture, skeleton
 from autopar.capture.guards import unseen
 from autopar.errors import CaptureError
-from autopar.program.operators.rows import CROSS_ENTROPY
-from autopar.program.program import Program, TensorInfo
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
+from autopar.ir.program.program import Program, TensorInfo
 from tests.support.eager import assert_as_eager, calls, run
 from tests.support.families import FAMILIES
 

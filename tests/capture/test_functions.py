@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
-from autopar.program.functions import FunctionCall
-from autopar.program.program import Program
-from autopar.program.saved_tensors import saved_in
+from autopar.ir.program.autograd_function import FunctionCall
+from autopar.ir.program.program import Program
+from autopar.ir.program.saved_tensors import saved_in
 from tests.support.eager import assert_as_eager, calls
 
 

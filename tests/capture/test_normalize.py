@@ -16,8 +16,8 @@ from autopar.capture.export import capture
 from autopar.capture.normalize import rehome
 from autopar.capture.passes.views import _split_groups
 from autopar.errors import CaptureError
-from autopar.program.effects import is_random
-from autopar.program.program import Program
+from autopar.ir.program.effects import is_random
+from autopar.ir.program.program import Program
 from tests.support.eager import assert_as_eager, calls
 
 aten = torch.ops.aten

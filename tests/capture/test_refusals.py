@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch calls some of these forms beta, others deprecated
 FORMS: dict[str, Callable[[], Tensor]] = {

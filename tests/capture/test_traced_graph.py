@@ -12,7 +12,7 @@ from autopar.capture.export import capture
 from autopar.capture.inlining.inline import add_placeholder
 from autopar.capture.passes.autocast import Autocast, Casts
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, call_key, value_of
-from autopar.program.program import info_of
+from autopar.ir.program.program import info_of
 from tests.support.eager import run
 
 

@@ -13,8 +13,8 @@ from autopar.capture.export import skeleton
 from autopar.compiler.arguments import plan_request
 from autopar.compiler.lengths import SmallSizes
 from autopar.errors import InputError
-from autopar.lengths.buckets import Buckets
-from autopar.lengths.outputs import Counted
+from autopar.runtime.lengths.length_buckets import Buckets
+from autopar.runtime.lengths.outputs import Counted
 from tests.support.language_models import language_model, texts
 
 LENGTHS, BATCHES = Buckets(), Buckets(lengths=None, batches="largest", padding={"input_ids": 0, "labels": -100, "x": 0})

@@ -14,8 +14,8 @@ from torch import nn
 import autopar
 from autopar.compiler.options import check_model
 from autopar.errors import AutoparError, InputError, MeshError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.module.stored import StoredModule
-from autopar.sharding.mesh import Mesh
 
 MESH, X = Mesh({"dp": 2}), (torch.ones(4, 8),)
 ODD: tuple[Any, ...] = (

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import InfeasibleError, PipelineError
-from autopar.pipeline.plan import PipelinePlan
-from autopar.runtime.pipeline.module import PipelineModule
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
 

@@ -18,8 +18,8 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.compiler import plan_cache
+from autopar.costs.hardware.load import load
 from autopar.errors import InputError
-from autopar.hardware.load import load
 from autopar.planning.planner import best_plan_of
 from autopar.strategies.registered import REGISTERED
 from autopar.strategies.ruled import ruled

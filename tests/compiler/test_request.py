@@ -13,12 +13,12 @@ from torch import nn
 import autopar
 from autopar.capture.export import capture, skeleton
 from autopar.compiler.arguments import plan_request
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError, PlanError
-from autopar.memory.model import MemoryModel
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES, mesh
 from tests.support.ranks import Ranks

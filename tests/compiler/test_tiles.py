@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.capture.export import Traced, trace
 from autopar.compiler import offline_planner, plan_cache, tiles
+from autopar.costs.plans.plan import Plan
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning import planner
-from autopar.planning.limit.answers import Answer
-from autopar.planning.limit.memory_limit import best_within
-from autopar.plans.plan import Plan
+from autopar.planning.memory_limit.answers import Answer
+from autopar.planning.memory_limit.memory_limit import best_within
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import Reader, flattened, reading
 from tests.support.ranks import Ranks, mesh

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.program.effects import draws
-from autopar.space.space import Space
+from autopar.costs.space.space import Space
+from autopar.ir.program.effects import draws
 from tests.support.simulation.outcome import Outcome, judged
 from tests.support.simulation.training import Pins, Steps, train_alone, train_on_ranks
 

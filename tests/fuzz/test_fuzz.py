@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar import strategies
-from autopar.runtime.collectives import functions
+from autopar.runtime.collectives import layout_moves
 from autopar.strategies.ruled import ruled
 from autopar.strategies.rules import pointwise
 from tests.fuzz.case import Case, draw_case
@@ -65,7 +65,7 @@ def test_a_broken_rule_is_found() -> None:
 def test_a_broken_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An all-reduce whose gradient is twice what it should be."""
     doubled = staticmethod(lambda ctx, grad: (2 * grad, None))
-    monkeypatch.setattr(functions._AllReduce, "backward", doubled)
+    monkeypatch.setattr(layout_moves._AllReduce, "backward", doubled)
     assert first_bad(20) is not None
 
 

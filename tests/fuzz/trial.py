@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 import autopar
-from autopar.space.space import Space
+from autopar.costs.space.space import Space
 from tests.fuzz.case import Case
 from tests.support.simulation.outcome import Outcome, judged
 from tests.support.simulation.training import Pins, Steps, Training, train_alone, train_on_ranks

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.capture.export import capture
-from autopar.cost.model_flops import batch_of, model_flops
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.pricing.model_flops import batch_of, model_flops
 from autopar.integrations.watch import Record, Watch
 from tests.support.families import FAMILIES
 from tests.support.ranks import Ranks, mesh

@@ -11,8 +11,8 @@ from torch import fx
 
 from autopar.capture.export import capture
 from autopar.errors import InputError
+from autopar.ir.program.program import TensorInfo, info_of
 from autopar.models.catalogue import BUILT_IN, NAMES, LanguageModel, built_in, language_model
-from autopar.program.program import TensorInfo, info_of
 
 
 def test_the_model_of_the_demonstration_starts_near_the_loss_of_a_guess() -> None:

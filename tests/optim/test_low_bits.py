@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.optim import GaLoreAdamW, Muon
-from autopar.optim.parts import local, whole
+from autopar.optim.sharded_tensors import local, whole
 from tests.support.optimizing import losses_of, planned_for
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh

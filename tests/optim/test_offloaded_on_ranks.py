@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.benchmarking.meters import peak_bytes
 from autopar.models.named import named
 from autopar.optim import OffloadedAdamW
+from autopar.tools.benchmarking.meters import peak_bytes
 from tests.support.families import FAMILIES
 from tests.support.optimizing import losses_of
 from tests.support.parity import SLOW_DEVICES, whole

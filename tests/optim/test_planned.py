@@ -9,7 +9,7 @@ import torch
 
 import autopar
 from autopar.cli import main
-from autopar.plans.plan import Plan
+from autopar.costs.plans.plan import Plan
 from tests.support.families import BATCH, FAMILIES
 from tests.support.optimizing import planned_for
 

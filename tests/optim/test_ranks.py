@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from autopar.benchmarking.meters import LiveBytes
 from autopar.optim import GaLoreAdamW, Muon
+from autopar.tools.benchmarking.meters import LiveBytes
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
 

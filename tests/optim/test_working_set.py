@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.benchmarking.meters import LiveBytes, held_in_training
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.peak import STEPPING, bytes_by_moment
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError
-from autopar.memory.moments import MemoryRow
-from autopar.memory.peak import STEPPING, bytes_by_moment
 from autopar.optim import GaLoreAdamW, Muon
 from autopar.planning.formulation import Formulation
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
+from autopar.tools.benchmarking.meters import LiveBytes, held_in_training
 from tests.support.ranks import Ranks, mesh
 
 WIDTH, SAMPLES, RANK = 96, 8, 8

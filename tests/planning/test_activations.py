@@ -14,17 +14,17 @@ import torch
 
 import autopar
 from autopar.cli import main
+from autopar.costs.hardware.load import load
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.peak import bytes_by_moment, memory_use
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, PlanError
-from autopar.hardware.load import load
-from autopar.memory.moments import MemoryRow
-from autopar.memory.peak import bytes_by_moment, memory_use
+from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 from autopar.planning.formulation import Formulation
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
-from autopar.plans.plan import Plan
-from autopar.program.recompute_segments import MODES, OFFLOAD
-from autopar.report.html import page
+from autopar.views.report.html import page
 from tests.support.towers import tower
 
 FAST_LINK = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16, launch_s=6e-6)

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autopar.costs.hardware.load import load
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
-from autopar.hardware.load import load
-from autopar.memory.model import MemoryModel
-from autopar.memory.peak import memory_use
 from autopar.planning.planner import make_plan
-from autopar.space.space import Space
 from tests.support.planned import SLOW_LINKS, space_of
 
 MOST = 20_000  # combinations, whose memory is worked out one by one

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost.conventions import MemoryConventions
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.reserved import NOTHING, Reserved
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.conventions import MemoryConventions
 from autopar.errors import InfeasibleError, PipelineError
-from autopar.hardware.load import load
-from autopar.hardware.reserved import NOTHING, Reserved
-from autopar.inspection.verify import check
-from autopar.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.report.html import page
+from autopar.views.inspection.verify import check
+from autopar.views.report.html import page
 
 INPUTS = (torch.zeros(64, 64),)
 MESH = {"dp": 2, "tp": 2}

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.console.units import format_bytes, format_seconds
+from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.peak import bytes_by_moment, memory_use
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, PlanError
-from autopar.hardware.profile import Hardware, Link
-from autopar.memory.microbatches import Microbatches
-from autopar.memory.model import MemoryModel
-from autopar.memory.moments import MemoryRow
-from autopar.memory.peak import bytes_by_moment, memory_use
+from autopar.ir.program.operators.expert_operators import DISPATCH
+from autopar.ir.program.recompute_segments import MODES, RECOMPUTATIONS
 from autopar.planning.expert_notes import BALANCED
 from autopar.planning.formulation import Formulation
 from autopar.planning.planner import make_plan
 from autopar.planning.record import evaluate
-from autopar.plans.plan import Plan
-from autopar.program.operators.experts import DISPATCH
-from autopar.program.recompute_segments import MODES, RECOMPUTATIONS
-from autopar.space.space import Space
-from autopar.units import format_bytes, format_seconds
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.experts import grouped
 from tests.support.planned import SLOW_LINKS, space_of

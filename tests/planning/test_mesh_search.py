@@ -19,23 +19,23 @@ import autopar
 from autopar.capture.export import capture, trace
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
+from autopar.console.units import format_seconds
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.build import build_space
 from autopar.errors import CutOffError, InfeasibleError, MeshError, TimeLimitError
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
-from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.stage_seconds import step_parts
 from autopar.planning import planner
-from autopar.planning.limit.answers import Answer
-from autopar.planning.limit.memory_limit import best_within
-from autopar.planning.meshes.arrangements import factorizations, meshes_of
-from autopar.planning.meshes.search import EQUAL_SECONDS, MOST_PIPELINES, Candidate, Searched, Turn, best_mesh
+from autopar.planning.memory_limit.answers import Answer
+from autopar.planning.memory_limit.memory_limit import best_within
+from autopar.planning.mesh_search.arrangements import factorizations, meshes_of
+from autopar.planning.mesh_search.search import EQUAL_SECONDS, MOST_PIPELINES, Candidate, Searched, Turn, best_mesh
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.stage_seconds import step_parts
 from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
-from autopar.space.build import build_space
-from autopar.units import format_seconds
 from tests.support.families import FAMILIES
 from tests.support.meshes import candidate, compared_text, maker, plans_of, table
 from tests.support.parity import SLOW_DEVICES

@@ -10,13 +10,13 @@ import pytest
 
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
+from autopar.costs.plans.plan import Plan
 from autopar.errors import CutOffError, TimeLimitError
-from autopar.planning.meshes.arrangements import meshes_of
-from autopar.planning.meshes.search import EQUAL_SECONDS, MUCH_SHORTER, Candidate, Turn, best_mesh
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.mesh_search.arrangements import meshes_of
+from autopar.planning.mesh_search.search import EQUAL_SECONDS, MUCH_SHORTER, Candidate, Turn, best_mesh
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from tests.support.loss_alone import Reader, reading
 from tests.support.meshes import any_plan, candidate, plans_of, table
 from tests.support.parity import SLOW_DEVICES

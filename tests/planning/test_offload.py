@@ -14,14 +14,14 @@ from torch import nn
 
 import autopar
 from autopar.cli import main
-from autopar.cost.optimizer import Offload
+from autopar.console.units import format_bytes
+from autopar.costs.hardware.load import load
+from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.optimizer import Offload
 from autopar.errors import InfeasibleError, InputError, PlanError
-from autopar.hardware.load import load
 from autopar.planning import offload as offloading
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.report.html import page
-from autopar.units import format_bytes
+from autopar.views.report.html import page
 
 FAST_HOST = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16)
 """Whose steps take next to nothing."""

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.annotations.annotate import annotate
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, PlanError
-from autopar.hardware.collectives import Transfer
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware
-from autopar.memory.model import MemoryModel
-from autopar.memory.peak import memory_use
-from autopar.planning.limit import memory_limit as search
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.annotate import annotate
+from autopar.planning.memory_limit import memory_limit as search
 from autopar.planning.planner import make_plan
 from autopar.planning.record import choices_of, evaluate
-from autopar.sharding.mesh import Mesh
-from autopar.space.space import Space
 from tests.support.families import BATCH, FAMILIES, HIDDEN, LAYERS, SEQUENCE
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import IDS_BS, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning import replicated_work
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 
 
 @torch.library.custom_op("replicated_work::project", mutates_args=())

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import autopar
-from autopar.hardware.load import load
-from autopar.hardware.profile import Hardware, Link
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import context_of
 from autopar.planning.simulated import as_simulated, simulated_seconds, timeline_of
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import NEVER
-from autopar.space.space import Space
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
 
 HIDING = replace(load("cpu"), communication_share=0.1, dtensor_s=0.0, name="collectives next to computing")

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
+from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.problem import Problem
-from autopar.solver.relaxation.wide import lower_bound
 
 
 def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple[float, float]:

@@ -11,22 +11,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import narrow, several_rows
+from autopar.solver import low_treewidth as narrow
+from autopar.solver.bounds import core
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import buckets
-from autopar.solver.elimination.buckets import narrow_elimination
-from autopar.solver.elimination.tables import Tables
-from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.elimination import bucket_elimination as buckets
+from autopar.solver.elimination.bucket_elimination import narrow_elimination
+from autopar.solver.elimination.distinct_tables import Tables
+from autopar.solver.low_treewidth import EXACT, Enough
+from autopar.solver.memory_rows import several_rows
+from autopar.solver.memory_rows.priced_rows import Rows
+from autopar.solver.memory_rows.several_rows import solve_rows
+from autopar.solver.prepared import Prepared
+from autopar.solver.presolve.contraction import contract_each
+from autopar.solver.presolve.reduction import prune_each, reduce_problem, with_fixed
 from autopar.solver.problem import Problem
-from autopar.solver.reductions.contraction import contract_each
-from autopar.solver.reductions.prepared import Prepared
-from autopar.solver.reductions.reduction import prune_each, reduce_problem, with_fixed
-from autopar.solver.relaxation import core
-from autopar.solver.residual import labels
-from autopar.solver.residual.labels import best_labels
-from autopar.solver.residual.residual import Residual
-from autopar.solver.rows import Rows
-from autopar.solver.several_rows import solve_rows
+from autopar.solver.remaining import labels
+from autopar.solver.remaining.labels import best_labels
+from autopar.solver.remaining.remaining_choices import Residual
 from autopar.solver.solve import bound_at, solve
 from tests.solver.random_problems import SHAPES, random_rows, reference, without_limit
 
@@ -158,7 +159,7 @@ def test_a_smaller_limit_leaves_the_choices_of_a_problem_that_is_made_with_it() 
 def test_what_is_left_is_counted_only_where_that_is_soon_done(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = random_rows(5, "repeated", 1, 12)
     monkeypatch.setattr(labels, "PER_WHOLE", 1)
-    monkeypatch.setattr("autopar.solver.residual.residual.FEW", 0)
+    monkeypatch.setattr("autopar.solver.remaining.remaining_choices.FEW", 0)
     counted: list[object] = []
     monkeypatch.setattr(narrow, "best_counts", lambda *asked: counted.append(asked))
     found = solve(problem, enough=Enough(counted=1.0))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.residual import counting_ilp
-from autopar.solver.residual.counting_ilp import best_counts
-from autopar.solver.residual.residual import Counted, Residual
+from autopar.solver.remaining import counting_ilp
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.remaining_choices import Counted, Residual
 
 
 def _problem() -> Problem:

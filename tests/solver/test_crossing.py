@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from autopar.solver.deadline import NEVER
+from autopar.solver.memory_rows import crossing
+from autopar.solver.memory_rows.crossing import crossed, taken_by
+from autopar.solver.memory_rows.priced_rows import Rows
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.residual import crossing
-from autopar.solver.residual.crossing import crossed, taken_by
-from autopar.solver.rows import Rows
 
 LAYERS = 6
 WAYS = 3

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import TimeLimitError
 from autopar.solver import deadline
+from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.deadline import (
     ENDING,
     GRACE,
@@ -25,12 +26,11 @@ from autopar.solver.deadline import (
     seconds_until,
     whole_is_over,
 )
-from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination.bucket_elimination import compile_elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
 from autopar.solver.elimination.min_marginals import excesses
-from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.relaxation.wide import lower_bound
 
 
 def _clock(monkeypatch: pytest.MonkeyPatch, tick: float) -> list[float]:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import narrow
+from autopar.solver import low_treewidth as narrow
 from autopar.solver.lagrangian import mixtures, point
-from autopar.solver.narrow import Enough
+from autopar.solver.low_treewidth import Enough
+from autopar.solver.memory_rows.several_rows import solve_rows
 from autopar.solver.problem import Node, Problem
-from autopar.solver.residual.residual import Counted
-from autopar.solver.several_rows import solve_rows
+from autopar.solver.remaining.remaining_choices import Counted
 from autopar.solver.solve import solve
 from tests.solver.test_several_rows import _brute_force, _rows
 from tests.solver.test_solve import _layered_problem, _limited

@@ -9,11 +9,11 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from autopar.solver import several_rows
-from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.bounds.prices import Mixture
+from autopar.solver.low_treewidth import EXACT, Enough
+from autopar.solver.memory_rows import several_rows
+from autopar.solver.memory_rows.several_rows import Best, solve_rows
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.relaxation.prices import Mixture
-from autopar.solver.several_rows import Best, solve_rows
 
 FASTEST = (0,) * 6
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import infeasibility
-from autopar.solver.elimination import buckets
+from autopar.solver.elimination import bucket_elimination as buckets
 from autopar.solver.infeasibility import Conflict, MemoryLimitError, describe_conflict, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.residual.counting_ilp import best_counts
-from autopar.solver.residual.residual import Residual
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.remaining_choices import Residual
 from autopar.solver.solve import smallest_bytes, solve
 from tests.solver.certificate import verify
 

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.solver.elimination import order
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.residual.pieces import Pieces
+from autopar.solver.remaining.restricted_master import Pieces
 
 LAYERS, WAYS = 6, 3
 EFFORT = 5.0

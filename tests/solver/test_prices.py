@@ -10,9 +10,9 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.solver import deadline, lagrangian, solve
-from autopar.solver.narrow import unsaid
+from autopar.solver.low_treewidth import unsaid
+from autopar.solver.prepared import Prepared
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.solve import smallest_bytes, solve_narrow, solve_prepared
 
 LENGTH = 12

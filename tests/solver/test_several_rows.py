@@ -12,21 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import TimeLimitError
-from autopar.solver import rows, several_rows
+from autopar.solver.bounds import prices
+from autopar.solver.bounds.prices import BestPrices, best_prices, filled
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination.bucket_elimination import compile_elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
 from autopar.solver.elimination.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.elimination.order import separators
-from autopar.solver.elimination.tables import Tables
-from autopar.solver.narrow import Enough
+from autopar.solver.low_treewidth import Enough
+from autopar.solver.memory_rows import priced_rows as rows
+from autopar.solver.memory_rows import several_rows
+from autopar.solver.memory_rows.priced_rows import Rows, WideRows
+from autopar.solver.memory_rows.several_rows import solve_rows
+from autopar.solver.presolve.reduced_cost_fixing import remaining, remaining_of_each
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.reductions.fixing import remaining, remaining_of_each
-from autopar.solver.relaxation import prices
-from autopar.solver.relaxation.prices import BestPrices, best_prices, filled
-from autopar.solver.residual import residual
-from autopar.solver.rows import Rows, WideRows
-from autopar.solver.several_rows import solve_rows
+from autopar.solver.remaining import remaining_choices as residual
 
 seeds = st.integers(0, 2**31 - 1)
 

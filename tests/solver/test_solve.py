@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import lagrangian
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import buckets, evaluation
-from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination import bucket_elimination as buckets
+from autopar.solver.elimination import evaluation
+from autopar.solver.elimination.bucket_elimination import compile_elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
 from autopar.solver.elimination.min_marginals import excesses
-from autopar.solver.elimination.tables import Tables
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
+from autopar.solver.prepared import Prepared
+from autopar.solver.presolve import reduction as reduction_module
+from autopar.solver.presolve.reduced_cost_fixing import remaining
+from autopar.solver.presolve.reduction import prune, reduce_problem
 from autopar.solver.problem import Edge, Node, Parts, Problem
-from autopar.solver.reductions import reduction as reduction_module
-from autopar.solver.reductions.fixing import remaining
-from autopar.solver.reductions.prepared import Prepared
-from autopar.solver.reductions.reduction import prune, reduce_problem
-from autopar.solver.residual.counting_ilp import best_counts
-from autopar.solver.residual.residual import Counted, Residual
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.remaining_choices import Counted, Residual
 from autopar.solver.solve import smallest_bytes, solve, solve_narrow
 
 CLOSE = 1e-7  # of the seconds

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.residual import residual as residual_module
-from autopar.solver.residual import ways
-from autopar.solver.residual.counting_ilp import best_counts
-from autopar.solver.residual.residual import Residual, TooManyChoicesError
-from autopar.solver.residual.ways import occurrences, ways_of
+from autopar.solver.remaining import folded_labels as ways
+from autopar.solver.remaining import remaining_choices as residual_module
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.folded_labels import occurrences, ways_of
+from autopar.solver.remaining.remaining_choices import Residual, TooManyChoicesError
 from tests.solver.random_problems import SHAPES, random_rows, reference
 
 CLOSE = 1e-7  # of the seconds: the reference counts in rounded units

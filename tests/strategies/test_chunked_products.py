@@ -13,18 +13,18 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture
 from autopar.compiler.arguments import Recompute
+from autopar.costs.hardware.collectives import transfer_seconds
+from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.memory.moments import FORWARD
+from autopar.costs.memory.peak import bytes_by_moment
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.menu import Menu
+from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
-from autopar.hardware.collectives import transfer_seconds
-from autopar.hardware.profile import Hardware, Link
-from autopar.memory.moments import FORWARD
-from autopar.memory.peak import bytes_by_moment
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.named import named
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
-from autopar.space.menu import Menu
-from autopar.space.space import Space
 from autopar.strategies.rules.products.chunked import AGAIN, MOST_CHUNKS, NAME, chunks_of
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
-from autopar.runtime.collectives.axes import record_traffic
-from autopar.sharding.layout import Layout, S
-from autopar.space.space import Space, Wire
+from autopar.costs.space.space import Space, Wire
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
+from autopar.ir.sharding.layout import Layout, S
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.strategies.roles import RoledProgram
 from tests.support.divided_experts import BATCH, LENGTH, D, Form, batches, choices, forced, with_experts
 from tests.support.planned import space_of

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture, skeleton
-from autopar.hardware.load import load
+from autopar.costs.hardware.load import load
+from autopar.costs.space.build import build_space
+from autopar.costs.space.space import Space
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
+from autopar.planning.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.planning.planner import make_plan
-from autopar.sharding.mesh import Mesh
-from autopar.space.build import build_space
-from autopar.space.space import Space
 from benchmarks.unet import unet
 from tests.runtime.module.test_parity import PROJECTIONS
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.sharding.operation import OpRule
-from autopar.sharding.rule import Choice
+from autopar.ir.sharding.operation import OpRule
+from autopar.ir.sharding.rule import Choice
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.rules import random
-from autopar.validation.parts import Parts, local_shape, split
-from autopar.validation.whole_call import Whole, show
+from autopar.tools.validation.sharded_values import Parts, local_shape, split
+from autopar.tools.validation.whole_call import Whole, show
 from tests.support.simulation.samples import SAMPLES
 from tests.support.simulation.samples.draw import Draw, Sample
 from tests.support.simulation.validate import only_implementation

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
-from autopar.program.functions import function_call
-from autopar.program.program import TensorInfo
-from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call
+from autopar.ir.program.autograd_function import function_call
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.operation import Call
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.ruled import NO_RULE, ruled
 from tests.support.eager import run

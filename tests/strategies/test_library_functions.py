@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.export import capture
-from autopar.program.functions import FunctionCall
+from autopar.ir.program.autograd_function import FunctionCall
 from autopar.strategies.roles import RoledProgram
 from tests.runtime.rewrite.test_simulated import Annotations, assert_equal, on_one_process, on_simulated_ranks
 from tests.support.families import FAMILIES, Family

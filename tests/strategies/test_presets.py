@@ -18,16 +18,16 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Link
+from autopar.costs.plans.plan import Plan
 from autopar.errors import AnnotationError, InputError, StrategyError
-from autopar.hardware.load import load
-from autopar.hardware.profile import Link
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
-from autopar.pipeline.stage_seconds import step_parts
+from autopar.planning.pipeline.stage_seconds import step_parts
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.program.program import Program
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS, annotations_for
 from autopar.strategies.roles import RoledProgram
 from tests.support.simulation.simulate import simulate

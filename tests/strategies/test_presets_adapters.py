@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from tests.support.families import FAMILIES
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 

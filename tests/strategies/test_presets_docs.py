@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.plans.plan import Plan
+from autopar.costs.plans.plan import Plan
 from autopar.strategies.presets import PRESETS
 from tests.strategies.test_presets_volume import plan_of_llama
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.hardware.profile import Link
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
+from autopar.costs.hardware.profile import Link
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from tests.strategies.test_presets_volume import BYTES_ALONE
 from tests.support.expert_families import EXPERT_HIDDEN, LLAMA4, NUM_EXPERTS, WITH_EXPERTS
 from tests.support.expert_models import CHOSEN, EXPERTS, HIDDEN, Decoder

@@ -11,9 +11,10 @@ from torch import nn
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import StrategyError
-from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import PRESETS, annotations_for, experts, rows
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.presets import PRESETS, annotations_for, expert_presets
+from autopar.strategies.presets import expert_rows as rows
 from tests.strategies.test_presets_volume import BYTES_ALONE, axes_of, formulas, moved, num_bytes
 from tests.support.expert_models import CHOSEN, DENSE, EXPERTS, HIDDEN, Decoder, decoder, token_batches
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
@@ -65,7 +66,7 @@ def test_a_step_of_experts_moves_what_the_docstring_says(strategy: str, shape: t
 
 
 def test_every_preset_for_experts_has_formulas() -> None:
-    named = {name for name, preset in PRESETS.items() if preset.__module__ == experts.__name__}
+    named = {name for name, preset in PRESETS.items() if preset.__module__ == expert_presets.__name__}
     assert named == {strategy for strategy, _ in CASES}
     assert named == {name for name in PRESETS if name.startswith("expert_")}
 

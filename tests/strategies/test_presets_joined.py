@@ -13,7 +13,7 @@ import torch
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import InputError, StrategyError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from autopar.strategies.presets import annotations_for, preset_named
 from tests.support.expert_models import decoder, token_batches
 from tests.support.families import FAMILIES

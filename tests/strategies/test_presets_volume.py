@@ -16,10 +16,10 @@ import pytest
 from torch import Tensor, nn
 
 import autopar
-from autopar.hardware.profile import Hardware, Link
+from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import BUILT_IN, BuiltIn, built_in
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS
 from tests.support.families import FAMILIES
 

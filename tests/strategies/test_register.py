@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.export import capture
-from autopar.cost.operations import flops
+from autopar.costs.pricing.operations import flops
 from autopar.errors import RuleError
 from autopar.strategies.registered import REGISTERED
 from autopar.strategies.roles import RoledProgram

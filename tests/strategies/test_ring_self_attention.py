@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.menu import Menu
 from autopar.errors import AnnotationError, StrategyError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
-from autopar.space.menu import Menu
-from tests.space.test_in_order import Text, batch
+from tests.costs.space.test_in_order import Text, batch
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 NAME = "ring_self_attention"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from autopar.errors import RuleError
-from autopar.sharding.rule import PASS_REPLICATED
+from autopar.ir.sharding.rule import PASS_REPLICATED
 from autopar.strategies import RULES, rule_of
-from autopar.strategies.rules import experts
-from autopar.validation.whole_call import Whole, fault_of
+from autopar.strategies.rules import expert_rules
+from autopar.tools.validation.whole_call import Whole, fault_of
 from tests.support.simulation.samples import SAMPLES
 from tests.support.simulation.samples.allowed import ALLOWED, NOT_COMPARED
 from tests.support.simulation.samples.draw import Draw
@@ -72,7 +72,7 @@ def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
 
 def test_every_operation_of_the_tables_has_samples() -> None:
     # The rows that an operator of experts takes and gives mean something between both ends alone (test_experts.py).
-    without = sorted(str(target) for target in RULES if target not in SAMPLES and target not in experts.RULES)
+    without = sorted(str(target) for target in RULES if target not in SAMPLES and target not in expert_rules.RULES)
     assert not without, f"no samples in tests/support/simulation/samples for {', '.join(without)}"
 
 

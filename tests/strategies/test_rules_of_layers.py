@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.composites import COMPOSITES
-from autopar.sharding.operation import largest_split_input
+from autopar.ir.sharding.operation import largest_split_input
 from autopar.strategies import rule_of
 from tests.support.simulation.samples.draw import Draw
 from tests.support.simulation.samples.recurrent import KINDS, recurrent

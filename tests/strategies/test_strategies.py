@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.capture.export import capture
-from autopar.program.program import TensorInfo
-from autopar.runtime.collectives.axes import record_traffic
-from autopar.sharding.layout import S
-from autopar.sharding.operation import Call
-from autopar.sharding.rule import Choice, Rule
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import S
+from autopar.ir.sharding.operation import Call
+from autopar.ir.sharding.rule import Choice, Rule
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.strategies import BY_NAME, RULES, TABLES, notation, rule_of
 from autopar.strategies.notation import broadcast
 from autopar.strategies.rules import view
 from autopar.strategies.rules.view import reshaped
-from autopar.validation.parts import split
-from autopar.validation.whole_call import Whole
+from autopar.tools.validation.sharded_values import split
+from autopar.tools.validation.whole_call import Whole
 from tests.support.families import FAMILIES
 from tests.support.simulation.validate import check, only_implementation
 from tests.support.simulation.validate_implementations import AXIS, implemented_choices, run_implementation

@@ -9,11 +9,11 @@ import torch
 
 import autopar
 from autopar.capture.export import capture
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.planning.settings import context_of
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.strategies.presets.regions import ROW, regions_of
 from autopar.strategies.roles import RoledProgram
-from autopar.validation.check_rule import check_rule
+from autopar.tools.validation.check_rule import check_rule
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import LOSS_ALONE
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.capture.export import capture
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, InputError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
 from autopar.strategies.rules.products import tiled
 from autopar.strategies.rules.products.tiled import NAME
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.dealing import is_worth_another_search
 from autopar.errors import AnnotationError, StrategyError
+from autopar.ir.sharding.layout import Z
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import request
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.sharding.layout import Z
-from autopar.sharding.mesh import Mesh
-from autopar.space.dealing import is_worth_another_search
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import Dealt, dealt
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks

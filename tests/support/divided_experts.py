@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.program.operators.experts import DISPATCH, GROUPED_MM
-from autopar.space.space import Space
+from autopar.costs.space.space import Space
+from autopar.ir.program.operators.expert_operators import DISPATCH, GROUPED_MM
 from tests.support.experts import added, placed, scatter_added, sorted_rows
 
 D, BATCH, LENGTH, CLASSES = 8, 8, 2, 3

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.assumptions import Assumption
 from autopar.capture.export import capture
 from autopar.capture.static.arguments import with_static
-from autopar.program.program import Program
+from autopar.ir.program.program import Program
 
 
 def run(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.benchmarking.meters import LiveBytes
 from autopar.runtime.recompute import on_host
+from autopar.tools.benchmarking.meters import LiveBytes
 
 
 class HostBytes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.benchmarking.meters import held_in_training, peak_bytes
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.parity import whole
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopar.capture.export import capture
 from autopar.capture.layers import once
-from autopar.program.program import Program
+from autopar.ir.program.program import Program
 from tests.support.eager import assert_as_eager
 
 NUMBER, WIDTH = 4, 8

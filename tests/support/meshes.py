@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autopar.annotations.annotate import annotate, annotations_of, pins_of
-from autopar.arranging.compared import compared
 from autopar.capture.export import capture
-from autopar.hardware.profile import Hardware
-from autopar.pipeline.plan import PipelinePlan
-from autopar.planning.meshes.arrangements import meshes_of
-from autopar.planning.meshes.search import Candidate, Searched
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.build import build_space
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.annotate import annotate, annotations_of, pins_of
+from autopar.planning.mesh_estimates.compared import compared
+from autopar.planning.mesh_search.arrangements import meshes_of
+from autopar.planning.mesh_search.search import Candidate, Searched
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.planner import make_plan
-from autopar.plans.plan import Plan
-from autopar.report.comparison_table import comparison_text
-from autopar.sharding.mesh import Mesh
-from autopar.space.build import build_space
+from autopar.views.report.comparison_table import comparison_text
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import X_BD, TwoLinears
 

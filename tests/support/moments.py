@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.memory.model import MemoryModel
-from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow, node_bytes, wire_bytes
 
 
 def at_moment(memory: MemoryModel, choices: Sequence[int], moment: int) -> int:

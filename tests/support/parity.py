@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.export import Traced, trace
-from autopar.hardware.profile import Hardware, Link
+from autopar.costs.hardware.profile import Hardware, Link
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
@@ -178,7 +178,7 @@ def traced_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.com
 def parallel(case: Case) -> Training:
     """Train the case on the ranks of this process group (runs on every rank)."""
     import autopar
-    from autopar.runtime.collectives.axes import record_traffic
+    from autopar.runtime.collectives.mesh_axes import record_traffic
 
     model = build(case)
     for pattern, keywords in case.annotations:

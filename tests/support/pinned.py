@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.annotations.annotate import annotations_of, pins_of
-from autopar.annotations.pins import Mode
 from autopar.capture.export import capture
+from autopar.costs.hardware.load import load
+from autopar.costs.space.build import build_space
+from autopar.costs.space.space import Space
 from autopar.errors import AnnotationError
-from autopar.hardware.load import load
-from autopar.sharding.layout import Layout
-from autopar.sharding.mesh import Mesh
-from autopar.space.build import build_space
-from autopar.space.space import Space
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.annotate import annotations_of, pins_of
+from autopar.planning.annotations.pins import Mode
 
 
 class Block(nn.Module):

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from autopar.annotations.annotate import annotations_of, pins_of
 from autopar.capture.export import capture
-from autopar.hardware.collectives import Transfer
-from autopar.hardware.profile import Hardware, Link
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.build import build_space
+from autopar.costs.space.menu import Menu, menu_of
+from autopar.costs.space.space import Space
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.operation import Call
+from autopar.planning.annotations.annotate import annotations_of, pins_of
 from autopar.planning.planner import make_plan
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call
-from autopar.space.build import build_space
-from autopar.space.menu import Menu, menu_of
-from autopar.space.space import Space
 from autopar.strategies.ruled import ruled
 
 SLOW_LINKS = Hardware(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from tests.support.parity import mesh
 from tests.support.ranks import Ranks
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from tests.capture.test_refusals import FORMS, Holding
 
 X_BH = torch.arange(16.0).reshape(4, 4).sin()

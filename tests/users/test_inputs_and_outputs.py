@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from tests.support.eager import assert_as_eager
 from tests.support.parity import mesh
 from tests.support.ranks import Ranks

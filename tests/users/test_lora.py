@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import autopar
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
-from autopar.sharding.mesh import Mesh
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.plans.plan import Plan
-from autopar.runtime.collectives.axes import record_traffic
-from autopar.sharding.mesh import Mesh
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from tests.support.ranks import Ranks
 
 FEATURES, HIDDEN = 16, 64

@@ -13,8 +13,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import PeerError
+from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.ranks.options import OF_EACH_RANK
-from autopar.sharding.mesh import Mesh
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.errors import InputError
 from autopar.integrations.varying_texts import buckets_for
-from autopar.lengths.buckets import Buckets
+from autopar.runtime.lengths.length_buckets import Buckets
 from autopar.runtime.ranks.calls import _difference
 from tests.support.language_models import language_model, texts
 from tests.support.parity import SLOW_DEVICES, whole

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import RankError, Ranks, mesh
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.hardware.load import load
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
+from autopar.costs.hardware.load import load
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from tests.support.ranks import Ranks
 
 HOST = load("cpu")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import CaptureError, InfeasibleError, InputError, PipelineError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
 

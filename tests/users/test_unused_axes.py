@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.planning.meshes.search import Candidate, Turn, best_mesh
-from autopar.plans.plan import Plan
-from autopar.sharding.mesh import Mesh
-from autopar.warned import warn_user
+from autopar.costs.plans.plan import Plan
+from autopar.errors import warn_user
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.mesh_search.search import Candidate, Turn, best_mesh
 
 
 class Recurrent(nn.Module):

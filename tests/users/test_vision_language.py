@@ -22,7 +22,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAu
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.sharding.mesh import Mesh
+from autopar.ir.sharding.mesh import Mesh
 from tests.support.eager import assert_as_eager
 from tests.support.parity import mesh, whole
 from tests.support.ranks import Ranks

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.memory.peak import memory_use
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.named import named
-from autopar.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.plans.rows import ACTIVATIONS, KEPT_WEIGHTS
-from autopar.sharding.mesh import Mesh
 from tests.support.ranks import Ranks
 
 MESH = Mesh({"dp": 2, "tp": 2})

@@ -16,8 +16,8 @@ from autopar.capture.passes.refused_calls import where
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
 from autopar.capture.passes.views import VIEWS
 from autopar.errors import CaptureError
-from autopar.program.operators.capacity import WITHIN_CAPACITY
-from autopar.program.operators.experts import COMBINE, DISPATCH, OTHER_GROUPED_PRODUCTS
+from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, OTHER_GROUPED_PRODUCTS
 
 SLOT_DIMS = "slot_dims"
 """Key in a dispatch node's meta: the number of trailing index dims that are slots of one token."""

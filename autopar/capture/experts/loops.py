@@ -1,6 +1,7 @@
 """Experts of libraries that loop over those which are hit, a number that data decide, captured as sorted rows instead.
 
-Transformers' other experts have such a form of their own, "grouped_mm". Legend in `program.operators.experts`.
+Transformers' other experts have such a form of their own, "grouped_mm". Legend in
+`ir.program.operators.expert_operators`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from autopar.capture.experts.forms import (
 )
 from autopar.capture.passes.traced_graph import arguments, aten, shape_of
 from autopar.capture.passes.views import VIEWS
-from autopar.program.operators.experts import OTHER_GROUPED_PRODUCTS
+from autopar.ir.program.operators.expert_operators import OTHER_GROUPED_PRODUCTS
 
 PUT_BACK = (aten.index.Tensor, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
 ALONG_LAST = (

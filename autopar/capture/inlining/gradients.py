@@ -26,7 +26,7 @@ from autopar.capture.inlining.recorded import Recorded
 from autopar.capture.passes.refused_calls import where
 from autopar.capture.passes.traced_graph import TracedGraph, aten, is_write, set_call, value_of
 from autopar.errors import CaptureError
-from autopar.program.gradient_hooks import GRADIENT_HOOK
+from autopar.ir.program.gradient_hooks import GRADIENT_HOOK
 
 GRADIENT = Recorded("autopar_gradient")
 """A use of torch.autograd.grad: its number, its outputs, their gradients, and its inputs."""

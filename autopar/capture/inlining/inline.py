@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from autopar.capture.inlining.functions import KEPT, KeptUse
+from autopar.capture.inlining.function_stand_ins import KEPT, KeptUse
 from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT, GradientCall, needs_gradient
 from autopar.capture.inlining.layers import LAYER, Body, joined
 from autopar.capture.passes.autocast import Autocast, Casts
@@ -32,7 +32,7 @@ from autopar.capture.passes.traced_graph import (
     written_arguments,
 )
 from autopar.errors import CaptureError
-from autopar.program.operators.set_data import SET_DATA
+from autopar.ir.program.operators.set_data import SET_DATA
 
 DROPPED = (
     aten._assert_tensor_metadata.default,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.program.python_state import ATOMS, INTERNALS
+from autopar.ir.program.python_state import ATOMS, INTERNALS
 
 STATE = ("_parameters", "_buffers")
 LOOKS_AT_ALL = frozenset({"__dict__", "vars"})
@@ -31,7 +31,9 @@ class Comparison:
     """Modules of the first tree, and names of plain attributes that have another value in the second."""
 
     def equal(self, one: nn.Module, other: nn.Module) -> bool:
-        """Return whether the trees are equal, except for the values of tensors and the attributes put in `differing`."""
+        """Return whether the trees are equal, except for the values of tensors and the attributes put in
+        `differing`.
+        """
         if not self._pair(one, other) or not all(self._attributes(a, b) for a, b in list(self.pairs.values())):
             return False
         return not self.differing or not any(_looks_at_all(type(module)) for module, _ in self.pairs.values())

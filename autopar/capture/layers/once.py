@@ -26,7 +26,7 @@ from autopar.capture.layers.equal import Comparison, form_of, state_of, ties
 from autopar.capture.layers.template import Template, template_of
 from autopar.capture.python.cone import node_of
 from autopar.capture.python.recorder import Recorder
-from autopar.program.python_state import ATOMS
+from autopar.ir.program.python_state import ATOMS
 
 FEWEST = 3
 """Layers of one class in a list, at least."""

@@ -16,7 +16,7 @@ from autopar.capture.inlining.layers import LAYER, Body, path_within
 from autopar.capture.layers.equal import ties
 from autopar.capture.passes.traced_graph import is_write, storages
 from autopar.capture.python.cone import node_of
-from autopar.program.python_state import ATOMS
+from autopar.ir.program.python_state import ATOMS
 
 
 @dataclass(frozen=True, slots=True)

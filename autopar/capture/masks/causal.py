@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.masks.seen import constants
-from autopar.program.operators.attention.dropout import Range
-from autopar.program.operators.attention.expressions import Expression, evaluate, part_of
-from autopar.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
+from autopar.ir.program.operators.attention.dropout import Range
+from autopar.ir.program.operators.attention.expressions import Expression, evaluate, part_of
+from autopar.ir.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
 
 MOST = 4
 """Blocks that are looked at element by element, for each row of blocks: no causal mask needs more than three."""

@@ -22,7 +22,7 @@ from autopar.capture.masks.seen import share_seen
 from autopar.capture.passes.refused_calls import where
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.errors import CaptureError
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
 
 VARLEN = "torch_attn::_varlen_attn"
 """The operator of `torch.nn.attention.varlen.varlen_attn`, which is there once that is imported."""

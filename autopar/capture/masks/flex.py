@@ -19,15 +19,15 @@ from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import constant, share_seen
 from autopar.capture.masks.shared_heads import without_repeats
 from autopar.capture.passes.traced_graph import TracedGraph, aten, shape_of, value_of
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.expressions import (
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.attention.expressions import (
     Call,
     Expression,
     Score,
     is_differentiable,
     reads_scores,
 )
-from autopar.program.operators.attention.flex_calls import FLEX_SCORES, FLEX_VALUES
+from autopar.ir.program.operators.attention.flex_calls import FLEX_SCORES, FLEX_VALUES
 
 ATTENTION = aten.scaled_dot_product_attention.default
 PRECISE = (torch.float32, torch.float64)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.masks.reading import FILLED
 from autopar.capture.passes.traced_graph import aten, shape_of, value_of
-from autopar.program.operators.attention.expressions import FUNCTIONS
+from autopar.ir.program.operators.attention.expressions import FUNCTIONS
 
 Hiding = Literal["infinity", "lowest", "other"]
 LOWEST = -1e30

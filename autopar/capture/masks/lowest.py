@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.capture.masks.hiding import LOWEST
 from autopar.capture.masks.reading import Reading
 from autopar.capture.masks.seen import constants
-from autopar.program.operators.attention.expressions import Call, Expression, evaluate
+from autopar.ir.program.operators.attention.expressions import Call, Expression, evaluate
 
 
 def hidden_by_infinity(mask: Expression) -> Expression:

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from autopar.capture.masks.seen import bounds_without_data, constant
 from autopar.capture.passes.traced_graph import value_of
-from autopar.program.operators.attention.expressions import Bounds, Expression, of_keys, parse
-from autopar.program.operators.attention.masked_blocks import known_of, without_nan
+from autopar.ir.program.operators.attention.expressions import Bounds, Expression, of_keys, parse
+from autopar.ir.program.operators.attention.masked_blocks import known_of, without_nan
 
 NUM_BLOCKS = 1024
 """Maximum number of blocks of queries, and of keys."""

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.capture.masks.seen import constant
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
-from autopar.program.operators.attention.expressions import FUNCTIONS, Call, Expression, Score, Vector
+from autopar.ir.program.operators.attention.expressions import FUNCTIONS, Call, Expression, Score, Vector
 
 MOST_CALLS = 64
 """Maximum number of calls in an expression; a part that occurs twice counts twice."""

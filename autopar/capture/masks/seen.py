@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from autopar.capture.passes.traced_graph import value_of
-from autopar.program.operators.attention.expressions import Bounds, parse
-from autopar.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
+from autopar.ir.program.operators.attention.expressions import Bounds, parse
+from autopar.ir.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
 
 RISING = 1.5
 """Ratio of scores seen by the second and the first half of the queries from which later queries count as busier."""

@@ -27,8 +27,8 @@ from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import share_seen
 from autopar.capture.masks.shared_heads import without_repeats
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.expressions import Call
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.attention.expressions import Call
 
 
 def attention_with_sinks(draft: TracedGraph) -> None:

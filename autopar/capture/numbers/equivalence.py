@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from autopar.program.program import Program, TensorInfo, info_of
-from autopar.program.python_state import PythonState, equal
+from autopar.ir.program.program import Program, TensorInfo, info_of
+from autopar.ir.program.python_state import PythonState, equal
 
 aten = torch.ops.aten
 

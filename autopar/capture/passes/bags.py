@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
-from autopar.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
+from autopar.ir.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 
 ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 VARIANTS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)

@@ -26,7 +26,7 @@ from autopar.capture.passes.functional_forms import functional_values, written_a
 from autopar.capture.passes.traced_graph import TracedGraph, aten, is_write, storages, value_of
 from autopar.capture.passes.view_writes import written_parent
 from autopar.errors import CaptureError
-from autopar.program.operators.set_data import SET_DATA
+from autopar.ir.program.operators.set_data import SET_DATA
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.capture.passes.traced_graph import TracedGraph
-from autopar.program.gradient_hooks import GRADIENT_HOOK
+from autopar.ir.program.gradient_hooks import GRADIENT_HOOK
 
 
 def hooks_on_all_uses(draft: TracedGraph) -> None:

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.capture.passes.packed_outputs import Piece, pieces_of
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
-from autopar.program.operators.experts import GROUPED_MM
+from autopar.ir.program.operators.expert_operators import GROUPED_MM
 
 BY_EXPERTS = (GROUPED_MM, aten.bmm.default)
 """Products with a matrix for each expert."""

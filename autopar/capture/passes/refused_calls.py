@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
-from autopar.program.program import fault_of_form
+from autopar.ir.program.program import fault_of_form
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.python.cone import depends_on_call
-from autopar.program.python_state import ATOMS, CONTAINERS, MISSING, Place, contents, equal
+from autopar.ir.program.python_state import ATOMS, CONTAINERS, MISSING, Place, contents, equal
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.python.user_code import is_installed, is_users
-from autopar.program.python_state import ATOMS, CONTAINERS, Place
+from autopar.ir.program.python_state import ATOMS, CONTAINERS, Place
 
 
 def globals_read(model: nn.Module, functions: Sequence[types.FunctionType]) -> tuple[Place, ...]:

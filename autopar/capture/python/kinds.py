@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.errors import InputError
-from autopar.program.python_state import (
+from autopar.errors import InputError, warn_user
+from autopar.ir.program.python_state import (
     ATOMS,
     CONTAINERS,
     INTERNALS,
@@ -27,7 +27,6 @@ from autopar.program.python_state import (
     equal,
     is_observable,
 )
-from autopar.warned import warn_user
 
 Key = tuple[int, Any]
 MANY = 8

@@ -35,7 +35,7 @@ from autopar.capture.python.attributes import (
 from autopar.capture.python.cone import comes_from, depends_on_call
 from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
-from autopar.program.python_state import (
+from autopar.ir.program.python_state import (
     ATOMS,
     INTERNALS,
     MAX_ITEMS,
@@ -114,7 +114,9 @@ class Recorder:
             return self._sets, {id(read): (read, v, items_of(v)) for read, v in (*reads, *inner, *outside)}
 
     def changed_since(self, earlier: Held) -> bool:
-        """Return whether the forward has since written an attribute, or changed anything it had read or has read since."""
+        """Return whether the forward has since written an attribute, or changed anything it had read or has read
+        since.
+        """
         sets, now = self.held()
         if sets != earlier[0]:
             return True

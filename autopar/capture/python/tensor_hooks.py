@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.python.user_code import where
 from autopar.errors import CaptureError
-from autopar.program.gradient_hooks import GRADIENT_HOOK, Hook
-from autopar.program.python_state import ATOMS
+from autopar.ir.program.gradient_hooks import GRADIENT_HOOK, Hook
+from autopar.ir.program.python_state import ATOMS
 
 LOST: Mapping[str, str] = {
     "retain_grad": "a compiled module keeps no intermediate results: return the tensor, or save its gradient in a hook "

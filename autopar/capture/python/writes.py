@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.python.user_code import where
 from autopar.errors import CaptureError
-from autopar.program.operators.set_data import SET_DATA
+from autopar.ir.program.operators.set_data import SET_DATA
 
 READ_DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 ASSIGN_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]

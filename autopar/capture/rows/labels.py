@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
-from autopar.program.operators.rows import CROSS_ENTROPY
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 
 ONE_TENSOR = (aten.contiguous.default, aten.clone.default)
 """Calls that give the tensor that they are given."""

@@ -20,8 +20,8 @@ from autopar.capture.experts.forms import CASTS
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
 from autopar.capture.rows.labels import NONE, in_rows
-from autopar.program.operators.experts import COMBINE, DISPATCH
-from autopar.program.operators.rows import CROSS_ENTROPY
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 
 ALONG_DIM = (
     aten.softmax.int,

@@ -26,7 +26,7 @@ from autopar.capture.python.writes import is_write
 from autopar.capture.static.arguments import StaticTensor
 from autopar.capture.static.known import MAX_ELEMENTS, known_value
 from autopar.errors import CaptureError
-from autopar.program.precision import AS_IT_IS, Precision
+from autopar.ir.program.precision import AS_IT_IS, Precision
 
 OF_VALUES = """
     __bool__ __complex__ __contains__ __float__ __index__ __int__ allclose argwhere bincount combinations equal

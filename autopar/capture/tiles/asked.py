@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
+from autopar.capture.tiles.tiled_losses import LossTiles
 
 
 class Tiles(NamedTuple):

@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
-from autopar.capture.tiles.loss import MOST, Fitting
+from autopar.capture.tiles.tiled_losses import MOST, Fitting
 from autopar.errors import CaptureError
-from autopar.program.operators.linear_cross_entropy import wide
-from autopar.program.operators.mlp_in_tiles import ACTIVATIONS, MLP_IN_TILES
-from autopar.program.program import Program
+from autopar.ir.program.operators.linear_cross_entropy import wide
+from autopar.ir.program.operators.mlp_in_tiles import ACTIVATIONS, MLP_IN_TILES
+from autopar.ir.program.program import Program
 
 MlpTiles = int | Literal["auto"] | Fitting | None
 """A number of tiles; "auto": where memory asks for it; None: the model as it is."""

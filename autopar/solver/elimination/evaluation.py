@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.solver.deadline import NEVER, check
-from autopar.solver.elimination.buckets import Elimination, EliminationStep
+from autopar.solver.elimination.bucket_elimination import Elimination, EliminationStep
 from autopar.solver.elimination.min_plus import least_sums
 from autopar.solver.problem import Floats
 

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.deadline import NEVER, check
-from autopar.solver.elimination.buckets import Elimination, EliminationStep
+from autopar.solver.elimination.bucket_elimination import Elimination, EliminationStep
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import bag_sum
-from autopar.solver.elimination.tables import Tables
-from autopar.solver.problem import Floats, Integers, Problem
-from autopar.solver.reductions.reduction import cut_table
+from autopar.solver.problem import Floats, Integers, Problem, cut_table
 
 HAIR = 0.01  # of the grid
 MAX_CALIBRATED = 150_000_000  # entries of a bag that `excesses` may build whole: 1.2 GB

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from autopar.program.operators.attention.dropout import Range
-from autopar.program.operators.attention.kernels import Block, attend, attend_backward
-from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.program.operators.attention.tiles import attend_in_tiles, gradients_in_tiles
+from autopar.ir.program.operators.attention.dropout import Range
+from autopar.ir.program.operators.attention.kernels import Block, attend, attend_backward
+from autopar.ir.program.operators.attention.sums import Gradients, Sum
+from autopar.ir.program.operators.attention.tiles import attend_in_tiles, gradients_in_tiles
 
 
 @dataclass(frozen=True, slots=True)

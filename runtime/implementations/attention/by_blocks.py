@@ -10,7 +10,7 @@ An axis may split
 
 and axes may do different things, as in Ulysses inside of a ring ("USP", Fang and Zhao 2024) or 2D attention
 ("LoongTrain", Gu et al. 2024). No tensor has a dim of queries and one of keys, but a mask that is given. A dropout
-drops the same on all layouts (`autopar.program.operators.attention.dropout`).
+drops the same on all layouts (`autopar.ir.program.operators.attention.dropout`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.attention.kernels import Block
-from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.axes import IN_ORDER, Axes, axes_of, num_parts_of
+from autopar.ir.program.operators.attention.kernels import Block
+from autopar.ir.program.operators.attention.sums import Gradients, Sum
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Pair, Piece, add_blocks, add_gradients, pairs_of
 from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
-from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split
+from autopar.runtime.implementations.attention.positions import KEYS, QUERIES, Split
 from autopar.runtime.implementations.attention.steps import in_steps
+from autopar.runtime.implementations.each_rank import Ranks
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

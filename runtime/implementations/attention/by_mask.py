@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, scale_of
-from autopar.program.operators.attention.expressions import of_keys
-from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.axes import IN_ORDER, Axes, num_parts_of
+from autopar.ir.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, scale_of
+from autopar.ir.program.operators.attention.expressions import of_keys
+from autopar.ir.program.operators.attention.sums import Gradients, Sum
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
-from autopar.runtime.implementations.attention.places import KEYS, Ranks, Split
+from autopar.runtime.implementations.attention.positions import KEYS, Split
 from autopar.runtime.implementations.attention.steps import in_steps
+from autopar.runtime.implementations.each_rank import Ranks
 
 
 def attention_by_mask(

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autopar.program.operators.attention.cached import attended, grouped, seen, written
-from autopar.program.operators.attention.kernels import Block, attend
-from autopar.runtime.collectives.axes import Axes, axes_of, part_of
+from autopar.ir.program.operators.attention.cached import attended, grouped, seen, written
+from autopar.ir.program.operators.attention.kernels import Block, attend
+from autopar.runtime.collectives.mesh_axes import Axes, axes_of, part_of
 from autopar.runtime.implementations.attention.heads import shared_heads
-from autopar.runtime.implementations.attention.places import KEYS
+from autopar.runtime.implementations.attention.positions import KEYS
 from autopar.runtime.implementations.attention.steps import merged
 
 

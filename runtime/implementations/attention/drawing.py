@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.program.operators.attention.dropout import Dropout, lines_of
-from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
+from autopar.ir.program.operators.attention.dropout import Dropout, lines_of
+from autopar.runtime.collectives.mesh_axes import Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.heads import GROUP, QUERY_HEADS
-from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Dealing, Ranks, on_each_rank, positions
+from autopar.runtime.implementations.attention.positions import KEYS, QUERIES, Dealing, positions
 from autopar.runtime.implementations.dropout import kept_of_whole, seed_of_part
+from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
 
 HEADS = "h"

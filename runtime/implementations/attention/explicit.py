@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import IN_ORDER, Axes
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes
 from autopar.runtime.implementations.attention.drawing import lines
 from autopar.runtime.implementations.attention.heads import shared_heads
-from autopar.runtime.implementations.attention.places import KEYS, QUERIES
+from autopar.runtime.implementations.attention.positions import KEYS, QUERIES
 from autopar.runtime.implementations.dropout import dropout
 
 

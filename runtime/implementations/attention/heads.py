@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axes, axes_of, part_of
+from autopar.runtime.collectives.mesh_axes import Axes, axes_of, part_of
 
 QUERY_HEADS, GROUP = "q", "r"
 """The factor of query heads alone, and of those that share a head of keys."""

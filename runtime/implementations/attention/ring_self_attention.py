@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, autograd
 
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import IN_ORDER, Axes, axes_of, num_parts_of
-from autopar.runtime.collectives.functions import raw_reduce_scatter
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.layout_moves import raw_reduce_scatter
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.by_blocks import four_dims
 from autopar.runtime.implementations.attention.heads import shared_heads
-from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split, on_each_rank, positions
+from autopar.runtime.implementations.attention.positions import KEYS, QUERIES, Split, positions
 from autopar.runtime.implementations.attention.steps import sent
+from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 
 
 def attention(

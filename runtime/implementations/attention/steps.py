@@ -12,14 +12,15 @@ from typing import Any, Protocol
 from torch import Tensor, autograd
 from torch.nn.functional import pad
 
-from autopar.program.operators.attention.hops import Hop, chains_of
-from autopar.program.operators.attention.sinks import gradient_of_sinks, with_sinks
-from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.axes import Axis
-from autopar.runtime.collectives.functions import raw_all_reduce
+from autopar.ir.program.operators.attention.hops import Hop, chains_of
+from autopar.ir.program.operators.attention.sinks import gradient_of_sinks, with_sinks
+from autopar.ir.program.operators.attention.sums import Gradients, Sum
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.layout_moves import raw_all_reduce
+from autopar.runtime.collectives.mesh_axes import Axis
 from autopar.runtime.collectives.ring import Travelling
-from autopar.runtime.implementations.attention.places import Ranks, Split, on_each_rank
+from autopar.runtime.implementations.attention.positions import Split
+from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 
 
 class Local(Protocol):

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, autograd
 from torch.nn import functional as F
 
-from autopar.program.operators.derivatives import is_asked_for, once_differentiable
-from autopar.runtime.collectives.axes import IN_ORDER, Axes, Axis, axes_of
+from autopar.ir.program.operators.derivatives import is_asked_for, once_differentiable
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
+from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, Axis, axes_of
 from autopar.runtime.implementations.products.fused import gather_and_multiply, is_fused, multiply_and_scatter
 from autopar.strategies.rules.products.chunked import COLUMN, ROW, chunks_of
 

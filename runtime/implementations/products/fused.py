@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
-from autopar.runtime.collectives.axes import Axis, count
+from autopar.runtime.collectives.mesh_axes import Axis, count
 
 FUSED_ON = ("cuda",)
 """Types of devices that torch has the kernels for."""

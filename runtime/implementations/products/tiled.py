@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, autograd
 
-from autopar.program.operators.derivatives import is_asked_for, once_differentiable
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of
+from autopar.ir.program.operators.derivatives import is_asked_for, once_differentiable
 from autopar.runtime.collectives.in_chunks import arrived, start_gather, start_reduce_scatter
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of
 from autopar.strategies.rules.products.tiled import COLUMN, ROW, tile_sizes
 
 

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.program.operators.attention.hops import chains_of, hops_of
-from autopar.sharding.layout import R, S
-from autopar.sharding.operation import ZIGZAG, Call, Collective, Efficiency, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import TOGETHER, WHOLE, Choice
+from autopar.ir.program.operators.attention.hops import chains_of, hops_of
+from autopar.ir.sharding.layout import R, S
+from autopar.ir.sharding.operation import ZIGZAG, Call, Collective, Efficiency, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, batch_names, broadcast, rule, term
 from autopar.strategies.rules.layers.attention_sizes import (
     QUERY_HEADS,

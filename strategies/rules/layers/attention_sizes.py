@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.sharding.operation import Call, LocalSizes
+from autopar.ir.sharding.operation import Call, LocalSizes
 from autopar.strategies.notation import batch_names
 
 QUERY_HEADS = "q"

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
-from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
+from autopar.ir.sharding.operation import Call, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, batch_names, rule, term
 from autopar.strategies.rules.layers.attention import head_dims, heads_alone, traffic
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, rule, term
 
 aten = torch.ops.aten

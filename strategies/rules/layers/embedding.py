@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autopar.program.operators.bags import EMBEDDING_BAGS, MODES, RAGGED_EMBEDDING_BAGS
-from autopar.sharding.operation import Call, Implementation, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.operators.bags import EMBEDDING_BAGS, MODES, RAGGED_EMBEDDING_BAGS
+from autopar.ir.sharding.operation import Call, Implementation, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Answer, Entry, rule, term
 
 aten = torch.ops.aten

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.program import TensorInfo
-from autopar.sharding.layout import R, S
-from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import TOGETHER, WHOLE, Choice
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import R, S
+from autopar.ir.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, broadcast, rule, term
 from autopar.strategies.rules.layers.attention import FUSED_BACKWARD, head_dims, heads_alone, kept_bytes, traffic
 from autopar.strategies.rules.layers.attention_sizes import batches, query_heads, unkept

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call, Collective, Implementation, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call, Collective, Implementation, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, names, rule, term
 
 aten = torch.ops.aten

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, rule, term
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ all keys and values, of which each rank has a part of the sum, are reduce-scatte
 
 from __future__ import annotations
 
-from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes
-from autopar.sharding.rule import TOGETHER
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes
+from autopar.ir.sharding.rule import TOGETHER
 from autopar.strategies.rules.layers.attention_sizes import (
     batches,
     elements_of_key,

@@ -2,7 +2,7 @@
 
 Each number of tiles is an implementation, so that a plan may choose one: what a tile holds is there in the forward
 alone, for which one more tile costs reading the weight, and adding to its gradient, once more. What stays for the
-backward is the gradients. (Program operator: `program.operators.linear_cross_entropy`, whose legend holds here.)
+backward is the gradients. (Program operator: `ir.program.operators.linear_cross_entropy`, whose legend holds here.)
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, rows_of_tiles, wide
-from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, rows_of_tiles, wide
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, names, rule, term
-from autopar.strategies.rules.layers.loss import DIVISOR_BYTES, divisor_over
+from autopar.strategies.rules.layers.loss_rules import DIVISOR_BYTES, divisor_over
 
 CLASSES = "o"
 OFFERED = (1, 4, 16, 64)

@@ -2,17 +2,17 @@
 
 Parts of the hidden features give parts of a sum, as the two products of Megatron-LM do. Nothing is kept for the
 backward but inputs; there hidden activations are computed again, a tile of which is all that is worked on. (Program
-operator: `program.operators.mlp_in_tiles`, whose legend holds here.)
+operator: `ir.program.operators.mlp_in_tiles`, whose legend holds here.)
 """
 
 from __future__ import annotations
 
 import math
 
-from autopar.program.operators.linear_cross_entropy import rows_of_tiles, wide
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
-from autopar.sharding.operation import Call, LocalSizes, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.ir.program.operators.linear_cross_entropy import rows_of_tiles, wide
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
+from autopar.ir.sharding.operation import Call, LocalSizes, OpRule
+from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, names, rule, tensor_arguments, term
 
 HIDDEN = "k"

@@ -25,9 +25,9 @@ from dataclasses import replace
 
 import torch
 
-from autopar.sharding.layout import Placement, R, S
-from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes
-from autopar.sharding.rule import TOGETHER, Choice
+from autopar.ir.sharding.layout import Placement, R, S
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes
+from autopar.ir.sharding.rule import TOGETHER, Choice
 from autopar.strategies.notation import batch_names
 
 aten = torch.ops.aten

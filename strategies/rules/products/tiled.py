@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.sharding.layout import Placement, R, S
-from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes
-from autopar.sharding.rule import TOGETHER, Choice
+from autopar.ir.sharding.layout import Placement, R, S
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes
+from autopar.ir.sharding.rule import TOGETHER, Choice
 from autopar.strategies.rules.products.chunked import COLUMN, ROW, leading_factors
 
 aten = torch.ops.aten

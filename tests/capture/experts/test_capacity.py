@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
-from autopar.program.operators.capacity import WITHIN_CAPACITY
-from autopar.program.operators.experts import DISPATCH
-from autopar.program.program import Program
+from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.expert_operators import DISPATCH
+from autopar.ir.program.program import Program
 from tests.support import experts
 from tests.support.capped_experts import capped
 from tests.support.divided_experts import Form, WithExperts, batches, with_experts

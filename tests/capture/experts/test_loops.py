@@ -26,8 +26,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
-from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM
-from autopar.program.program import Program
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM
+from autopar.ir.program.program import Program
 from tests.support.divided_experts import choices, forced
 from tests.support.eager import assert_as_eager
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks

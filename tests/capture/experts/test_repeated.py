@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from autopar.capture.export import capture
 from autopar.capture.passes.traced_graph import aten
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
-from autopar.program.program import Program
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 from tests.support.eager import assert_as_eager
 
 E, T, D = 4, 6, 8

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
-from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
-from autopar.program.program import Program
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
+from autopar.ir.program.program import Program
 from tests.support import experts
 from tests.support.eager import assert_as_eager
 from tests.support.experts import RepeatedTokens, SortedExperts, grouped

@@ -15,10 +15,10 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
-from autopar.capture.masks import rewrite
+from autopar.capture.masks import rewrite_masks as rewrite
 from autopar.capture.passes.traced_graph import arguments
-from autopar.program.operators.attention import masked_blocks
-from autopar.program.program import Program
+from autopar.ir.program.operators.attention import masked_blocks
+from autopar.ir.program.program import Program
 from tests.support.eager import assert_as_eager
 
 S = 8

@@ -17,9 +17,9 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
-from autopar.program.operators.attention import masked_blocks
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.program import Program
+from autopar.ir.program.operators.attention import masked_blocks
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.program import Program
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks

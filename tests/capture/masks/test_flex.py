@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from autopar.capture.export import capture, skeleton
 from autopar.capture.passes.traced_graph import arguments
 from autopar.errors import CaptureError
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.expressions import evaluate, is_differentiable, parse, with_derivative
-from autopar.program.program import Program
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.attention.expressions import evaluate, is_differentiable, parse, with_derivative
+from autopar.ir.program.program import Program
 from tests.support import flex_models
 from tests.support.eager import run
 

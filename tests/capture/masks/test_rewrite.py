@@ -13,12 +13,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
-from autopar.capture.masks import reach, rewrite
+from autopar.capture.masks import reach
+from autopar.capture.masks import rewrite_masks as rewrite
 from autopar.capture.masks.seen import RISING
-from autopar.program.effects import is_random
-from autopar.program.operators.attention import masked_blocks
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.program import Program, TensorInfo
+from autopar.ir.program.effects import is_random
+from autopar.ir.program.operators.attention import masked_blocks
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.program import Program, TensorInfo
 from tests.support.eager import assert_as_eager
 
 S = 8

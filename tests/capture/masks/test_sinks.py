@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autopar.capture.export import capture
 from autopar.capture.passes.traced_graph import arguments
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.program import Program, TensorInfo, tensor_inputs
-from autopar.program.saved_tensors import saved_in
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.program import Program, TensorInfo, tensor_inputs
+from autopar.ir.program.saved_tensors import saved_in
 from tests.support.eager import assert_as_eager
 
 S, HEADS, KEY_HEADS, WIDTH = 8, 4, 2, 4

@@ -15,8 +15,8 @@ from autopar.capture.numbers.equivalence import difference
 from autopar.capture.numbers.marked import CANDIDATES, Number, is_replaceable
 from autopar.capture.numbers.watched import Watch
 from autopar.errors import CaptureError
-from autopar.program.precision import precision_of
-from autopar.program.program import Program
+from autopar.ir.program.precision import precision_of
+from autopar.ir.program.program import Program
 
 Function = Callable[[Tensor, Any], Tensor]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopar.capture.export import capture, skeleton
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.errors import CaptureError
-from autopar.program.python_state import PythonState, Watch
+from autopar.ir.program.python_state import PythonState, Watch
 
 SCALE = 2.0
 TABLE = {"scale": 2.0}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autopar.capture.export import capture, skeleton
 from autopar.errors import CaptureError
-from autopar.program.gradient_hooks import GRADIENT_HOOK, use_hooks
-from autopar.program.program import Program
+from autopar.ir.program.gradient_hooks import GRADIENT_HOOK, use_hooks
+from autopar.ir.program.program import Program
 
 
 class Hooked(nn.Module):

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture.export import capture
-from autopar.program.operators.rows import CROSS_ENTROPY
-from autopar.program.program import Program
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
+from autopar.ir.program.program import Program
 from tests.support.eager import calls, run
 from tests.support.families import FAMILIES
 from tests.support.loss_alone import Reader, flattened, reading

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture, trace
 from autopar.capture.tiles.asked import Tiles
-from autopar.capture.tiles.loss import LossTiles
+from autopar.capture.tiles.tiled_losses import LossTiles
 from autopar.errors import CaptureError
-from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY
-from autopar.program.program import Program
+from autopar.ir.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY
+from autopar.ir.program.program import Program
 from tests.support.eager import calls, run
 from tests.support.families import FAMILIES
 from tests.support.loss_alone import LOSS_ALONE, Reader, flattened, reading

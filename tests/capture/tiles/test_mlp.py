@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture
-from autopar.capture.tiles.loss import AUTO
+from autopar.capture.tiles.tiled_losses import AUTO
 from autopar.errors import CaptureError
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
 from tests.support.eager import calls, run
 from tests.support.families import FAMILIES
 

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
 from autopar.errors import MeshError
+from autopar.ir.sharding.mesh import joined_axes
 from autopar.runtime.collectives import gathering
-from autopar.runtime.collectives.axes import (
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.mesh_axes import (
     axis_of,
     gathering_groups,
     join_axes,
@@ -25,10 +27,8 @@ from autopar.runtime.collectives.axes import (
     record_traffic,
     use_mesh,
 )
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.module.executable import gathering_axes
-from autopar.sharding.mesh import joined_axes
 from tests.support.families import HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.runtime.collectives import buckets
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives import gradient_buckets
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.collectives.regather import Regather
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -86,9 +86,9 @@ def _events() -> list[str]:
     line = mesh((2,), ("x",))
     log: list[str] = []
     weights = _weights()
-    reduced, waited = buckets._reduced, buckets._Pending.wait
-    buckets._reduced = lambda *args: (log.append("start"), reduced(*args))[1]
-    buckets._Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
+    reduced, waited = gradient_buckets._reduced, gradient_buckets._Pending.wait
+    gradient_buckets._reduced = lambda *args: (log.append("start"), reduced(*args))[1]
+    gradient_buckets._Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
     try:
         with use_mesh(line):
             inside = (*reduce_gradients("x", *weights[:2]), *reduce_gradients("x", *weights[2:]))
@@ -99,7 +99,7 @@ def _events() -> list[str]:
                 x.grad_fn.register_hook(_recorded(f"layer {number}", log))
             x.sum().backward()
     finally:
-        buckets._reduced, buckets._Pending.wait = reduced, waited
+        gradient_buckets._reduced, gradient_buckets._Pending.wait = reduced, waited
     return log
 
 
@@ -112,8 +112,8 @@ def _running() -> list[int]:
     """Return the number of running buckets after each of four has started, and after the backward."""
     line = mesh((2,), ("x",))
     counts: list[int] = []
-    started = buckets._started
-    buckets._started = lambda *args: (started(*args), counts.append(len(buckets._Pending.running)))[0]
+    started = gradient_buckets._started
+    gradient_buckets._started = lambda *args: (started(*args), counts.append(len(gradient_buckets._Pending.running)))[0]
     try:
         with use_mesh(line):
             x = _input(line.get_rank())
@@ -122,12 +122,15 @@ def _running() -> list[int]:
                 x = torch.tanh(torch.nn.functional.linear(x, *gather_parameters("x", (0,), (WIDTH,), part)))
             x.sum().backward()
     finally:
-        buckets._started = started
-    return [*counts, len(buckets._Pending.running)]
+        gradient_buckets._started = started
+    return [*counts, len(gradient_buckets._Pending.running)]
 
 
 def test_the_oldest_scattering_is_waited_for_when_too_many_run(ranks: Ranks) -> None:
-    assert ranks.run(_running) == [[1, buckets.MOST_RUNNING, buckets.MOST_RUNNING, buckets.MOST_RUNNING, 0]] * 2
+    assert (
+        ranks.run(_running)
+        == [[1, gradient_buckets.MOST_RUNNING, gradient_buckets.MOST_RUNNING, gradient_buckets.MOST_RUNNING, 0]] * 2
+    )
 
 
 def _chained(count: int, is_ready: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Collectives copy where `sharding.rearranged` says so and the price counts it: once on a side, and else nowhere."""
+"""Collectives copy where `ir.sharding.rearranged` says so and the price counts it: once on a side, and else nowhere."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 import autopar
-from autopar.benchmarking.baselines import dtensor_sequence
-from autopar.cost.moves import Move, MovedTensor, transfers
+from autopar.costs.pricing.moves import Move, MovedTensor, transfers
+from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, Z
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.rearranged import READ_AND_WRITTEN
 from autopar.models.catalogue import LanguageModel
-from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
+from autopar.runtime.collectives import layout_moves as functions
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.rewrite.moves import move_call
-from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
-from autopar.sharding.mesh import Mesh
-from autopar.sharding.rearranged import READ_AND_WRITTEN
+from autopar.tools.benchmarking.baselines import dtensor_sequence
 from tests.support.simulation.fake_mesh import fake_mesh
 
 RANKS = 8

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import MeshError
-from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
-from autopar.runtime.collectives.buckets import gather_parameters
-from autopar.sharding.layout import I, P, Placement, R, S
+from autopar.ir.sharding.layout import I, P, Placement, R, S
+from autopar.runtime.collectives import layout_moves as functions
+from autopar.runtime.collectives.gradient_buckets import gather_parameters
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.hardware.load import load
-from autopar.hardware.profile import Link, Protocol
-from autopar.runtime.collectives.messages import joined, packed, unpacked
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Link, Protocol
+from autopar.runtime.collectives.packed_messages import joined, packed, unpacked
 from tests.support.simulation.fake_mesh import fake_mesh
 
 MACHINE = replace(load("h100"), links=(Link("network", None, 0.0, 450e9, (Protocol("messages", "ring", 20e-6),)),))

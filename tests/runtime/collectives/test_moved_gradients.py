@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.collectives.moved_gradients import MovedGradients
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.fake_mesh import fake_mesh

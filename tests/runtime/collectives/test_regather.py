@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.runtime.collectives import regather
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
-from autopar.runtime.collectives.buckets import gather_parameters
 from autopar.runtime.collectives.gathering import InFlight, start_gather
+from autopar.runtime.collectives.gradient_buckets import gather_parameters
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.collectives.regather import Regather
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate

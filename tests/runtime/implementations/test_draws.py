@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import use_mesh
+from autopar.runtime.collectives.mesh_axes import use_mesh
 from autopar.runtime.implementations.draws import seeded
 from autopar.runtime.implementations.randomness import use_randomness
 from autopar.strategies import rule_of

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from tests.support.capped_experts import capped
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.simulation.training import Steps, Training, fault_of, train_alone, train_on_ranks

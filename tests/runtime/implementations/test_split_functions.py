@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from autopar.runtime.collectives.axes import join_axes, record_traffic, use_mesh
-from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
+from autopar.ir.sharding.layout import I, Layout, P, R, S
+from autopar.runtime.collectives.layout_moves import all_gather_invariant, split_replicated
+from autopar.runtime.collectives.mesh_axes import join_axes, record_traffic, use_mesh
 from autopar.runtime.implementations import mean as means
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.implementations.attention.explicit import attention_with_dropout
@@ -24,7 +25,6 @@ from autopar.runtime.implementations.embedding import vocabulary_parallel_embedd
 from autopar.runtime.implementations.loss import cross_entropy, start_count
 from autopar.runtime.implementations.normalization import batch_norm
 from autopar.runtime.implementations.randomness import use_randomness
-from autopar.sharding.layout import I, Layout, P, R, S
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 

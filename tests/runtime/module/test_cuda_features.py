@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
 import autopar
-from autopar.calibration.timing import QUICK, Timer
 from autopar.optim import GaLoreAdamW, Muon
+from autopar.tools.calibration.timing import QUICK, Timer
 from tests.runtime.module.test_cuda import EVERY, ON_BOTH, ON_CUDA, _batch, _compiled, _trained, mesh
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES

@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
 import autopar
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.compiled_module import ParallelModule
 from tests.support.families import FAMILIES, HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost import messages
-from autopar.runtime.collectives import buckets
-from autopar.runtime.collectives.buckets import gather_parameters
+from autopar.costs.pricing import message_sizes as messages
+from autopar.runtime.collectives import gradient_buckets as buckets
+from autopar.runtime.collectives.gradient_buckets import gather_parameters
 from tests.support.in_tiles import peaks_of_step
 from tests.support.parity import SLOW_DEVICES, Case, Training, parallel
 from tests.support.ranks import Ranks, mesh

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from tests.support.simulation.simulate import from_ranks, simulate
 from tests.support.simulation.training import SLOW_DEVICES, planning_alone, unshare
 

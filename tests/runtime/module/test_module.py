@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
 import autopar
-from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.compiled_module import ParallelModule
 from tests.support.families import HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES, Case, build, check, whole
 from tests.support.ranks import Ranks, mesh

@@ -8,8 +8,8 @@ import pytest
 
 import autopar
 from autopar.capture.export import capture
-from autopar.program.calls import is_call
-from autopar.sharding.operation import Call
+from autopar.ir.program.calls import is_call
+from autopar.ir.sharding.operation import Call
 from autopar.strategies.ruled import ruled
 from tests.support.further_families import FURTHER
 from tests.support.parity import SLOW_DEVICES, Case, check

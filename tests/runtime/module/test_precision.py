@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar import Precision
 from autopar.errors import InputError, PeerError, PlanError
-from autopar.program.precision import NAMED
+from autopar.ir.program.precision import NAMED
 from tests.support import pipeline_training
 from tests.support.parity import SLOW_DEVICES, Case, Training, build, compare, distance, parallel, train, train_alone
 from tests.support.pipeline_training import PipelineCase, accumulated, held_by

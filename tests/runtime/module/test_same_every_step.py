@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.hardware.load import load
+from autopar.costs.hardware.load import load
 from benchmarks.transformer_model import Size, transformer
 from tests.support.host_synchronization import RecordedOperations
 from tests.support.ranks import Ranks, mesh

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.module.batches import loss_position, split_batch
 from tests.support.families import HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES, whole

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.capture.export import capture, skeleton
+from autopar.ir.sharding.annotation import Annotation
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
-from autopar.runtime.collectives.axes import record_traffic
-from autopar.runtime.collectives.buckets import gather_parameters
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.annotation import Annotation
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.collectives.gradient_buckets import gather_parameters
+from autopar.runtime.collectives.mesh_axes import record_traffic
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 from tests.strategies.test_presets_volume import BYTES_ALONE
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.simulation.simulate import from_ranks, simulate

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.models.named import named
-from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.ranks import Ranks, mesh
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import autopar
-from autopar.runtime.collectives.axes import record_traffic
-from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.collectives.mesh_axes import record_traffic
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from tests.support.families import HIDDEN
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.pipeline_training import (

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.benchmarking.meters import held_in_training
-from autopar.program.recompute_segments import OFFLOAD
+from autopar.ir.program.recompute_segments import OFFLOAD
+from autopar.tools.benchmarking.meters import held_in_training
 from tests.support.host_bytes import DeviceBytes, counted
 from tests.support.parity import SLOW_DEVICES
 from tests.support.pipeline_training import PipelineCase, check

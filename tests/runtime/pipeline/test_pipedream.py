@@ -53,7 +53,7 @@ def _parallel(case: PipelineCase, optimizer: str) -> Trained:
 
 
 def _by_definition(case: PipelineCase, optimizer: str, stages: list[list[str]]) -> Trained:
-    """Train with the weights that `pipeline/schedules/schedule.py` says each forward sees; `stages` names parameters.
+    """Train with the weights of each forward by `planning.pipeline.schedules.schedule`; `stages` names parameters.
 
     The gradient of a micro-batch is that of the function its forward ran, at the weights it saw; each stage applies it
     to its newest weights.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import PipelineError
-from autopar.pipeline.schedules.schedule import Schedule
-from autopar.runtime.pipeline.module import PipelineModule
+from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from tests.support.parity import whole
 from tests.support.pipeline_training import PipelineCase, batch_of, build, compiled, loss_of, microbatches_of
 from tests.support.ranks import Ranks

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import autopar
-from autopar.memory.microbatches import Microbatches, Phase
-from autopar.pipeline.schedules.receive_buffers import receive_buffers
-from autopar.pipeline.schedules.schedule import Schedule
+from autopar.costs.memory.microbatches import Microbatches, Phase
+from autopar.planning.pipeline.schedules.receive_buffers import receive_buffers
+from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.runtime.pipeline import stage as scheduled
-from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.runtime.pipeline.stage import ScheduledStage
 from tests.support.pipeline_training import PipelineCase, check
 from tests.support.ranks import Ranks, mesh

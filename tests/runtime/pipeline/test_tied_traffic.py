@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.benchmarking.meters import CollectiveCounter
-from autopar.pipeline.plan import PipelinePlan
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import context_of
-from autopar.runtime.pipeline.module import PipelineModule
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
+from autopar.tools.benchmarking.meters import CollectiveCounter
 from tests.support.parity import whole
 from tests.support.pipeline_training import PipelineCase, check
 from tests.support.ranks import Ranks, mesh

@@ -23,7 +23,7 @@ import autopar
 from autopar.errors import InputError
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.stage import Stage
-from autopar.runtime.ranks import failure, signs
+from autopar.runtime.ranks import failure, heartbeats
 from tests.support.ending_ranks import LIMIT_SECONDS, ends_of
 from tests.support.ranks import Ranks
 
@@ -129,7 +129,7 @@ def _ended(work: Work, folder: Path, left: tuple[int, ...] = ()) -> dict[int, st
 
 
 def test_all_ranks_end_within_a_minute() -> None:
-    waits = signs.SILENT_SECONDS, 2 * failure.POLL_SECONDS, failure.GRACE_SECONDS
+    waits = heartbeats.SILENT_SECONDS, 2 * failure.POLL_SECONDS, failure.GRACE_SECONDS
     assert sum(waits) < LIMIT_SECONDS
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_has_left_or_is_silent_will_not_come_to_a_step() -> None:
         ("7 3 1", 1.0, True),
         ("7 4 1", 100.0, False),  # left after this step
     ):
-        assert signs.is_gone(beat, 3, silent_seconds) is gone
+        assert heartbeats.is_gone(beat, 3, silent_seconds) is gone
 
 
 @pytest.mark.slow

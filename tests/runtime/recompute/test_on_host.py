@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.benchmarking.meters import held_in_training
 from autopar.errors import InfeasibleError, InputError
-from autopar.program.recompute_segments import OFFLOAD
+from autopar.ir.program.recompute_segments import OFFLOAD
+from autopar.tools.benchmarking.meters import held_in_training
 from tests.support.families import FAMILIES
 from tests.support.host_bytes import DeviceBytes, counted
 from tests.support.parity import SLOW_DEVICES, whole

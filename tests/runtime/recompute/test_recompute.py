@@ -17,23 +17,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.plans.plan import Plan
 from autopar.errors import PlanError
-from autopar.memory.peak import memory_use
-from autopar.planning.limit.answers import Answer
+from autopar.ir.program.calls import source_of
+from autopar.ir.program.program import Program, tensor_inputs
+from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS, leaving, recomputation, segments_of
+from autopar.ir.program.saved_tensors import saved_in
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.record import written_down
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.program.calls import source_of
-from autopar.program.program import Program, tensor_inputs
-from autopar.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS, leaving, recomputation, segments_of
-from autopar.program.saved_tensors import saved_in
-from autopar.runtime.collectives.axes import Axis, record_traffic, use_axes
+from autopar.runtime.collectives.mesh_axes import Axis, record_traffic, use_axes
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import use_randomness
 from autopar.runtime.recompute import prepared_calls, saved_handles
 from autopar.runtime.recompute.run import run, steps_of
+from autopar.runtime.rewrite.per_rank_graph import LocalProgram, rewrite
 from autopar.runtime.rewrite.printing import readable_code
-from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
 from autopar.strategies.roles import RoledProgram
 from tests.runtime.module.test_parity import modes
 from tests.runtime.rewrite import test_simulated

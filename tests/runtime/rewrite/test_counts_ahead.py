@@ -8,10 +8,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
 from autopar.runtime.implementations import loss
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 
 FEATURES, CLASSES = 8, 6
 X, TARGET = torch.zeros(4, 3, FEATURES), torch.zeros(4, 3, dtype=torch.int64)

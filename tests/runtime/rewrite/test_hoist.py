@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.testing import assert_close
 
-from autopar.runtime.collectives import buckets, functions
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
+from autopar.runtime.collectives import gradient_buckets, layout_moves
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.rewrite.hoist import Hoisted, hoist
 from tests.support.ranks import Ranks, mesh
 
@@ -41,10 +41,10 @@ def placeholders(module: fx.GraphModule) -> list[str]:
 def _layer(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
     call = graph.call_function
     low = call(aten.to.dtype, (given["w"], torch.float64))
-    moved = call(functions.all_reduce, (low, "x"))
+    moved = call(layout_moves.all_reduce, (low, "x"))
     bias = call(aten.to.dtype, (given["b"], torch.float64))
     x = call(aten.to.dtype, (given["x"], torch.float64))
-    y = call(functions.all_reduce, (call(aten.linear.default, (x, moved, bias)), "x"))
+    y = call(layout_moves.all_reduce, (call(aten.linear.default, (x, moved, bias)), "x"))
     return call(aten.tanh.default, (y,)), given["table"]
 
 
@@ -61,7 +61,7 @@ def _bucket(regather: tuple[int, ...]) -> Callable[[fx.Graph, dict[str, fx.Node]
     def make(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
         call = graph.call_function
         weights = (given["a"], given["b"])
-        both = call(buckets.gather_parameters, ("x", (0, 1), (WIDTH, WIDTH), *weights), {"regather": regather})
+        both = call(gradient_buckets.gather_parameters, ("x", (0, 1), (WIDTH, WIDTH), *weights), {"regather": regather})
         first, second = (call(operator.getitem, (both, i)) for i in range(2))
         y = call(aten.tanh.default, (call(aten.linear.default, (given["x"], first)),))
         return (call(aten.sum.default, (call(aten.linear.default, (y, second)),)),)
@@ -80,8 +80,8 @@ def test_a_bucket_is_gathered_once_unless_it_is_gathered_again_in_the_backward(r
 
 def test_of_a_bucket_only_what_is_gathered_again_is_gathered_in_every_micro_batch() -> None:
     found = hoist(graph_of(_bucket((1,)), "a", "b", "x"), ["a", "b"])
-    (once,) = (node for node in found.weights.graph.nodes if node.target is buckets.gather_parameters)
-    (again,) = (node for node in found.body.graph.nodes if node.target is buckets.gather_parameters)
+    (once,) = (node for node in found.weights.graph.nodes if node.target is gradient_buckets.gather_parameters)
+    (again,) = (node for node in found.body.graph.nodes if node.target is gradient_buckets.gather_parameters)
     assert [str(each) for each in once.args] == ["x", "(0,)", f"({WIDTH},)", "a"] and not once.kwargs
     assert [str(each) for each in again.args] == ["x", "(1,)", f"({WIDTH},)", "b"]
     assert again.kwargs == {"regather": (0,)}
@@ -92,7 +92,7 @@ def _mixed(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
     call = graph.call_function
     cast = call(aten.to.dtype, (given["w"], torch.float64))
     doubled = call(aten.mul.Tensor, (given["w"], 2.0))
-    moved = call(functions.all_reduce, (doubled, "x"))
+    moved = call(layout_moves.all_reduce, (doubled, "x"))
     alone = call(aten.ones.default, ([2],))
     return cast, given["w"], moved, alone, given["unused"]
 
@@ -108,7 +108,7 @@ def _packed(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
     call = graph.call_function
     up = call(aten.slice.Tensor, (given["w"], 0, 0, 2))
     gate = call(aten.transpose.int, (call(aten.slice.Tensor, (given["w"], 0, 2, 4)), 0, 1))
-    return call(functions.all_to_all, (call(aten.transpose.int, (up, 0, 1)), "x", 1, 0, 2)), gate
+    return call(layout_moves.all_to_all, (call(aten.transpose.int, (up, 0, 1)), "x", 1, 0, 2)), gate
 
 
 def test_a_view_of_a_weight_that_moves_is_moved_once_and_another_is_taken_for_every_micro_batch() -> None:

@@ -10,13 +10,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.gathering import start_gather
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
 from autopar.runtime.rewrite.layers import in_layers
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.runtime.rewrite.prefetch import fetched_ahead
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.mesh import Mesh
 
 WIDTH, LAYERS = 16, 4
 MOVES = (gather_parameters, reduce_gradients, start_gather)

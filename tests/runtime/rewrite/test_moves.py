@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from autopar.cost.moves import Move
-from autopar.runtime.collectives import functions
+from autopar.costs.pricing.moves import Move
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.runtime.collectives import layout_moves
 from autopar.runtime.rewrite.moves import MoveCall, move_call
-from autopar.sharding.layout import Layout
-from autopar.sharding.mesh import Mesh
 
 MESH = Mesh({"dp": 2, "sp": 2, "tp": 2})
 
@@ -18,10 +18,10 @@ MESH = Mesh({"dp": 2, "sp": 2, "tp": 2})
 @pytest.mark.parametrize(
     ("axes", "before", "after", "function", "arguments"),
     [
-        ((2,), "I I S(0)", "I I R", functions.all_gather, ("tp", 0, 256)),
+        ((2,), "I I S(0)", "I I R", layout_moves.all_gather, ("tp", 0, 256)),
         # What a weight needs behind a hub, where no bucket takes it.
-        ((0, 1), "S(1) S(1) S(0)", "R R S(0)", functions.all_gather, ("dp_sp", 1, 32)),
-        ((0, 1), "I I S(0)", "R R S(0)", functions.all_reduce_gradient, ("dp_sp",)),
+        ((0, 1), "S(1) S(1) S(0)", "R R S(0)", layout_moves.all_gather, ("dp_sp", 1, 32)),
+        ((0, 1), "I I S(0)", "R R S(0)", layout_moves.all_reduce_gradient, ("dp_sp",)),
     ],
 )
 def test_a_move_is_carried_out_over_its_axes(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import autopar
+from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning.settings import context_of
 from autopar.runtime.implementations.experts import grouped_mm
 from autopar.runtime.rewrite.packing import OUTPUT_DIM, pack_products
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 
 aten = torch.ops.aten
 ROWS = 5

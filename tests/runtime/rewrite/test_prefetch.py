@@ -12,15 +12,15 @@ from torch import Tensor, fx, nn
 
 import autopar
 from autopar.compiler.arguments import Prefetch
+from autopar.costs.plans.plan import Plan
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.gathering import start_gather
+from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
 from autopar.runtime.rewrite.hoist import hoist
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.runtime.rewrite.prefetch import fetched_ahead
 from autopar.runtime.rewrite.printing import readable_code
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.mesh import Mesh
 
 WIDTH, LAYERS = 16, 4
 LINEAR = torch.ops.aten.linear.default

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import autopar
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.record import choices_of
 from autopar.planning.settings import context_of
 from autopar.runtime.implementations.products.chunked import linear, linears
-from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.strategies.rules.products.chunked import NAME
 from tests.strategies.test_chunked_products import Layer, batch
 from tests.support.simulation.training import SLOW_DEVICES

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.solver.elimination import evaluation, min_plus
-from autopar.solver.elimination.buckets import EliminationStep, compile_elimination
+from autopar.solver.elimination.bucket_elimination import EliminationStep, compile_elimination
+from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
 from autopar.solver.elimination.min_plus import least_sums, num_threads
-from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Edge, Floats, Node, Problem
 
 ROUNDING = 2.0**-50  # a few units in the last place

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.sharding.layout import I, P, Placement, R, S
-from autopar.sharding.operation import Implementation, OpRule
-from autopar.sharding.rule import Choice
-from autopar.validation.parts import split, value_fault
-from autopar.validation.whole_call import Whole, fault_of, show
+from autopar.ir.sharding.layout import I, P, Placement, R, S
+from autopar.ir.sharding.operation import Implementation, OpRule
+from autopar.ir.sharding.rule import Choice
+from autopar.tools.validation.sharded_values import split, value_fault
+from autopar.tools.validation.whole_call import Whole, fault_of, show
 from tests.support.simulation.validate import check, covers, right_choices
 
 aten = torch.ops.aten

@@ -24,11 +24,11 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
-from autopar.hardware.profile import Hardware, Link
+from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
 from autopar.planning import request
-from autopar.plans.plan import Plan
 from autopar.runtime.module.executable import Executable
-from autopar.space.space import Space
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 SLOW_DEVICES = Hardware(

@@ -1,8 +1,8 @@
 """Ground truth for rules: run a call whole and in parts, and see which placements give the same values and gradients.
 
-One mesh axis of `num_ranks` ranks, played as `autopar.validation.whole_call` does. A rule is wrong where one of its
-choices gives other values or gradients than the call run whole; it lacks what passes the same test but is none of its
-choices (the idea of `strategy_validation` in torch's DTensor).
+One mesh axis of `num_ranks` ranks, played as `autopar.tools.validation.whole_call` does. A rule is wrong where one of
+its choices gives other values or gradients than the call run whole; it lacks what passes the same test but is none of
+its choices (the idea of `strategy_validation` in torch's DTensor).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.sharding.layout import I, P, Placement, R
-from autopar.sharding.operation import Implementation, OpRule
-from autopar.sharding.rule import Choice
-from autopar.validation.parts import split, splits_of, tolerance_of, value_fault
-from autopar.validation.whole_call import Placements, Whole, fault_of, possible, run_with, show
+from autopar.ir.sharding.layout import I, P, Placement, R
+from autopar.ir.sharding.operation import Implementation, OpRule
+from autopar.ir.sharding.rule import Choice
+from autopar.tools.validation.sharded_values import split, splits_of, tolerance_of, value_fault
+from autopar.tools.validation.whole_call import Placements, Whole, fault_of, possible, run_with, show
 
 
 @dataclass(frozen=True, slots=True)

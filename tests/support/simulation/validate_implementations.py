@@ -15,15 +15,23 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.runtime.collectives.axes import use_mesh
+from autopar.ir.sharding.layout import I, Placement
+from autopar.ir.sharding.operation import OpRule
+from autopar.ir.sharding.padding import padded_factors
+from autopar.ir.sharding.rule import BoundRule, Choice
+from autopar.runtime.collectives.mesh_axes import use_mesh
 from autopar.runtime.implementations.randomness import use_randomness
-from autopar.sharding.layout import I, Placement
-from autopar.sharding.operation import OpRule
-from autopar.sharding.padding import padded_factors
-from autopar.sharding.rule import BoundRule, Choice
 from autopar.strategies import rule_of
-from autopar.validation.parts import Parts, local_shape, split
-from autopar.validation.whole_call import Placements, Whole, gradients_of, joined_fault, possible, show, tensors_of
+from autopar.tools.validation.sharded_values import Parts, local_shape, split
+from autopar.tools.validation.whole_call import (
+    Placements,
+    Whole,
+    gradients_of,
+    joined_fault,
+    possible,
+    show,
+    tensors_of,
+)
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 from tests.support.simulation.validate import implemented, only_implementation
 

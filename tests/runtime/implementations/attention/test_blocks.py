@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.program.operators.attention import kernels
-from autopar.program.operators.attention.kernels import Block
-from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.parts import by_rank, whole_of
+from autopar.ir.program.operators.attention import kernels
+from autopar.ir.program.operators.attention.kernels import Block
+from autopar.ir.program.operators.attention.sums import Gradients, Sum
+from autopar.runtime.collectives.rank_parts import by_rank, whole_of
 from autopar.runtime.implementations.attention.blocks import Piece, add_blocks, add_gradients, pairs_of
-from autopar.runtime.implementations.attention.places import Dealing
+from autopar.runtime.implementations.attention.positions import Dealing
 
 
 def dealing(sizes: tuple[int, ...], zigzag: bool | tuple[bool, ...]) -> Dealing:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import axis_of, join_axes, record_traffic, use_mesh
+from autopar.runtime.collectives import layout_moves
+from autopar.runtime.collectives.mesh_axes import axis_of, join_axes, record_traffic, use_mesh
 from autopar.runtime.implementations.attention.by_blocks import attention
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -94,9 +94,9 @@ def on_one(tensors: Sequence[Tensor], kind: str) -> tuple[Tensor, ...]:
 def divided(x: Tensor, axes: Sequence[str], others: Sequence[str], dim: int, zigzag: bool) -> Tensor:
     """Split over axes, and replicated, with a gradient that is to be summed, over others."""
     for axis in others:
-        x = functions.all_reduce_gradient(x, axis)
+        x = layout_moves.all_reduce_gradient(x, axis)
     for axis in axes:
-        x = functions.split(x, axis, dim, zigzag)
+        x = layout_moves.split(x, axis, dim, zigzag)
     return x
 
 
@@ -118,7 +118,7 @@ def on_many(
     sizes = {"s": POSITIONS, "t": POSITIONS}
     out = attention(q, k, v, mask, 0.0, kind == "causal", axes=axes, sizes=sizes, zigzag=axes if zigzag else {})
     for axis in reversed(way.queries):
-        out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
+        out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
     grads = torch.autograd.grad((out * from_ranks([tensors[3]] * count)).sum(), given)
     return [local_values(x) for x in (out, *grads)]
 
@@ -155,7 +155,7 @@ def test_other_numbers_of_dims(shape: tuple[int, ...]) -> None:
         sizes = {"s": 8, "t": 8}
         axes = {"s": ("a",), "t": ("a",)}
         out = attention(given, given, given, None, 0.0, True, axes=axes, sizes=sizes)
-        whole = functions.all_gather_invariant(out, "a", x.ndim - 2, 8)
+        whole = layout_moves.all_gather_invariant(out, "a", x.ndim - 2, 8)
         expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         for value in local_values(whole):
             torch.testing.assert_close(value, expected)
@@ -184,11 +184,11 @@ def train(axes: dict[str, tuple[str, ...]], compiled: bool, attention: Attention
                 return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag=axes if zigzag else {})
 
             called: Any = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
-            q, k, v, weight = (functions.split(x, "a", 2, zigzag).detach() for x in whole)
+            q, k, v, weight = (layout_moves.split(x, "a", 2, zigzag).detach() for x in whole)
             given = [x.requires_grad_() for x in (q, k, v)]
             out = called(*given)
             grads = torch.autograd.grad((out * weight).sum(), given)
-            parts = [functions.raw_all_gather(x, axis_of("a"), 2, POSITIONS, zigzag) for x in (out.detach(), *grads)]
+            parts = [layout_moves.raw_all_gather(x, axis_of("a"), 2, POSITIONS, zigzag) for x in (out.detach(), *grads)]
         found += [x.double() for x in parts]
     return found
 

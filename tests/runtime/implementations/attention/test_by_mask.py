@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.capture.masks import rewrite
-from autopar.program.operators.attention import masked_blocks
-from autopar.program.operators.attention.expressions import evaluate, parse
-from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import axis_of, record_traffic
+from autopar.capture.masks import rewrite_masks as rewrite
+from autopar.ir.program.operators.attention import masked_blocks
+from autopar.ir.program.operators.attention.expressions import evaluate, parse
+from autopar.runtime.collectives import layout_moves
+from autopar.runtime.collectives.mesh_axes import axis_of, record_traffic
 from autopar.runtime.implementations.attention.by_mask import attention_by_mask
 from tests.runtime.implementations.attention.test_by_blocks import (
     FEATURES,
@@ -87,7 +87,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
         dealt = axes if zigzag else {}
         out = attention_by_mask(q, k, v, local, text, reach=reach, axes=axes, sizes=sizes, zigzag=dealt)
         for axis in reversed(way.queries):
-            out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
+            out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
         grads = torch.autograd.grad((out * from_ranks([weight] * count)).sum(), simulated)
         found = [local_values(x) for x in (out, *grads)]
     for name, ours, theirs in zip("oqkv", found, expected, strict=True):

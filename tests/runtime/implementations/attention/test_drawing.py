@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.capture.masks import rewrite
-from autopar.program.operators.attention.dropout import Dropout, lines_of
-from autopar.program.operators.attention.expressions import evaluate, parse
-from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import axis_of, record_traffic, use_mesh
+from autopar.capture.masks import rewrite_masks as rewrite
+from autopar.ir.program.operators.attention.dropout import Dropout, lines_of
+from autopar.ir.program.operators.attention.expressions import evaluate, parse
+from autopar.runtime.collectives import layout_moves
+from autopar.runtime.collectives.mesh_axes import axis_of, record_traffic, use_mesh
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.implementations.attention.by_mask import attention_by_mask
 from autopar.runtime.implementations.dropout import seed_of_part
@@ -106,7 +106,7 @@ def on_many(
         seen = None if seen is None else divided_mask(from_ranks([seen] * count))
         out = attention(q, k, v, seen, P, kind == "causal", **keywords)
     for axis in reversed(way.queries):
-        out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
+        out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
     grads = torch.autograd.grad((out * from_ranks([tensors[3]] * count)).sum(), given)
     return [local_values(x) for x in (out, *grads)]
 
@@ -235,11 +235,11 @@ def _of_rank(compiled: bool) -> list[Tensor]:
             return attention(q, k, v, None, P, True, axes=axes, sizes=sizes_of(2), zigzag=axes, key=KEY)
 
         called: Any = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
-        q, k, v, weight = (functions.split(x, "a", 2, True).detach() for x in whole)
+        q, k, v, weight = (layout_moves.split(x, "a", 2, True).detach() for x in whole)
         given = [x.requires_grad_() for x in (q, k, v)]
         out = called(*given)
         grads = torch.autograd.grad((out * weight).sum(), given)
-        return [functions.raw_all_gather(x, axis_of("a"), 2, POSITIONS, True) for x in (out.detach(), *grads)]
+        return [layout_moves.raw_all_gather(x, axis_of("a"), 2, POSITIONS, True) for x in (out.detach(), *grads)]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

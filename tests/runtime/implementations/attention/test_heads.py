@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
-from autopar.memory.model import MemoryModel
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.space.space import Space
+from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.request import PlanRequest
-from autopar.runtime.collectives.axes import record_traffic
-from autopar.sharding.mesh import Mesh
-from autopar.space.space import Space
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 from tests.support.slow_cases import slow_where
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.implementations.attention.ring_self_attention import attention
 from tests.runtime.implementations.attention.test_by_blocks import (
     GATHERED,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.implementations.products.chunked import linear, linears
 from autopar.strategies.rules.products import chunked
 from autopar.strategies.rules.products.chunked import AGAIN, NAME

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from autopar.runtime.collectives.axes import axis_of, record_traffic, use_mesh
+from autopar.runtime.collectives.mesh_axes import axis_of, record_traffic, use_mesh
 from autopar.runtime.implementations.products import fused
 from autopar.runtime.implementations.products.chunked import linear, linears, matmul
 from tests.support.ranks import Ranks, mesh

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.runtime.collectives.axes import record_traffic, use_mesh
+from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.implementations.products.tiled import linear
 from autopar.strategies.rules.products import tiled
 from autopar.strategies.rules.products.tiled import NAME, tile_sizes

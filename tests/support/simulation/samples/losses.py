@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
-from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
+from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
+from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
-from autopar.program.operators.capacity import WITHIN_CAPACITY
-from autopar.program.operators.rows import CROSS_ENTROPY
+from autopar.ir.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
+from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten

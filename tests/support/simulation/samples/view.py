@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.sharding.constraint import CONSTRAIN
+from autopar.ir.sharding.constraint import CONSTRAIN
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten

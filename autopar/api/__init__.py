@@ -1,0 +1,1 @@
+"""Public calls: `compile`, `plan`, `load`, and questions of size; the types of their options."""

@@ -1,0 +1,1 @@
+"""Text for people: units, tables, progress, and the names that options take."""

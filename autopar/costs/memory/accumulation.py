@@ -1,0 +1,238 @@
+"""Memory and once-a-step work of a stage that runs several micro-batches a step, beyond one micro-batch's own.
+
+    weights      moved (gathered, cast) once a step, and held so all the time, unless they are gathered again in the
+                 backward: those are moved for each micro-batch
+    gradients    added up in the layout in which the calls use the weight, in float32 or wider, and reduced once at the
+                 end of the step, when they are there as they are stored, too; of weights that are gathered again for
+                 the backward, and with `reduce_each` of all that one message gathers from where they are stored, in the
+                 layout from which they are gathered, and besides those that one backward has reduced, until it ends
+    in flight    all that a micro-batch keeps for its backward, for each that waits
+    buffers      for what micro-batches in flight receive: tensors from the stage before, until their backward, and
+                 gradients of those sent, while it runs
+    sent         tensors are held by the sender until their backward
+
+Approximations: A shared reshard holds its weight once and accumulates its gradient once; so does each consumer for
+which the weight is moved again. A cast is resident in the layout in which it is used. The tensor it was made from is
+resident only for a moment, and is not counted; neither are buckets of messages and outputs for the user. Views of
+weights (pieces of packed ones) that move are resident, and their gradients are accumulated, as the whole weight before
+the views are taken. Views of a weight that is gathered again in the backward move for each micro-batch, and are priced
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.microbatches import Microbatches, Phase
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.space.space import Wire
+
+RECEIVED, RETURNED = "received", "returned"
+"""Received by a stage: tensors from the one before, and gradients of what it sends to the one after."""
+ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
+
+
+class Accumulation:
+    """Bytes of decisions and wires on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
+
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, microbatches: Microbatches) -> None:
+        self.tensors, self.lifetimes, self.microbatches = tensors, lifetimes, microbatches
+        self.space = tensors.space
+        program = self.space.program
+        self._received = frozenset(program.received)
+        self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
+        self._with_wire = {w.source for w in self.space.wires if self.is_weight(w)}
+
+    # Once a step, or for each micro-batch.
+
+    def is_weight(self, wire: Wire) -> bool:
+        """Return whether an edge brings a weight, as it is stored or cast, to a call or a shared reshard."""
+        return wire.tensor.bucketed and self.space.decisions[wire.target].kind != "output"
+
+    def is_cast(self, number: int) -> bool:
+        """Return whether a decision casts a weight for use."""
+        return self.space.decisions[number].name in self.space.weight_casts
+
+    def once(self, number: int) -> bool:
+        """Whether a decision costs its seconds once a step: an optimizer's step, a weight's cast, or a loss's sum."""
+        return self.space.decisions[number].kind in ("parameter", "output") or self.is_cast(number)
+
+    def each_time(self, wire: Wire) -> np.ndarray:
+        """Return whether each micro-batch gathers the edge's weight and reduces its gradient.
+
+        There is an entry for each pair of strategies at its ends. It is true if the weight is gathered again for the
+        backward.
+        """
+        return self.tensors.cached(("each time", self.space.kind(wire)), lambda: self._each_time(wire))
+
+    def _each_time(self, wire: Wire) -> np.ndarray:
+        shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
+        if not wire.tensor.regather:
+            return np.zeros(shape, dtype=bool)
+        freed = np.array([not s.kept for s in self.space.decisions[wire.source].menu.strategies])
+        return freed[:, None] & self.tensors.only_gathers(wire) & self.tensors.communicated(wire)
+
+    def reduced_each_time(self, wire: Wire) -> np.ndarray:
+        """Return whether each micro-batch reduces the gradient of the edge's weight, by strategies at its ends."""
+        return self.each_time(wire) | (self._seconds_of_each(wire) > 0)
+
+    def reduction_seconds(self, wire: Wire, choices: Sequence[int]) -> float:
+        """Seconds in which each micro-batch reduces the gradient of a weight that the step gathers once."""
+        each = self._seconds_of_each(wire)
+        return float(np.broadcast_to(each, self.each_time(wire).shape)[choices[wire.source], choices[wire.target]])
+
+    def _seconds_of_each(self, wire: Wire) -> np.ndarray:
+        """Seconds in which each micro-batch reduces the gradient of a weight that the step gathers once; else 0."""
+        more, decision = self.microbatches, self.space.decisions[wire.source]
+        of_weight = decision.kind == "parameter" or self.is_cast(wire.source)
+        if not (more.several and more.reduce_each and of_weight and wire.tensor.requires_grad):
+            return np.zeros((1, 1))
+        return self.tensors.cached(("reduced each", self.space.kind(wire)), lambda: self._reductions(wire))
+
+    def _reductions(self, wire: Wire) -> np.ndarray:
+        table = self.space.table(wire, kept=True)
+        sources = [table.index[each] for each in self.space.source_layouts(wire)]
+        targets = [table.index[each] for each in self.space.target_layouts(wire)]
+        return np.where(self.each_time(wire), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
+
+    def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
+        """Seconds of a wire for one micro-batch, its share of what is done once a step."""
+        if not self.holds(wire):
+            return seconds
+        each = self._seconds_of_each(wire)
+        return np.where(self.each_time(wire), seconds, (seconds - each) / self.microbatches.count + each)
+
+    # Weights and their gradients.
+
+    def holds(self, wire: Wire) -> bool:
+        """Return whether a weight, or a view of one, stays resident as the edge moves it.
+
+        No micro-batch then saves it for itself.
+        """
+        return self.microbatches.several and (self.is_weight(wire) or wire.tensor.view)
+
+    def held(self, wire: Wire) -> Bytes | None:
+        """Bytes of a weight as it was moved, all the time."""
+        if not self.holds(wire) or self.is_cast(wire.target):
+            return None
+        return self.tensors.cached(("held", self._kind(wire)), lambda: self._held(wire))
+
+    def _held(self, wire: Wire) -> Bytes:
+        before, after = self.tensors.wire_ends(wire)
+        stashes = self.microbatches.stashes and self.space.decisions[wire.source].kind == "parameter"
+        own = (before if stashes or self.is_cast(wire.source) else np.zeros_like(before))[:, None]
+        found = np.where(self.tensors.stays(wire), own, after[None, :])
+        if not self.microbatches.stashes:
+            return np.where(self.each_time(wire), 0, found)
+        return np.where(self.each_time(wire), own, found) * self.microbatches.in_flight
+
+    def accumulated(self, wire: Wire) -> Bytes | None:
+        """Bytes of a gradient to which every micro-batch adds its own."""
+        if not self._has_gradient(wire):
+            return None
+        return self.tensors.cached(("accumulated", self._kind(wire)), lambda: self._accumulated(wire))
+
+    def _accumulated(self, wire: Wire) -> Bytes:
+        size = wire.tensor.dtype.itemsize
+        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.wire_ends(wire))
+        if self.space.decisions[wire.source].kind == "hub":  # where it stays as it is, it was added up on its way there
+            return np.where(self.tensors.changes(wire) | self.tensors.reduced(wire), after[None, :], 0)
+        return np.where(self.reduced_each_time(wire), before[:, None], after[None, :])
+
+    def reduced(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's gradient at the end, as it is stored, where that is not what was added up."""
+        learned = self.holds(wire) and wire.tensor.requires_grad
+        if not learned or self.space.decisions[wire.source].kind != "parameter":
+            return None
+        return self.tensors.cached(
+            ("reduced", self._kind(wire), self.is_cast(wire.target)), lambda: self._reduced(wire)
+        )
+
+    def _reduced(self, wire: Wire) -> Bytes:
+        before, _ = self.tensors.wire_ends(wire)
+        cast = self.is_cast(wire.target) or wire.tensor.dtype.itemsize < ACCUMULATED_BYTES
+        moved = self.tensors.changes(wire) | self.tensors.reduced(wire)
+        return np.where(cast | (moved & ~self.reduced_each_time(wire)), before[:, None], 0)
+
+    def fresh(self, wire: Wire) -> Bytes | None:
+        """Bytes of the gradient that a call's backward has made, and that is yet to be added."""
+        if not self._has_gradient(wire) or self.space.decisions[wire.target].kind != "call":
+            return None
+        return self.tensors.cached(("fresh", self._kind(wire)), lambda: self._fresh(wire))
+
+    def _fresh(self, wire: Wire) -> Bytes:
+        _, after = self.tensors.wire_ends(wire)
+        return np.where(self.reduced_each_time(wire), 0, after[None, :])
+
+    def arrived(self, wire: Wire) -> Bytes | None:
+        """Bytes of a gradient that one backward has reduced, to be added to those before it when that backward ends."""
+        if not self._has_gradient(wire) or not (wire.tensor.regather or self.microbatches.reduce_each):
+            return None
+        return self.tensors.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
+
+    def _arrived(self, wire: Wire) -> Bytes:
+        before, _ = self.tensors.wire_ends(wire)
+        return np.where(self.reduced_each_time(wire), before[:, None], 0)
+
+    def _has_gradient(self, wire: Wire) -> bool:
+        learned = wire.tensor.requires_grad and not wire.tensor.view  # counted where the views are taken
+        return self.holds(wire) and learned and not self.is_cast(wire.target)
+
+    def _kind(self, wire: Wire) -> tuple[object, ...]:
+        return (self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)
+
+    def gradients(self, number: int) -> Bytes | None:
+        """Bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no call uses."""
+        added_up = self.microbatches.several and number in self._with_wire
+        return None if added_up else self.tensors.gradients(number)
+
+    # What passes between stages.
+
+    def arrives(self, number: int) -> int:
+        """Return how many times a buffer or input is there: the inputs of all micro-batches are."""
+        return self.microbatches.count if self.space.decisions[number].kind == "input" else 1
+
+    def is_received(self, number: int) -> bool:
+        """Return whether a decision is a tensor from the previous stage."""
+        return self.space.decisions[number].name in self._received
+
+    def is_sent(self, number: int) -> bool:
+        """Return whether a decision is an output that goes to the next stage."""
+        return self.space.decisions[number].name in self._sent
+
+    def buffers(self, number: int) -> tuple[str, Bytes] | None:
+        """Return what a decision receives for each micro-batch, and bytes of one buffer for it; None if nothing."""
+        decision = self.space.decisions[number]
+        name = RECEIVED if self.is_received(number) else RETURNED if self.is_sent(number) else None
+        if name is None or not ((info := decision.node.meta["tensor"]).requires_grad or name == RECEIVED):
+            return None
+        return name, self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
+
+    def received(self, number: int, phase: Phase) -> Bytes | None:
+        """Return bytes of the receive buffers of a decision in a phase; None if it has none."""
+        found = self.buffers(number)
+        if found is None:
+            return None
+        name, one = found
+        inputs, gradients = self.microbatches.received(phase)
+        return self.tensors.times(one, inputs if name == RECEIVED else gradients)
+
+    def sent(self, wire: Wire) -> Modes | None:
+        """Bytes of what one micro-batch has sent, until its backward, by mode; None where something else keeps it."""
+        if not self.is_sent(wire.target):
+            return None
+        return self.tensors.modes(
+            [self._sent_bytes(wire, mode) for mode in range(self.lifetimes.num_modes(wire.source))]
+        )
+
+    def _sent_bytes(self, wire: Wire, mode: int) -> Bytes:
+        there = self.lifetimes.keeps_output(wire.source, wire.source_output, mode)
+        return self.tensors.kept(wire, there)
+
+    def waiting(self, kept: Modes, others: int) -> Modes:
+        """Bytes that `others` micro-batches keep, of which each keeps `kept`."""
+        return tuple(self.tensors.cached(("waiting", id(array), others), lambda a=array: a * others) for array in kept)

@@ -1,0 +1,124 @@
+"""Activations offloaded to the host in the mode "offload": bytes of each choice, and the seconds of their copies.
+
+    bytes      what a call or wire keeps on the device in the mode "none", less what it keeps there in "offload"
+    seconds    bytes / link · (exposed forward + exposed backward)
+    link       the bandwidth between a device and its host, or a device's share of the host's memory where that is less
+    exposed    max(0, 1 - seconds in which the segment computes in that pass / seconds in which it is copied)
+
+Both times in the last line are those of the whole segment on one device, so that the price of a choice depends on
+nothing else: layouts divide a segment's computation and its saved bytes alike. If the device is the host itself, copies
+do not overlap with computation, and all of their time is exposed. The timeline of a plan says what its step takes
+exactly. Expert rows count as an equal share: nothing is offloaded if a plan is made for uneven rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.tensor_bytes import Bytes, Modes
+from autopar.costs.space.space import Space, Wire
+from autopar.ir.program.recompute_segments import MODES, OFFLOAD
+
+
+class HostCopies:
+    """Bytes and seconds of what leaves for the host, by decision and wire; arrays as those of `TensorBytes`."""
+
+    def __init__(
+        self,
+        space: Space,
+        lifetimes: Lifetimes,
+        own: Callable[[int], Modes | None],
+        wire: Callable[[Wire], Modes | None],
+        stays: Callable[[Wire], np.ndarray],
+        cached: Callable[[object, Callable[[], Bytes]], Bytes],
+    ) -> None:
+        """`own` and `wire` give what is kept on the device by mode, `stays` says where a wire takes no memory."""
+        self.space, self.lifetimes = space, lifetimes
+        self._own, self._wire, self._stays, self._cached = own, wire, stays, cached
+        self._exposed: dict[str, float] = {}
+
+    def bytes_of(self, number: int) -> Bytes | None:
+        """Bytes of what a call keeps by itself that leave; None where none do."""
+        return self._leaving(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
+
+    def bytes_on(self, wire: Wire) -> Bytes | None:
+        """Bytes that leave of what is kept on account of a wire; None where none do."""
+        return self._leaving(self._wire(wire)) if OFFLOAD in self.lifetimes.modes else None
+
+    def seconds_of(self, number: int) -> Bytes | None:
+        """Seconds of copies of what a call keeps by itself, as far as nothing hides them."""
+        return self._seconds(self.bytes_of(number), number)
+
+    def seconds_on(self, wire: Wire) -> Bytes | None:
+        """Seconds of copies on account of a wire, as far as nothing hides them."""
+        return self._seconds(self.bytes_on(wire), wire.target)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second that a device copies to its host, or back."""
+        hardware = self.space.hardware
+        return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
+
+    def leaving(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
+        """Bytes of what a call keeps by itself that leave under choices and modes."""
+        found = self.bytes_of(number) if modes.get(self.lifetimes.segment[number]) == OFFLOAD else None
+        return 0 if found is None else int(found[choices[number]])
+
+    def leaving_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> int:
+        """Bytes that leave on account of a wire under choices and modes."""
+        found = self.bytes_on(wire) if modes.get(self.lifetimes.segment[wire.target]) == OFFLOAD else None
+        return 0 if found is None else int(found[choices[wire.source], choices[wire.target]])
+
+    def total(self, choices: Sequence[int], modes: Mapping[str, str]) -> int:
+        """Bytes on the host under choices and modes once the forward of a micro-batch has run."""
+        if OFFLOAD not in modes.values():
+            return 0
+        own = sum(self.leaving(number, choices, modes) for number in self.lifetimes.calls)
+        return own + sum(self.leaving_on(wire, choices, modes) for wire in self.space.wires)
+
+    def exposed(self, segment: str) -> float:
+        """Return how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
+        if not self._exposed:
+            self._exposed = self._shares()
+        return self._exposed[segment]
+
+    def _shares(self) -> dict[str, float]:
+        if self.space.hardware.is_host:
+            return dict.fromkeys(self.lifetimes.segments, 2.0)
+        forward, backward, copied = (dict.fromkeys(self.lifetimes.segments, 0.0) for _ in range(3))
+        for number in self.lifetimes.calls:
+            segment, menu = self.lifetimes.segment[number], self.space.decisions[number].menu
+            if not segment:
+                continue
+            whole = int(np.argmax(np.where(np.isfinite(menu.seconds), menu.forward_seconds, -1.0)))
+            there, waits = float(menu.forward_seconds[whole]), sum(menu.strategies[whole].waits)
+            forward[segment] += there
+            backward[segment] += max(0.0, float(menu.seconds[whole]) - there - waits)
+            copied[segment] += self._most(self.bytes_of(number)) / self.bytes_per_s
+        for wire in self.space.wires:
+            if segment := self.lifetimes.segment[wire.target]:
+                copied[segment] += self._most(self.bytes_on(wire), self._stays(wire)) / self.bytes_per_s
+        return {
+            name: max(0.0, 1 - forward[name] / seconds) + max(0.0, 1 - backward[name] / seconds) if seconds else 0.0
+            for name, seconds in copied.items()
+        }
+
+    @staticmethod
+    def _most(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
+        """The bytes of the choice that splits nothing; on wires, among those that move nothing."""
+        return 0 if num_bytes is None else int(np.where(among, num_bytes, 0).max())
+
+    def _leaving(self, kept: Modes | None) -> Bytes | None:
+        if kept is None or len(kept) < len(MODES) or kept[0] is kept[-1]:
+            return None
+        return self._cached(("leaving", id(kept[0]), id(kept[-1])), lambda: kept[0] - kept[-1])
+
+    def _seconds(self, num_bytes: Bytes | None, number: int) -> Bytes | None:
+        if num_bytes is None:
+            return None
+        exposed = self.exposed(self.lifetimes.segment[number])
+        seconds = exposed / self.bytes_per_s
+        return self._cached(("copying", id(num_bytes), seconds), lambda: num_bytes * seconds)

@@ -1,0 +1,223 @@
+"""Lifetimes of decisions: first use, segment and layer, and what the backward needs of each.
+
+A segment is recomputed as one (`ir.program.recompute_segments`); a layer's weights are gathered, and its gradients
+reduced, in one message (`costs.pricing.message_sizes`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from autopar.costs.pricing.message_sizes import joined_layers
+from autopar.costs.space.space import Decision, Space, Wire
+from autopar.ir.program.calls import module_of, source_of
+from autopar.ir.program.paths import layer_of
+from autopar.ir.program.recompute_segments import (
+    MODES,
+    RECOMPUTATIONS,
+    Recomputation,
+    leaving,
+    recomputation,
+    segments_of,
+)
+from autopar.ir.program.saved_tensors import LOSSES, Saved, saved_in, saved_otherwise
+from autopar.strategies.roles import RoledProgram
+
+LATE = 1 << 40  # the position of what no call uses
+
+
+class Lifetimes:
+    """The order of the calls of a space, and who needs what; without bytes, which are in the other files."""
+
+    def __init__(self, space: Space, modes: tuple[str, ...] = RECOMPUTATIONS) -> None:
+        self.space, self.modes = space, modes
+        """The modes that are offered: all, or those that send nothing to the host."""
+        self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
+        """The calls in the order they run."""
+        self._outgoing: dict[int, list[Wire]] = defaultdict(list)
+        for wire in space.wires:
+            self._outgoing[wire.source].append(wire)
+        self._needs: dict[tuple[int, int], bool] = {}
+        self._again: dict[str, dict[str, Recomputation]] = {}
+        self._segment_of_node: dict[fx.Node, str] = {}
+        said = space.conventions
+        self._saved_by_node = saved_otherwise(saved_in(space.program), said.dropout_masks, said.loss_in_place)
+        products = RoledProgram.of(space.program).products
+        for segment in segments_of(space.program):
+            again = {mode: recomputation(space.program, segment, mode, products) for mode in modes}
+            self._again[segment.name] = again
+            self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
+        self.segments = tuple(self._again)
+
+    # When.
+
+    @cached_property
+    def position(self) -> list[int]:
+        """Position of each decision's first use in the order of calls; for a call, its own position."""
+        found = [LATE] * len(self.space.decisions)
+        for place, number in enumerate(self.calls):
+            found[number] = place
+        for wire in reversed(self.space.wires):  # the wires that leave a hub lie behind the one that enters it
+            if self.space.decisions[wire.source].kind != "call":
+                found[wire.source] = min(found[wire.source], found[wire.target])
+        return found
+
+    @cached_property
+    def segment(self) -> list[str]:
+        """Recompute segment of each call and shared reshard; "" for none."""
+        return [
+            self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "hub") else ""
+            for number, d in enumerate(self.space.decisions)
+        ]
+
+    def mode_of(self, number: int, modes: Mapping[str, str]) -> int:
+        """The number of the mode of a decision's segment, where segments have these modes."""
+        return MODES.index(modes.get(self.segment[number], MODES[0]))
+
+    @cached_property
+    def layer(self) -> list[str]:
+        """Layer in which each decision runs, or is first used.
+
+        Layers whose weights share a message count as the last of them.
+        """
+        joined = joined_layers(self.space.program)
+        modules = [module_of(self._first_call(number).node) for number in range(len(self.space.decisions))]
+        own = [self.segment[number] or layer_of(module) or module for number, module in enumerate(modules)]
+        return [joined.get(layer, layer) for layer in own]
+
+    @cached_property
+    def layers(self) -> dict[str, int]:
+        """Layers by their numbers."""
+        return {layer: number for number, layer in enumerate(dict.fromkeys(self.layer))}
+
+    @cached_property
+    def layers_at(self) -> np.ndarray:
+        """Layer number of each position in the order of calls."""
+        return np.array([self.layers[self.layer[number]] for number in self.calls], dtype=np.intp)
+
+    @cached_property
+    def from_the_end(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places layer by layer, those of each from the last on; and how many of all lie before the layer of each."""
+        backwards = self.layers_at[::-1]
+        order = np.argsort(backwards, kind="stable")
+        counts = np.bincount(backwards, minlength=len(self.layers))
+        return len(backwards) - 1 - order, (np.cumsum(counts) - counts)[backwards[order]]
+
+    @cached_property
+    def segments_at(self) -> tuple[np.ndarray, np.ndarray]:
+        """Segment number of each position (-1 for none), and the first position of that segment's run."""
+        numbers = {name: number for number, name in enumerate(self.segments)}
+        found = np.array([numbers.get(self.segment[number], -1) for number in self.calls], dtype=np.intp)
+        is_first = np.ones(len(found), dtype=bool)
+        is_first[1:] = found[1:] != found[:-1]
+        return found, np.maximum.accumulate(np.where(is_first, np.arange(len(found)), 0))
+
+    def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
+        """Return the mode index of each decision's segment, given the mode of each segment."""
+        of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}
+        return np.array([of_segment.get(name, 0) for name in self.segment], dtype=np.intp)
+
+    @cached_property
+    def near(self) -> list[tuple[str, str]]:
+        """Segment of the call at each position, and the segment of the calls before it; "" for none.
+
+        While a segment runs forward, the tensors saved by the previous segment are still being copied to the host.
+        While it runs backward, they are being copied back.
+        """
+        found: list[tuple[str, str]] = []
+        for number in self.calls:
+            own = self.segment[number]
+            if not found:
+                found.append((own, ""))
+            else:
+                found.append(found[-1] if own == found[-1][0] else (own, found[-1][0]))
+        return found
+
+    def _first_call(self, number: int) -> Decision:
+        """The call itself, or the first one that uses the decision."""
+        place = self.position[number]
+        return self.space.decisions[self.calls[place] if place < LATE else number]
+
+    # Who needs what.
+
+    def recomputations(self, number: int) -> tuple[Recomputation, ...]:
+        """Return what each mode recomputes of a decision's segment; one empty entry if it has no segment."""
+        name = self.segment[number]
+        return tuple(self._again[name].values()) if name else (Recomputation(frozenset(), frozenset()),)
+
+    def num_modes(self, number: int) -> int:
+        """Return the number of recompute modes of a decision's segment; 1 if it has no segment."""
+        return len(self.recomputations(number))
+
+    def is_inside(self, wire: Wire) -> bool:
+        """Return whether a wire lies inside a segment."""
+        return self.segment[wire.source] == self.segment[wire.target]
+
+    def leaves(self, number: int) -> bool:
+        """Return whether the output of a call or shared reshard may be offloaded with the tensors a segment saves."""
+        node = self.space.decisions[number].node
+        return not self.space.is_weight(number) and source_of(node)[0] in leaving(self.space.program)
+
+    def keeps_output(self, number: int, output: int, mode: int) -> bool:
+        """Return whether an output of a decision is saved unmoved for some backward, in a mode.
+
+        If it is not, a sent tensor is a copy of its own.
+        """
+        decision = self.space.decisions[number]
+        if decision.node.op == "placeholder" or (mode > 0 and self.reruns(number, mode)):
+            return False
+        saved = self.saved(decision)
+        if output in saved.aliases:
+            return False
+        return (decision.kind == "call" and output in saved.outputs) or self.needs_output(number, output)
+
+    def reruns(self, number: int, mode: int) -> bool:
+        """Return whether a call, or a consumer of a shared reshard, is recomputed in a mode."""
+        decision = self.space.decisions[number]
+        if decision.kind == "hub":
+            return any(self.reruns(wire.target, mode) for wire in self._outgoing[number])
+        if decision.kind != "call" or not self.segment[number]:
+            return False
+        return decision.node in self.recomputations(number)[mode].rerun
+
+    def needs_input(self, wire: Wire) -> bool:
+        """Return whether the backward of the edge's target needs the tensor.
+
+        If the target is a view or shared reshard, its consumers count.
+        """
+        target = self.space.decisions[wire.target]
+        if target.kind == "output":
+            return False
+        if target.kind == "hub":
+            return self.needs_output(wire.target, 0)
+        if wire.target_input in self.saved(target).inputs:
+            return True
+        return bool(self.saved(target).aliases) and self.needs_output(wire.target, 0)
+
+    def needs_output(self, number: int, output: int) -> bool:
+        """Return whether some backward needs an output of a decision."""
+        if (number, output) not in self._needs:
+            wires = (wire for wire in self._outgoing[number] if wire.source_output == output)
+            self._needs[number, output] = any(map(self.needs_input, wires))
+        return self._needs[number, output]
+
+    def is_there_anyway(self, wire: Wire) -> bool:
+        """Return whether the tensor that leaves the source is counted as resident elsewhere."""
+        source = self.space.decisions[wire.source]
+        if source.kind != "call":
+            return True  # parameters and inputs are always held, and a hub's tensor is counted where it enters
+        saved = self.saved(source)
+        return wire.source_output in saved.aliases or wire.source_output in saved.outputs
+
+    def in_place(self, decision: Decision) -> bool:
+        """Return whether a call makes its gradient where its first input was."""
+        return self.space.conventions.loss_in_place and decision.node.target in LOSSES
+
+    def saved(self, decision: Decision) -> Saved:
+        """Return what autograd saves for a call."""
+        return self._saved_by_node[decision.node]

@@ -1,0 +1,162 @@
+"""Lifetimes of tensors in a program without gradients, which saves nothing for a backward.
+
+made        the outputs of a call, from the call until the last consumer takes them
+moved       a tensor as a consumer takes it, where that is another one than was made
+passed on   a tensor behind a hub or a view, which lies where it lay before, or, moved on its way there, as it has come
+
+Permanently resident tensors (parameters, inputs, buffers) and views of them are not counted; gathered weights are
+counted by layer (`weights`). A tensor that is moved for its last consumer is freed before that consumer runs. If
+several views of one tensor are used after it, each counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
+from autopar.costs.space.space import Wire
+from autopar.costs.space.strategy import Strategy
+from autopar.ir.program.effects import lies_in_input
+from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import Layout
+
+LOSSES = (torch.ops.aten.cross_entropy_loss.default, CROSS_ENTROPY)
+"""Calls that work on logarithms of probabilities, as large as their first input."""
+CLASSES, COPIES_OF_PARTS = "v", 3  # what `runtime.implementations.loss` has of its logits at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interval:
+    """Bytes that are there while the calls from one place on run, up to that of another, which it leaves out."""
+
+    first: int
+    end: int
+    num_bytes: Bytes
+    """Bytes by strategy of a decision, or by strategies at the ends of an edge."""
+
+    def covers(self, place: int) -> bool:
+        return self.first <= place < self.end
+
+
+class Live:
+    """The bytes of each decision and wire, by when they are there; arrays as those of `TensorBytes`, and shared."""
+
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes) -> None:
+        self.tensors, self.lifetimes, self.space = tensors, lifetimes, tensors.space
+        self._outgoing: dict[tuple[int, int], list[Wire]] = defaultdict(list)
+        for wire in self.space.wires:
+            self._outgoing[wire.source, wire.source_output].append(wire)
+        self._owned: dict[tuple[int, int], bool] = {}
+
+    def made(self, number: int) -> list[Interval]:
+        """Return the intervals of a call's outputs, up to the position of their last consumer.
+
+        From there `moved` counts them, except weights. The workspace of a loss is included.
+        """
+        decision = self.space.decisions[number]
+        if decision.kind != "call":
+            return []
+        call, strategies, place = decision.menu.call, decision.menu.strategies, self.lifetimes.position[number]
+        assert call is not None, "a call has a menu of one"
+        found: list[Interval] = []
+        for output, info in enumerate(call.outputs):
+            if not self._passes(number, output):
+                used = bool(self._outgoing[number, output])
+                end = self._last(number, output) + self.space.is_weight(number) if used else place + 1
+                layouts = tuple(strategy.outputs[output] for strategy in strategies)
+                found.append(Interval(place, end, self._local(info, layouts)))
+        if call.target in LOSSES:
+            found.append(Interval(place, place + 1, self._of_loss(call.inputs[0], strategies)))
+        return found
+
+    def _of_loss(self, logits: TensorInfo, strategies: Sequence[Strategy]) -> Bytes:
+        """Return the working bytes of a loss in addition to its logits.
+
+        These are the logarithms of the probabilities, or several copies of them if the classes are split.
+        """
+        layouts, wide = tuple(s.inputs[0] for s in strategies), max(torch.float32.itemsize, logits.dtype.itemsize)
+        copies = tuple(COPIES_OF_PARTS if CLASSES in s.choices else 1 for s in strategies)
+        local = self.tensors.local(logits.shape, layouts, wide)
+        return self.tensors.cached(("loss", id(local), copies), lambda: local * np.array(copies))
+
+    def _local(self, info: TensorInfo, layouts: tuple[Layout, ...]) -> Bytes:
+        return self.tensors.local(info.shape, layouts, info.dtype.itemsize)
+
+    def moved(self, wire: Wire) -> list[Interval]:
+        """Return the intervals of an edge's tensor where its target takes it, and beyond if that passes it on."""
+        if self.space.is_weight(wire.source):
+            return []
+        place, source = self._arrival(wire), (wire.source, wire.source_output)
+        owned, last = self._is_owned(*source), self._last(*source)
+        ends = next(each for each in self._outgoing[source] if self._arrival(each) == last) is wire
+        begun = self._begun(wire)
+        found = [Interval(place, place + 1, self._taken(wire, owned and ends and begun < place))]
+        end = self._end_behind(wire)
+        if end > place + 1:
+            after = max(place, last if owned else place) + 1
+            found.append(Interval(place + 1, min(after, end), self._taken(wire, False)))
+            found.append(Interval(after, end, self._taken(wire, owned)))
+        return [each for each in found if each.first < each.end]
+
+    def _taken(self, wire: Wire, itself: bool) -> Bytes:
+        """Bytes of the tensor as it has come; of that which stays where it lay, if `itself` is to be counted."""
+        return self.tensors.cached(("taken", itself, self.space.kind(wire)), lambda: self._taken_bytes(wire, itself))
+
+    def _taken_bytes(self, wire: Wire, itself: bool) -> Bytes:
+        before, after = self.tensors.wire_ends(wire)
+        unmoved = before if itself else np.zeros_like(before)
+        return np.where(self.tensors.stays(wire), unmoved[:, None], after[None, :])
+
+    def _arrival(self, wire: Wire) -> int:
+        """The place at which a tensor is taken; outputs are taken when the last call has run."""
+        return min(self.lifetimes.position[wire.target], len(self.lifetimes.calls) - 1)
+
+    def _last(self, number: int, output: int) -> int:
+        """The place at which the last consumer takes a tensor."""
+        return max(map(self._arrival, self._outgoing[number, output]), default=self.lifetimes.position[number])
+
+    def _begun(self, wire: Wire) -> int:
+        """Up to which place a wire's tensor is counted otherwise, as what was made or as what was passed on."""
+        inbound = self._into(wire.source)
+        if inbound is None or not self._passes(wire.source, wire.source_output):
+            return -1
+        return max(self._arrival(inbound), self._last(inbound.source, inbound.source_output))
+
+    def _end_behind(self, wire: Wire) -> int:
+        """The place up to which a target that passes a tensor on has it; 0 where it does not."""
+        target = self.space.decisions[wire.target]
+        if target.kind == "hub":
+            return self._last(wire.target, 0)
+        if target.kind != "call" or wire.target_input != 0:
+            return 0
+        assert target.menu.call is not None, "a call has a menu of one"
+        outputs = range(len(target.menu.call.outputs))
+        return max((self._last(wire.target, each) for each in outputs if self._passes(wire.target, each)), default=0)
+
+    def _passes(self, number: int, output: int) -> bool:
+        """Return whether an output of a decision shares memory with its first input."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call":
+            return decision.kind == "hub"
+        return lies_in_input(decision.node) or output in self.lifetimes.saved(decision).aliases
+
+    def _into(self, number: int) -> Wire | None:
+        return self.space.inbound.get((number, 0))
+
+    def _is_owned(self, number: int, output: int) -> bool:
+        """Return whether a tensor was made by a call, and is no view of permanently resident memory."""
+        if (number, output) not in self._owned:
+            inbound = self._into(number)
+            if inbound is not None and self._passes(number, output):
+                found = self._is_owned(inbound.source, inbound.source_output)
+            else:
+                found = self.space.decisions[number].kind == "call"
+            self._owned[number, output] = found
+        return self._owned[number, output]

@@ -1,0 +1,401 @@
+"""Memory model: bytes per device of each choice, by decision and by edge.
+
+A parameter holds itself and its gradient in its storage layout, and its optimizer state and master copy unless these
+are on the host. Between forward and backward a call holds the tensors that autograd saves for it (queried from
+autograd, see `ir.program.saved_tensors`):
+
+    its own outputs and hidden tensors    counted on the call
+    its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
+                                          there anyway: not moved, and held by its producer, a parameter or an input
+
+A view counts where its memory was made. `weights` counts weights and their gradients in transit. Under recomputation
+(`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
+outside, results of collectives unless these run again, and, if selective, results of products. A segment keeps its
+offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next segment.
+
+A program without gradients saves nothing; `live` says what is alive in it.
+
+All this is for one micro-batch. If a step has several, `accumulation` says what is resident in addition, and instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autopar.costs.memory.accumulation import Accumulation
+from autopar.costs.memory.host_copies import HostCopies
+from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.live import Live
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.memory.weights import MovedWeights
+from autopar.costs.pricing.optimizer_step import step_working_bytes
+from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.strategy import Strategy
+from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
+from autopar.ir.program.saved_tensors import Saved
+from autopar.ir.sharding.operation import Call, LocalSizes, largest_split_input
+
+
+class MemoryModel(TensorBytes):
+    """Bytes of every decision (one entry per strategy) and wire (a matrix over the strategies at its ends).
+
+    Equal calls share their arrays, which must not be changed.
+    """
+
+    def __init__(
+        self, space: Space, microbatches: Microbatches | None = None, prefetch: int = 0, offloads: bool = False
+    ) -> None:
+        """`offloads`: whether what segments save for their backward may leave for the host."""
+        super().__init__(space)
+        self.stepping = self._stepping()
+        """Parameter → bytes that its step works on, beside what it updates: in the backward, or the most behind it."""
+        works = bool(self.stepping) and not space.optimizer.in_backward
+        self.microbatches = replace(microbatches or Microbatches(), works=works)
+        self.prefetch = prefetch
+        """Number of layers ahead of their use that weights are fetched."""
+        self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
+        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
+        self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
+        self._wires: dict[tuple[int, int], Modes | None] = {}
+        self.parts: dict[object, Any] = {}
+        """Cache of `parts`, by decision and edge."""
+        self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
+        self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
+        self.live = None if space.program.learns or self.microbatches.several else Live(self, self.lifetimes)
+        """Lifetimes in a forward-only program; they replace all tensors saved for a backward and its working sets.
+
+        None if the program trains, or has several micro-batches.
+        """
+
+    @property
+    def frees_gradients(self) -> bool:
+        """True if gradients are freed in the backward; gradients of several micro-batches stay until the end."""
+        return self.space.optimizer.frees_gradients and not self.microbatches.several
+
+    def fetching_ahead(self, prefetch: int) -> MemoryModel:
+        """The same model of plans that fetch weights so many layers ahead; it shares all arrays."""
+        other = copy.copy(self)
+        other.prefetch = prefetch
+        return other
+
+    # What is held all the time.
+
+    def stored(self, number: int) -> dict[str, Bytes]:
+        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
+        decision, more = self.space.decisions[number], self.accumulation
+        if decision.kind not in ("parameter", "buffer", "input") or more.is_received(number):
+            return {}
+        elements = self.elements(info := decision.node.meta["tensor"], decision)
+        if decision.kind != "parameter":
+            return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
+        on_device = self.space.optimizer.offload is None
+        kept = self.kept_by_optimizer(info, elements, self.space.is_matrix(number)) if on_device else {}
+        values = self.times(elements, info.dtype.itemsize)
+        older = {"older weights": values} if self.microbatches.keeps_older and info.requires_grad else {}
+        return {"parameters": values, **older, **kept}
+
+    def stepped(self, number: int) -> list[Bytes]:
+        """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""
+        return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
+
+    def works_on(self, number: int) -> Bytes | None:
+        """Bytes that the optimizer works on in the step of a parameter; None where no moment is counted for it."""
+        if number not in self.stepping:
+            return None
+        shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[number]
+        return self.cached(("works on", shape, most), lambda: np.full(shape, most, dtype=np.int64))
+
+    def _stepping(self) -> dict[int, int]:
+        space = self.space
+        working = {
+            number: step_working_bytes(decision.node.meta["tensor"], space.optimizer, True)
+            for number, decision in enumerate(space.decisions)
+            if decision.kind == "parameter" and space.is_matrix(number) and space.program.learns
+        }
+        most = sorted(working, key=working.__getitem__)[-1:]
+        return working if space.optimizer.in_backward else {number: working[number] for number in most}
+
+    # What is held between forward and backward.
+
+    def own(self, number: int, with_rerun: bool = False) -> Modes | None:
+        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing.
+
+        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their wires.
+        """
+        decision = self.space.decisions[number]
+        if decision.kind != "call":
+            return None
+        saved, again = self.lifetimes.saved(decision), self.lifetimes.recomputations(number)
+        outputs, gone = frozenset(range(len(_call(decision).outputs))), (frozenset[int](), False)
+        if with_rerun:
+            alone = {output for output in outputs if not self.lifetimes.needs_output(number, output)}
+            outputs, gone = saved.outputs | alone, (saved.outputs, True)
+        states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
+        for mode, each in zip(self.lifetimes.modes[1:], again[1:], strict=False):
+            if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.leaves(number)):
+                states.append(gone)
+            elif decision.node in each.kept:
+                states.append((outputs, True))
+            else:
+                states.append((saved.outputs, True))
+        besides = saved.other_bytes or self._any(_saves_otherwise, decision)
+        if not any(outputs or (hidden and besides) for outputs, hidden in states):
+            return None
+        arrays = tuple(self._own(decision, saved, *state, mode) for mode, state in enumerate(states))
+        talking = self.second_forward.communicates(decision)
+        if talking.any():  # a call that communicates by itself runs again in the mode full alone: else its results stay
+            given = self._own(decision, saved, outputs, True)
+            held = [given if decision.node in e.rerun else array for e, array in zip(again, arrays, strict=True)]
+            held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
+            if len(again) == len(MODES):  # what it saves leaves as that of any other
+                held[-1] = arrays[-1]
+            key = ("talks", id(decision.menu), tuple(map(id, (*arrays, *held))))
+            arrays = tuple(
+                self.cached((key, i), lambda a=array, h=held[i]: np.where(talking, h, a)) if i else array
+                for i, array in enumerate(arrays)
+            )
+        return self.modes(arrays)
+
+    def _any(self, says: Callable[[Strategy], object], decision: Decision) -> bool:
+        """Return whether `says` is true for any strategy of a decision."""
+        made = self.cached(
+            (says, id(decision.menu)), lambda: np.array([bool(says(s)) for s in decision.menu.strategies])
+        )
+        return bool(made.any())
+
+    def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool, mode: int = 0) -> Bytes:
+        outputs, mode = outputs - saved.aliases, self.second_forward.variant(decision, mode) if hidden else 0
+        hides = hidden and self._any(_saves_otherwise, decision)
+        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides, mode)
+        return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden, mode))
+
+    def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool, mode: int) -> Bytes:
+        call, menu = _call(decision), decision.menu
+        total = np.zeros(len(menu.strategies), dtype=np.int64)
+        for position in outputs:
+            info = call.outputs[position]
+            total += self.local(info.shape, [s.outputs[position] for s in menu.strategies], info.dtype.itemsize)
+        return total + self._hidden(decision, mode) if hidden else total
+
+    def _hidden(self, decision: Decision, mode: int) -> Bytes:
+        """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
+        call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
+        strategies = self.second_forward.running_in(decision, mode)
+        if not call.inputs or not (other or self._any(_saves_otherwise, decision)):
+            return np.zeros(len(strategies), dtype=np.int64)
+        largest = largest_split_input(call, decision.menu.bound)
+        info = call.inputs[largest]
+        local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
+        found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
+        for number, strategy in enumerate(strategies):
+            if _saves_otherwise(strategy):
+                found[number] = self._saved_by_implementation(decision, strategy)
+        return found
+
+    def _saved_by_implementation(self, decision: Decision, strategy: Strategy) -> int:
+        bound, implementation = decision.menu.bound, strategy.implementation
+        assert bound is not None and implementation is not None and implementation.saved_bytes is not None
+        return implementation.saved_bytes(_call(decision), strategy.local_sizes(bound.sizes, self.space.mesh))
+
+    def wire(self, wire: Wire) -> Modes | None:
+        """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
+        end = wire.target, wire.target_input
+        if end not in self._wires:
+            self._wires[end] = None if self.accumulation.holds(wire) else self._wire(wire)
+        return self._wires[end]
+
+    def _wire(self, wire: Wire) -> Modes | None:
+        source, target = self.space.decisions[wire.source], self.space.decisions[wire.target]
+        if target.kind == "output":
+            return None
+        needed, there = self.lifetimes.needs_input(wire), self.lifetimes.is_there_anyway(wire)
+        found = [self._kept_by_target(wire, there) if needed else None]
+        inside = self.lifetimes.is_inside(wire)
+        for mode in range(1, self.lifetimes.num_modes(wire.target)):
+            again = self.second_forward.moves_again(wire, mode)
+            if self.lifetimes.modes[mode] == OFFLOAD:
+                found.append(None if self.lifetimes.leaves(wire.source) else found[0])
+            elif self.space.is_weight(wire.source):
+                # A cast that stays where it is is made again.
+                found.append(self.kept(wire, True) if needed else None)
+            elif not needed and not self.lifetimes.reruns(wire.target, mode):
+                found.append(None)
+            elif inside:
+                found.append(self._sent_once(wire, again))
+            else:
+                is_input = source.kind in ("input", "buffer") and there
+                found.append(self._entering(wire, is_input, again))
+        if all(each is None for each in found):
+            return None
+        nothing = self.nothing(
+            tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
+        )
+        return self.modes([nothing if each is None else each for each in found])
+
+    def _sent_once(self, wire: Wire, again: np.ndarray | None) -> Bytes:
+        """Bytes that a segment saves of a tensor that it has sent itself; none if the collectives run `again`."""
+        sent = self.sent(wire)
+        if again is None:
+            return sent
+        return self.cached(("sent once", id(sent), id(again)), lambda: np.where(again, 0, sent))
+
+    def _entering(self, wire: Wire, there: bool, again: np.ndarray | None) -> Bytes:
+        """Bytes that a segment saves of a tensor from outside; as it was before the collectives that run `again`."""
+        kept = self.kept(wire, there)
+        if again is None:
+            return kept
+        before = self.nothing(()) if there else self.wire_ends(wire)[0][:, None]
+        return self.cached(("entering", id(kept), id(again)), lambda: np.where(again, before, kept))
+
+    def _kept_by_target(self, wire: Wire, there: bool) -> Bytes:
+        """Bytes of a tensor that is kept as it arrives, by those strategies of its target that keep it."""
+        kept, menu = self.kept(wire, there), self.space.decisions[wire.target].menu
+        bound, call, mesh = menu.bound, menu.call, self.space.mesh
+        if any(s.shared for s in menu.strategies) and self.space.decisions[wire.target].kind == "hub":
+            shared = self.cached(("shared", id(menu)), lambda: np.array([s.shared for s in menu.strategies]))
+            return self.cached(("moved together", id(kept), id(menu)), lambda: np.where(shared[None, :], 0, kept))
+        said = [s.implementation.unkept if s.implementation else None for s in menu.strategies]
+        if bound is None or call is None or not any(said):
+            return kept
+
+        def make() -> Bytes:
+            let_go = np.array(
+                [
+                    each is not None and wire.target_input in each(call, s.local_sizes(bound.sizes, mesh))
+                    for s, each in zip(menu.strategies, said, strict=True)
+                ]
+            )
+            return np.where(let_go[None, :], 0, kept)
+
+        return self.cached(("kept by target", id(kept), id(menu), wire.target_input), make)
+
+    def working(self, number: int) -> Modes | None:
+        """Bytes that a call works on while it runs backward, by mode: its outputs, gradients of all it takes and makes.
+
+        That includes what it keeps beside inputs and outputs, as the probabilities of a loss; not so gradients that its
+        forward has made.
+        """
+        decision = self.space.decisions[number]
+        if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
+            return None
+        key = ("working", id(decision.menu), self.lifetimes.saved(decision).other_bytes)
+        tensors = range(len(_call(decision).inputs)), range(len(_call(decision).outputs))
+        modes = [self.second_forward.variant(decision, mode) for mode in range(self.lifetimes.num_modes(number))]
+        return self.modes([self.cached((*key, m), lambda m=m: self._working(decision, *tensors, m)) for m in modes])
+
+    def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int], mode: int = 0) -> Bytes:
+        """The gradients of some inputs, some outputs, and what is kept beside both."""
+        call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
+        total = self._gradients_of(decision, inputs)
+        for position in outputs:
+            info = call.outputs[position]
+            total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+        op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
+        hidden = self._hidden(decision, mode).copy()
+        for number, strategy in enumerate(strategies):
+            backward = strategy.implementation.backward_bytes if strategy.implementation is not None else None
+            if _works_forward(strategy) is not None:
+                hidden[number] = 0
+            elif backward is not None and bound is not None and not self.lifetimes.in_place(decision):
+                hidden[number] = backward(call, strategy.local_sizes(bound.sizes, mesh))
+        if op is not None and bound is not None and op.backward_bytes is not None:
+            total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])
+        return total + hidden
+
+    def working_forward(self, number: int) -> Bytes | None:
+        """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
+        decision = self.space.decisions[number]
+        strategies, bound = decision.menu.strategies, decision.menu.bound
+        if bound is None or not self._any(_works_forward, decision):
+            return None
+
+        def make() -> Bytes:
+            call, mesh = _call(decision), self.space.mesh
+            pairs = ((s, _works_forward(s)) for s in strategies)
+            return np.array([each(call, s.local_sizes(bound.sizes, mesh)) if each else 0 for s, each in pairs])
+
+        return self.cached(("working forward", id(decision.menu)), make)
+
+    def handed_on(self, number: int) -> Bytes | None:
+        """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call":
+            return None
+        call = _call(decision)
+        inputs = frozenset(
+            position
+            for position, info in enumerate(call.inputs)
+            if info.requires_grad and not self.space.is_weight(self.space.inbound[number, position].source)
+        )
+        return self.cached(("handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
+
+    def working_rows(self, number: int) -> Bytes:
+        """Return the part of `working` that is expert rows and their gradients."""
+        decision, rows = self.space.decisions[number], self.space.rows[number]
+        key = ("working rows", id(decision.menu), rows.inputs, rows.outputs, self.lifetimes.saved(decision).other_bytes)
+        return self.cached(key, lambda: self._working(decision, rows.inputs, rows.outputs))
+
+    def handed_on_rows(self, number: int) -> Bytes:
+        """Return the part of `handed_on` that is gradients of expert rows."""
+        decision, inputs = self.space.decisions[number], self.space.rows[number].inputs
+        return self.cached(("rows handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
+
+    def _gradients_of(self, decision: Decision, inputs: Collection[int]) -> Bytes:
+        """Bytes of the gradients of those of these inputs that need one."""
+        call, strategies = _call(decision), decision.menu.strategies
+        total = np.zeros(len(strategies), dtype=np.int64)
+        for position, info in enumerate(call.inputs):
+            if position not in inputs or not info.requires_grad:
+                continue
+            total += self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
+        return total
+
+    def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
+        """Return the total of arrays of this model over several moments, mode by mode.
+
+        Each moment is (weight, arrays that add up). Moments are added up by weight; with `worst`, the largest is taken
+        entry by entry. None if no moment has arrays.
+        """
+        count = max((len(modes) for _, parts in moments for modes in parts), default=0)
+        if not count:
+            return None
+        return tuple(
+            self._combined([(weight, [m[i if len(m) > 1 else 0] for m in parts]) for weight, parts in moments], worst)
+            for i in range(count)
+        )
+
+    def _combined(self, moments: list[tuple[int, list[Bytes]]], worst: bool) -> Bytes:
+        filled = [(weight, parts) for weight, parts in moments if parts]
+        if len(filled) == 1 and len(filled[0][1]) == 1 and (worst or filled[0][0] == 1):
+            return filled[0][1][0]
+        # The cache holds every array, so that an id names one array for good.
+        key = ("total", worst, tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
+
+        def combine() -> Bytes:
+            sums = [(1 if worst else weight) * np.sum(parts, axis=0) for weight, parts in filled]
+            return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
+
+        return self.cached(key, combine)
+
+
+def _saves_otherwise(strategy: Strategy) -> bool:
+    """Return whether the implementation that runs a call states the bytes it saves besides inputs and outputs."""
+    return strategy.implementation is not None and strategy.implementation.saved_bytes is not None
+
+
+def _works_forward(strategy: Strategy) -> Callable[[Call, LocalSizes], int] | None:
+    """Return the function for a call's working bytes in its forward; None if its implementation states none."""
+    return strategy.implementation.forward_bytes if strategy.implementation is not None else None
+
+
+def _call(decision: Decision):
+    call = decision.menu.call
+    assert call is not None, f"{decision.name} is no call"
+    return call

@@ -1,0 +1,214 @@
+"""Calls, and the collectives that bring their inputs, that run again in the backward, by mode.
+
+    call    its forward; in the mode full with the collectives that it runs itself, in other modes never if it has any
+    wire    its collectives, if something that runs again, or a backward, needs the tensor: in the modes selective and
+            full if they enlarge it, so that the smaller one is saved; in the mode full always inside a segment
+
+A gather that runs again is waited for when its value is first used. If only the backward of its target uses it, and no
+call that runs again, all that precedes this backward in the segment hides it, but for its `communication_share`.
+
+A call that gathers its input itself, and whose result the mode selective saves, runs as the variant that gathers again
+in its backward (`Implementation.regathering`): `running` is the strategy that runs.
+
+Of rows of experts a wire's collectives that run again move an equal share of them, however uneven the rows are.
+
+Moves of weights never run again: `costs.pricing.reshard` says which weights are gathered again. Where what a segment
+saves leaves for the host, seconds are those of its copies (`host_copies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.memory.host_copies import HostCopies
+from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.space.space import Decision, Wire
+from autopar.costs.space.strategy import Strategy, running_in
+from autopar.ir.program.recompute_segments import FULL, MODES, SELECTIVE, is_kept, moves_again
+
+SELECTIVE_MODE, FULL_MODE = MODES.index(SELECTIVE), MODES.index(FULL)
+
+
+class SecondForward:
+    """Seconds of what runs again by decision and wire; arrays as those of `TensorBytes`."""
+
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, host_copies: HostCopies) -> None:
+        self.tensors, self.lifetimes, self.host_copies, self.space = tensors, lifetimes, host_copies, tensors.space
+        self._again: dict[tuple[int, int, int], np.ndarray | None] = {}
+
+    def communicates(self, decision: Decision) -> np.ndarray:
+        """Return which strategies of a call run collectives of their own in the forward."""
+        strategies = decision.menu.strategies
+        return self.tensors.cached(
+            ("communicates", id(decision.menu)), lambda: np.array([s.communicates for s in strategies])
+        )
+
+    def seconds_of(self, number: int) -> Modes | None:
+        """Return the seconds of a call's second forward, by mode; None if it has none in any mode."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call" or not self.lifetimes.segment[number]:
+            return None
+        copying = self.host_copies.seconds_of(number)
+        again = [self.runs_again(number, mode) for mode in range(self.lifetimes.num_modes(number))]
+        regathering = self._regathering(decision)
+        if copying is None and regathering is None and all(each is None for each in again):
+            return None
+        nothing = self._nothing((len(decision.menu.strategies),))
+        found = [nothing if each is None else self._second(decision, each) for each in again]
+        if regathering is not None:
+            selective, both = found[SELECTIVE_MODE], ("second forward, regathering", id(found[SELECTIVE_MODE]))
+            found[SELECTIVE_MODE] = self.tensors.cached((*both, id(regathering)), lambda: selective + regathering)
+        return tuple(found) if copying is None else (*found[:-1], copying)
+
+    def _regathering(self, decision: Decision) -> Bytes | None:
+        """Return the seconds that variants of a call's strategies in the mode selective add; None if it has none."""
+        if not self.variant(decision, SELECTIVE_MODE):
+            return None
+        pairs = zip(self.running_in(decision, SELECTIVE_MODE), decision.menu.strategies, strict=True)
+        return self.tensors.cached(
+            ("regathering", id(decision.menu)),
+            lambda: np.array([sum(running.waits) - sum(chosen.waits) for running, chosen in pairs]),
+        )
+
+    def variant(self, decision: Decision, mode: int) -> int:
+        """Return the mode if a call has variants for it, else 0, the mode in which what is chosen runs."""
+        strategies = decision.menu.strategies if mode == SELECTIVE_MODE else ()
+        return mode if any(each.regathering is not None for each in strategies) else 0
+
+    def running_in(self, decision: Decision, mode: int) -> tuple[Strategy, ...]:
+        """Return what runs a call in a mode, by strategy."""
+        strategies = decision.menu.strategies
+        return tuple([running_in(MODES[mode], each) for each in strategies]) if mode else strategies
+
+    def running(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> Strategy:
+        """Return the strategy that runs a decision: the one chosen, or in its place the variant for its mode."""
+        chosen = self.space.decisions[number].menu.strategies[choices[number]]
+        return running_in(modes.get(self.lifetimes.segment[number], MODES[0]), chosen)
+
+    def is_rerun(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> bool:
+        """Return whether a call that takes time runs again in the backward under choices and modes."""
+        again = self.runs_again(number, self.lifetimes.mode_of(number, modes))
+        return again is not None and bool(self._second(self.space.decisions[number], again)[choices[number]] > 0)
+
+    def _second(self, decision: Decision, again: np.ndarray) -> Bytes:
+        def make() -> Bytes:
+            waits = [sum(wait for _, wait in s.forward_collectives) for s in decision.menu.strategies]
+            return np.where(again, decision.menu.forward_seconds + np.array(waits), 0.0)
+
+        return self.tensors.cached(("second forward", id(again)), make)
+
+    def runs_again(self, number: int, mode: int) -> np.ndarray | None:
+        """Return which strategies of a call run again in a mode; None if none does."""
+        decision, strategies = self.space.decisions[number], self.space.decisions[number].menu.strategies
+        if decision.kind != "call" or not self.lifetimes.segment[number]:
+            return None
+        needed = decision.node in self.lifetimes.recomputations(number)[mode].rerun
+        if not needed and (mode != FULL_MODE or not self.lifetimes.saved(decision).inputs):
+            return None
+
+        def make() -> np.ndarray:
+            if mode == FULL_MODE:
+                return np.array([needed or (s.communicates and s.saves_moved) for s in strategies])
+            return np.array([not is_kept(decision.node, MODES[mode], (), s.communicates) for s in strategies])
+
+        found = self.tensors.cached(("runs again", id(decision.menu), needed, mode), make)
+        return found if found.any() else None
+
+    def moves_again(self, wire: Wire, mode: int) -> np.ndarray | None:
+        """Return between which strategies a wire's collectives run again in a mode; None if between none."""
+        key = wire.target, wire.target_input, mode
+        if key not in self._again:
+            found = self._moves_again(wire, mode) if self._needs_again(wire, mode) else None
+            self._again[key] = found if found is not None and found.any() else None
+        return self._again[key]
+
+    def _needs_again(self, wire: Wire, mode: int) -> bool:
+        if not self.lifetimes.segment[wire.target] or wire.tensor.is_of_weights:
+            return False
+        return self.lifetimes.needs_input(wire) or self.lifetimes.reruns(wire.target, mode)
+
+    def _moves_again(self, wire: Wire, mode: int) -> np.ndarray:
+        inside = self.lifetimes.is_inside(wire)
+
+        def make() -> np.ndarray:
+            before, after = self.tensors.wire_ends(wire)
+            return self.tensors.communicated(wire) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
+
+        return self.tensors.cached(("moves again", inside, mode, self.space.kind(wire)), make)
+
+    def seconds_on(self, wire: Wire) -> Modes | None:
+        """Return the seconds of what runs again on account of a wire, by mode; None if there are none in any mode."""
+        copying = self.host_copies.seconds_on(wire)
+        again = [self.moves_again(wire, mode) for mode in range(self.lifetimes.num_modes(wire.target))]
+        if copying is None and all(each is None for each in again):
+            return None
+        shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
+        found = [
+            self._nothing(shape) if each is None else self._seconds_on(wire, each, self._travels(wire, mode))
+            for mode, each in enumerate(again)
+        ]
+        if copying is not None:
+            found[-1] = copying
+        return tuple(found)
+
+    def _seconds_on(self, wire: Wire, again: np.ndarray, travelling: bool) -> Bytes:
+        return self.tensors.cached(
+            ("seconds again", id(again), self.space.kind(wire), travelling),
+            lambda: np.where(again, self.space.forward_seconds(wire, travelling), 0.0),
+        )
+
+    def _travels(self, wire: Wire, mode: int) -> bool:
+        """Return whether no call that runs again takes what a wire brings."""
+        return not self.lifetimes.reruns(wire.target, mode)
+
+    def at(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> float:
+        """Return the seconds of a call's second forward under choices and modes."""
+        again = self.seconds_of(number)
+        return 0.0 if again is None else float(again[self.lifetimes.mode_of(number, modes)][choices[number]])
+
+    def at_wire(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> float:
+        """Return the seconds of what runs again on account of a wire under choices and modes."""
+        if modes.get(self.lifetimes.segment[wire.target], MODES[0]) == MODES[0]:
+            return 0.0
+        again = self.seconds_on(wire)
+        if again is None:
+            return 0.0
+        return float(again[self.lifetimes.mode_of(wire.target, modes)][choices[wire.source], choices[wire.target]])
+
+    def collectives_of(
+        self, number: int, choices: Sequence[int], modes: Mapping[str, str]
+    ) -> tuple[tuple[Transfer, float], ...]:
+        """Return the collectives of a call itself that run again, each with its exposed seconds."""
+        again = self.runs_again(number, FULL_MODE) if self._is_full(number, modes) else None
+        if again is None or not again[choices[number]]:
+            return ()
+        return self.space.decisions[number].menu.strategies[choices[number]].forward_collectives
+
+    def collectives_on(
+        self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]
+    ) -> tuple[tuple[Transfer, float], ...]:
+        """Return the collectives of a wire that run again, each with its exposed share."""
+        mode = self.lifetimes.mode_of(wire.target, modes)
+        again = self.moves_again(wire, mode)
+        if again is None or not again[choices[wire.source], choices[wire.target]]:
+            return ()
+        path = self.space.path(wire, choices)
+        found = [(each, 1.0) for each in path.transfers if not each.backward]
+        if path.moves[-1].gathers and self._travels(wire, mode):
+            found[-1] = (found[-1][0], self.space.hardware.communication_share)
+        return tuple(found)
+
+    def travels(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> bool:
+        """Return whether a gather that runs again brings what a wire does while its segment goes on."""
+        running = self.collectives_on(wire, choices, modes)
+        return bool(running) and self.space.path(wire, choices).moves[-1].gathers
+
+    def _is_full(self, number: int, modes: Mapping[str, str]) -> bool:
+        return modes.get(self.lifetimes.segment[number]) == FULL
+
+    def _nothing(self, shape: tuple[int, ...]) -> Bytes:
+        return self.tensors.cached(("no seconds", shape), lambda: np.zeros(shape))

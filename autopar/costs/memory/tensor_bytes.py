@@ -1,0 +1,242 @@
+"""Effect of layouts on a tensor: bytes on a device, and how it lies in memory after a move.
+
+    same            nothing changes in memory
+    sliced          a part of what is there anyway
+    copied          a tensor of its own, made without communication
+    communicated    a tensor of its own, made of what others have sent
+
+Arrays have an entry per strategy of a decision, or a matrix over the strategies at both ends of an edge. Equal queries
+return the same array, which must not be changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from autopar.costs.pricing.message_sizes import worth_a_message
+from autopar.costs.space.space import Decision, ExpertRows, Space, Wire
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import I, Layout, P, Placement, R
+
+SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
+Bytes = np.ndarray
+Modes = tuple[Bytes, ...]
+"""An array per mode of recomputation; one array where the mode does not matter."""
+_INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
+_DEALT = 1000  # and Z(d) so much more
+
+
+class TensorBytes:
+    """Bytes of tensors in the layouts that the strategies of a space give them."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._cache: dict[object, Bytes] = {}
+
+    # How tensors lie in memory.
+
+    def reduced(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it is."""
+        before, after = self._codes(wire)
+        return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
+
+    def communicated(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a tensor goes over links."""
+        return self.kinds(wire) == COMMUNICATED
+
+    def changes(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a tensor becomes another one, if only a slice."""
+        return self.kinds(wire) != SAME
+
+    def stays(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
+        return self.kinds(wire) <= SLICED
+
+    def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
+        return (
+            self.cached(
+                ("codes", tuple(self.space.source_layouts(wire))), lambda: _encode(self.space.source_layouts(wire))
+            ),
+            self.cached(
+                ("codes", tuple(self.space.target_layouts(wire))), lambda: _encode(self.space.target_layouts(wire))
+            ),
+        )
+
+    def kinds(self, wire: Wire) -> np.ndarray:
+        """Return how the tensor lies in memory after the edge (`SAME` … `COMMUNICATED`), for every pair of layouts."""
+        return self.cached(("kinds", self.space.kind(wire)), lambda: self._kinds(wire))
+
+    def _kinds(self, wire: Wire) -> np.ndarray:
+        before, after = self._codes(wire)
+        before, after = before[:, None, :], after[None, :, :]
+        whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
+        kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
+        kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
+        kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
+        return kinds.max(axis=2)
+
+    def only_gathers(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which nothing happens but gathers, slices and the reduction of gradients."""
+        before, after = self._codes(wire)
+        before, after = before[:, None, :], after[None, :, :]
+        exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
+        # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
+        invariant = (before > _PARTIAL) & (after == _INVARIANT) & wire.tensor.requires_grad
+        return ~(exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
+
+    def gathered_alone(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a weight is gathered in a message of its own."""
+        return self.cached(("gathered alone", self.space.kind(wire)), lambda: self._gathered_alone(wire))
+
+    def _gathered_alone(self, wire: Wire) -> np.ndarray:
+        before, after = self._codes(wire)
+        sizes, mesh = self.wire_ends(wire)[1], self.space.mesh
+        gathered = (before > _PARTIAL)[:, None, :] & (after <= _REPLICATED)[None, :, :]
+        in_first_dim = (before - _FIRST_DIM) % _DEALT == 0
+        over = np.where((gathered <= in_first_dim[:, None, :]).all(axis=2), gathered @ (1 << np.arange(mesh.ndim)), 0)
+        found = np.zeros(over.shape, dtype=bool)
+        for axes in filter(None, np.unique(over).tolist()):  # as the bits of a number
+            some = [axis for axis in range(mesh.ndim) if axes >> axis & 1]
+            found |= (over == axes) & worth_a_message(sizes, some, mesh, self.space.hardware)
+        return found
+
+    def sent_alone(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a weight is gathered alone and its gradient sent from where it lies.
+
+        Where rows do not divide over the devices, it is padded for its way.
+        """
+        rows, sizes = wire.tensor.shape[0] if wire.tensor.shape else 1, self.space.mesh.sizes
+        even = [rows % layout.num_parts(0, sizes) == 0 for layout in self.space.source_layouts(wire)]
+        return self.gathered_alone(wire) & np.array(even)[:, None]
+
+    # Bytes.
+
+    def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
+        """Bytes on one device of a wire's tensor, per strategy of its source and of its target."""
+        shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
+        return (
+            self.local(shape, self.space.source_layouts(wire), size),
+            self.local(shape, self.space.target_layouts(wire), size),
+        )
+
+    def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
+        """Bytes on one device of a tensor with elements of `size` bytes, per layout."""
+        key = ("local", tuple(shape), tuple(layouts), size)
+        sizes = self.space.mesh.sizes
+        return self.cached(
+            key,
+            lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
+        )
+
+    def cached(self, key: object, make: Callable[[], Bytes]) -> Bytes:
+        """Return the array of a key; `make` is called once per key."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def times(self, elements: Bytes, size: float) -> Bytes:
+        """Bytes of so many elements of `size` bytes, which may be a fraction."""
+        return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
+
+    def kept_by_optimizer(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
+        """Bytes that the optimizer keeps of so many elements of a parameter, by what they are."""
+        optimizer, found = self.space.optimizer, {}
+        for name, size in optimizer.kept(info, matrix).items():
+            make = partial(optimizer.kept_bytes, name, info, elements, matrix)
+            found[name] = self.cached(("kept by optimizer", name, id(elements), info.dtype, size), make)
+        return found
+
+    def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
+        """Elements on one device of a decision's tensor, per strategy."""
+        layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
+        return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
+
+    def kept(self, wire: Wire, there: bool) -> Bytes:
+        """Bytes of a tensor that is kept as it arrives; where it is not moved, it may be `there` anyway."""
+        return self.cached(("kept", there, self.space.kind(wire)), lambda: self._kept(wire, there))
+
+    def _kept(self, wire: Wire, there: bool) -> Bytes:
+        before, after = self.wire_ends(wire)
+        unmoved = np.zeros_like(before) if there else before
+        found = np.where(self.stays(wire), unmoved[:, None], after[None, :])
+        strategies = self.space.decisions[wire.source].menu.strategies
+        if wire.tensor.regather and any(strategy.kept for strategy in strategies):
+            again = np.array([not strategy.kept for strategy in strategies])
+            found[again[:, None] & self.only_gathers(wire)] = 0
+        return found
+
+    def sent(self, wire: Wire) -> Bytes:
+        """Bytes of a tensor where it has come over links; where not, it is made again."""
+        return self.cached(
+            ("sent", self.space.kind(wire)),
+            lambda: np.where(self.communicated(wire), self.wire_ends(wire)[1][None, :], 0),
+        )
+
+    def gradients(self, number: int) -> Bytes | None:
+        """Bytes of a parameter's gradient, once it is reduced; None where there is none."""
+        decision = self.space.decisions[number]
+        info = decision.node.meta["tensor"]
+        if decision.kind != "parameter" or not info.requires_grad:
+            return None
+        return self.times(self.elements(info, decision), info.dtype.itemsize)
+
+    def nothing(self, shape: tuple[int, ...]) -> Bytes:
+        """No bytes, whatever is chosen."""
+        return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+
+    def with_rerun(self, kept: Modes) -> Modes:
+        """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
+        each = [
+            array
+            if array is kept[0]
+            else self.cached(("rerun", id(kept[0]), id(array)), partial(np.maximum, kept[0], array))
+            for array in kept
+        ]
+        return self.modes(each)
+
+    @staticmethod
+    def modes(arrays: Sequence[Bytes]) -> Modes:
+        """An array per mode; one where all modes agree."""
+        return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
+
+
+def _encode(layouts: Sequence[Layout]) -> np.ndarray:
+    """Layouts as numbers, one row each."""
+    codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
+    codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
+    return np.array([[codes[p] for p in each] for each in layouts])
+
+
+def excess(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
+    """Return how many more rows than its share the busiest device has, in shares.
+
+    It has an entry per strategy of the decision on their counts, where rows that follow from routing depend on those
+    (`costs.space.expert_rows`).
+    """
+    space = tensors.space
+    menu = space.decisions[rows.counts].menu
+
+    def make() -> np.ndarray:
+        choices = range(len(menu.strategies))
+        return np.array([space.excess_at(rows, choice, space.imbalance) for choice in choices])
+
+    return tensors.cached(("excess", id(menu), rows.position), make)
+
+
+def beside(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
+    """Return the bytes of the busiest device beside its share of the rows of experts, for each mode.
+
+    They are excess · bytes of a share, rounded up; a dim in front stands for the strategies of the counts' decision.
+    """
+    shares = excess(tensors, rows)
+    return tuple(
+        tensors.cached(("beside", id(shares), id(array)), lambda a=array: _outer(shares, a)) for array in modes
+    )
+
+
+def _outer(shares: np.ndarray, array: Bytes) -> Bytes:
+    return np.ceil(np.multiply.outer(shares, array)).astype(np.int64)

@@ -1,0 +1,196 @@
+"""Memory of weights and their gradients in transit between their storage and their use by calls.
+
+gathered          a weight while its layer runs forward, unless it is kept
+gathered again    while its layer runs backward; and while it is gathered in a message with others, out of which it is
+                  copied then
+unreduced         a gradient after its call's backward, until the first call of its layer has run backward
+sent off          then, a copy of it in the message that is sent, where it is not sent from where it lies
+arriving          a weight in the message out of which it is copied, before its layer runs forward
+on their way      a weight while the layers before its own run forward, and those behind its own backward, as many as
+                  it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
+                  only the first is issued ahead
+
+Weights that are gathered alone are freed one by one, yet all count while their layer runs.
+
+Layers that have weights are numbered in the order in which they run first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autopar.costs.memory.accumulation import Accumulation
+from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
+from autopar.costs.space.space import Wire
+
+FAR_OFF = 1 << 40  # from every layer
+
+
+class MovedWeights:
+    """Bytes of wires that bring a weight; arrays as those of `TensorBytes`, and shared."""
+
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, accumulation: Accumulation) -> None:
+        self.tensors, self.lifetimes, self.accumulation = tensors, lifetimes, accumulation
+        self.space = tensors.space
+
+    @cached_property
+    def last_gather(self) -> dict[str, int]:
+        """Layer → the place of its last call that takes a weight which may be gathered again for the backward."""
+        return self._by_layer(max, lambda wire: wire.tensor.regather)
+
+    @cached_property
+    def first_reduction(self) -> dict[str, int]:
+        """Layer → the place of its first call that takes a weight with a gradient: then all of them are made."""
+        return self._by_layer(min, lambda wire: wire.tensor.requires_grad)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Layer that has weights → its number."""
+        places = self.first_places
+        return {layer: number for number, layer in enumerate(sorted(places, key=places.__getitem__))}
+
+    @cached_property
+    def _reached(self) -> tuple[list[int], list[int]]:
+        """The number of the layer that each place has come to, forward and backward; far off where it is none."""
+        own = [self._numbers.get(self.lifetimes.layer[number]) for number in self.lifetimes.calls]
+        forward, backward = list(own), list(own)
+        for place in range(len(own)):
+            if own[place] is None:
+                forward[place] = forward[place - 1] if place else -FAR_OFF
+        for place in reversed(range(len(own))):
+            if own[place] is None:
+                backward[place] = backward[place + 1] if place + 1 < len(own) else FAR_OFF
+        return forward, backward  # type: ignore[return-value]
+
+    def is_ahead(self, layer: str, place: int, forward: bool, depth: int) -> bool:
+        """Return whether weights of a layer are in transit while the call at a position runs.
+
+        Weights are fetched `depth` layers ahead.
+        """
+        number = self._numbers.get(layer)
+        if number is None or depth == 0:
+            return False
+        distance = number - self._reached[0][place] if forward else self._reached[1][place] - number
+        return 0 < distance <= depth
+
+    def bytes_ahead(self, by_layer: np.ndarray, forward: bool, depth: int) -> np.ndarray:
+        """At each place, the bytes of the layers of which `is_ahead` says so; by layer as lifetimes number them."""
+        if depth == 0:
+            return np.zeros(len(self.lifetimes.calls), dtype=np.int64)
+        sizes = by_layer[[self.lifetimes.layers[layer] for layer in self._numbers]]
+        before, reached = np.cumsum([0, *sizes]), np.array(self._reached[0 if forward else 1], dtype=np.int64)
+        first, behind = (reached + 1, reached + depth + 1) if forward else (reached - depth, reached)
+        return before[np.clip(behind, 0, len(sizes))] - before[np.clip(first, 0, len(sizes))]
+
+    def _by_layer(self, chosen: Callable[..., int], counts: Callable[[Wire], bool]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for wire in self.space.wires:
+            place = self.lifetimes.position[wire.target]
+            if self.space.is_weight(wire.source) and counts(wire) and place < len(self.lifetimes.calls):
+                found[self.lifetimes.layer[wire.target]] = chosen(
+                    found.get(self.lifetimes.layer[wire.target], place), place
+                )
+        return found
+
+    def gathered(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer runs: the gathered weight, where it is not kept."""
+        return self._of_weight("gathered", wire, self._gathered)
+
+    def gathered_again(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire as it is gathered again for the backward; None where it never is."""
+        return self._of_weight("gathered again", wire, self._gathered_again) if wire.tensor.regather else None
+
+    def copied_out(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire in the message from which it is copied, as it is gathered again."""
+        return self._of_weight("copied out", wire, self._copied_out) if wire.tensor.regather else None
+
+    @cached_property
+    def first_places(self) -> dict[str, int]:
+        """Layer → the place of its first call that takes a weight: before it all of the layer's arrive."""
+        return self._by_layer(min, lambda _: True)
+
+    def arriving(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire in the message from which it is copied, before its layer's forward."""
+        return self._of_weight("arriving", wire, self._arriving)
+
+    def _arriving(self, wire: Wire) -> Bytes:
+        moved = self.tensors.communicated(wire) & ~self.tensors.gathered_alone(wire)
+        return np.where(moved, self.tensors.wire_ends(wire)[1][None, :], 0)
+
+    def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
+        """Bytes of a parameter's wire on their way, ahead of its layer: the whole weight, and the part that is sent."""
+        if forward:
+            return self._of_weight("on way", wire, lambda wire: self._on_way(wire, self.tensors.communicated(wire)))
+        if not wire.tensor.regather:
+            return None
+        return self._of_weight("on way again", wire, lambda wire: self._on_way(wire, self.accumulation.each_time(wire)))
+
+    def gathers(self, choices: Sequence[int]) -> bool:
+        """Return whether any weight is gathered during a step under these choices."""
+        found = ((self.on_way(wire, True), wire) for wire in self.space.wires)
+        return any(each is not None and each[choices[w.source], choices[w.target]] for each, w in found)
+
+    def unreduced(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire, after its call's backward to the end of the layer's: the gradient to reduce."""
+        return self._of_weight("unreduced", wire, self._unreduced, True) if wire.tensor.requires_grad else None
+
+    def last_made(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer's gradients are reduced, its own the last: beside `unreduced`."""
+        return self._of_weight("last made", wire, self._last_made, True) if wire.tensor.requires_grad else None
+
+    def sent_off(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer's gradients are reduced: the gradient as it is sent to others."""
+        return self._of_weight("sent off", wire, self._sent_off, True) if wire.tensor.requires_grad else None
+
+    def _of_weight(
+        self, name: str, wire: Wire, make: Callable[[Wire], Bytes], of_gradient: bool = False
+    ) -> Bytes | None:
+        if not self.space.is_weight(wire.source):
+            return None
+        found = self.tensors.cached((name, self.space.kind(wire)), lambda: make(wire))
+        if not self.accumulation.holds(wire):
+            return found
+        more = self.accumulation
+        each_time = more.reduced_each_time(wire) if of_gradient else more.each_time(wire)
+        return self.tensors.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
+
+    def _gathered(self, wire: Wire) -> Bytes:
+        _, after = self.tensors.wire_ends(wire)
+        found = np.where(self.tensors.communicated(wire), after[None, :], 0)
+        strategies = self.space.decisions[wire.source].menu.strategies
+        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
+        return found
+
+    def _on_way(self, wire: Wire, gathered: np.ndarray) -> Bytes:
+        before, after = self.tensors.wire_ends(wire)
+        return np.where(gathered & self.tensors.only_gathers(wire), before[:, None] + after[None, :], 0)
+
+    def _gathered_again(self, wire: Wire) -> Bytes:
+        _, after = self.tensors.wire_ends(wire)
+        return np.where(self.accumulation.each_time(wire), after[None, :], 0)
+
+    def _copied_out(self, wire: Wire) -> Bytes:
+        again = self._gathered_again(wire)
+        return np.where(self.tensors.gathered_alone(wire), 0, again) if again.any() else again
+
+    def _unreduced(self, wire: Wire) -> Bytes:
+        _, after = self.tensors.wire_ends(wire)
+        return np.where(self.tensors.communicated(wire) | self.tensors.reduced(wire), after[None, :], 0)
+
+    def _last_made(self, wire: Wire) -> Bytes:
+        _, after = self.tensors.wire_ends(wire)
+        moves, reduced = self.tensors.communicated(wire), wire.tensor.reduced
+        if reduced is None:
+            return np.where(moves, after[None, :], 0)  # what is only summed lies where it is sent from
+        sent = after // wire.tensor.dtype.itemsize * reduced.itemsize
+        return np.where(moves | self.tensors.reduced(wire), sent[None, :], 0)
+
+    def _sent_off(self, wire: Wire) -> Bytes:
+        sent = self._last_made(wire)
+        if wire.tensor.reduced is not None or not sent.any():
+            return sent
+        return np.where(self.tensors.sent_alone(wire), 0, sent)

@@ -1,0 +1,42 @@
+"""The name of a strategy, as plans keep it: a choice per mesh axis, and "kept" where a gathered weight is kept.
+
+"o -"           a call: factor o on the first axis, nothing on the second
+"s - via ring"  the same by an implementation that is not the first of its rule
+"S(0) I kept"   a parameter: its layout, gathered once and kept for the backward (ZeRO-2)
+"S(1) together" a hub: its layout, from which its consumers gather the tensor once for all of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.rule import VIA
+
+_KEPT = " kept"
+MOVED_TOGETHER = " together"
+"""Ends the layout of a hub from which all consumers move a tensor together."""
+
+
+def strategy_name(choices: Sequence[str], kept: bool, implementation: str = "") -> str:
+    """The name of a strategy with these choices."""
+    return " ".join(choices) + (_KEPT if kept else "") + (f"{VIA}{implementation}" if implementation else "")
+
+
+def implementations_of(names: Iterable[str]) -> frozenset[str]:
+    """The names of implementations that some strategies run by.
+
+    >>> implementations_of(["o -", "s - via ring"])
+    frozenset({'ring'})
+    """
+    return frozenset(name.partition(VIA)[2] for name in names if VIA in name)
+
+
+def is_kept(name: str) -> bool:
+    """Return whether a strategy of this name keeps the gathered copy of a sharded weight for the backward."""
+    return name.endswith(_KEPT)
+
+
+def layout_named(name: str) -> Layout:
+    """The layout that a strategy of a tensor (a parameter, an input, an output, a hub) is called by."""
+    return Layout.parse(name.removesuffix(_KEPT).removesuffix(MOVED_TOGETHER))

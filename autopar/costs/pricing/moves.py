@@ -1,0 +1,199 @@
+"""A move: a change of placement on one mesh axis, or the same on several joined ones, and its collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.hardware.overlap import NOTHING, Message
+from autopar.costs.pricing.message_sizes import ALONE, Sharing
+from autopar.ir.sharding.layout import I, Layout, Placement, R, S
+from autopar.ir.sharding.mesh import Mesh, joined_name
+from autopar.ir.sharding.rearranged import READ_AND_WRITTEN, is_rearranged
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of one axis's placement, or the same of several joined ones, with the layouts before and after."""
+
+    axes: tuple[int, ...]
+    before: Layout
+    after: Layout
+
+    @property
+    def source(self) -> Placement:
+        return self.before[self.axes[0]]
+
+    @property
+    def target(self) -> Placement:
+        return self.after[self.axes[0]]
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self.axes) > 1
+
+    @property
+    def gathers(self) -> bool:
+        """True if its forward gathers parts on every rank."""
+        return self.source.is_split and self.target in (R, I)
+
+    def num_parts(self, sizes: Sequence[int]) -> int:
+        """The ranks that take part, on a mesh of these axis sizes."""
+        return math.prod(sizes[axis] for axis in self.axes)
+
+    def __str__(self) -> str:
+        return f"{self.before} → {self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class MovedTensor:
+    """Properties of a tensor that determine the cost of a move."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    padded: frozenset[int] = frozenset()
+    """Dims that may be split unevenly, padded to equal parts."""
+    bucketed: bool = False
+    """A parameter: those of its moves that `in_bucket` tells run with others, and share their latency."""
+    regather: bool = False
+    """A parameter that the backward needs: gathered again there, and not kept in between."""
+    viewed: bool = False
+    """A weight that is used through views, as pieces of it: to be freed after use it is gathered for these as they take
+    it, and not in another way, in which it would be kept."""
+    view: bool = False
+    """Such a view: the weight is gathered before it is taken, never its views."""
+    sharing: Sharing = ALONE
+    """Number of parameters that share its messages and the computation that overlaps them, if it is bucketed."""
+    ragged: bool = False
+    """Rows of experts: what dim 0 holds, and how much, each device knows alone, so that no move splits or joins it."""
+    reduced: torch.dtype | None = None
+    """A parameter whose gradient is summed in another dtype than its own."""
+    fixed: bool = False
+    """True if the tensor describes where expert rows are.
+
+    It is valid only on the device that made it, so that no move exists.
+    """
+
+    @property
+    def is_of_weights(self) -> bool:
+        """True if it is a weight, a view of one, or made of weights and summed as their gradients are."""
+        return self.bucketed or self.view or self.reduced is not None
+
+    def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
+        """Bytes that each rank holds."""
+        return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
+
+    def allows(self, layout: Layout, sizes: Sequence[int]) -> bool:
+        """Return whether the layout is valid: split dims divide evenly, or one axis splits them with padding.
+
+        Dims of ragged and fixed tensors may always divide unevenly.
+        """
+        for dim, size in enumerate(self.shape):
+            axes = layout.axes_of(dim)
+            parts = math.prod(sizes[axis] for axis in axes)
+            padded = not layout.is_dealt(dim) and dim in self.padded and len(axes) == 1 and size >= parts
+            if size % layout.num_pieces(dim, sizes) and not (self.ragged or self.fixed or padded):
+                return False
+        return True
+
+    def can_move(self, source: Placement, target: Placement) -> bool:
+        """Return whether one axis may change its placement from `source` to `target`."""
+        if self.view and source.is_split and not target.is_split:
+            return False
+        if self.viewed and self.regather and self.requires_grad:
+            return target is R or (source is I and target.is_split)
+        dealt_anew = source.is_split and source.dim == target.dim  # which goes by way of the whole
+        return not (self.fixed or (self.ragged and S(0) in (source, target)) or dealt_anew)
+
+
+def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
+    """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
+    size = move.num_parts(mesh.sizes)
+    if size == 1:
+        return ()
+    name = joined_name(mesh.names, move.axes)
+    source, target = move.source, move.target
+    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in (move.before, move.after)]
+    before, after = (math.prod(shape) * tensor.dtype.itemsize for shape in shapes)
+    summed = math.prod(shapes[0]) * (tensor.reduced or tensor.dtype).itemsize
+
+    def copied(placement: Placement, num_bytes: int, side: int = 0) -> int:
+        return READ_AND_WRITTEN * num_bytes * is_rearranged(shapes[side], placement.dim, placement.zigzag)
+
+    def gather(placement: Placement, num_bytes: int, backward: bool = False) -> Transfer:
+        return Transfer("all_gather", name, num_bytes, backward, unpacked=copied(placement, num_bytes))
+
+    def scatter(placement: Placement, num_bytes: int, backward: bool = False) -> Transfer:
+        return Transfer("reduce_scatter", name, num_bytes, backward, packed=copied(placement, num_bytes))
+
+    found: list[Transfer] = []
+    match source.kind, target.kind:
+        case "I", "R":
+            found = [Transfer("all_reduce", name, summed, backward=True)]
+        case "I", "S":
+            found = [gather(target, after * size, backward=True)]
+        case "P", "I":
+            found = [Transfer("all_reduce", name, before)]
+        case "P", "S":
+            found = [scatter(target, after * size), gather(target, after * size, backward=True)]
+        case "S", "R":
+            found = [gather(source, before * size), scatter(source, summed * size, backward=True)]
+        case "S", "I":
+            found = [gather(source, before * size)]
+        case "S", "S":
+            # Both dims are padded to whole parts: the input of the forward is as large as that of the backward.
+            (axis,) = move.axes
+            dims = list(move.before.replace(axis, I).local_shape(tensor.shape, mesh.sizes))
+            for dim in (source.dim, target.dim):
+                dims[dim] = -(-dims[dim] // size) * size
+            exchanged = math.prod(dims) * tensor.dtype.itemsize // size
+            sides = (copied(target, exchanged), copied(source, exchanged, 1))
+            found = [
+                Transfer("all_to_all", name, exchanged, False, *sides),
+                Transfer("all_to_all", name, exchanged, True, *reversed(sides)),
+            ]
+    found = [t for t in found if tensor.requires_grad or not t.backward]
+    if regather and is_gather(move, tensor):
+        found.append(gather(source, before * size, backward=True))
+    return tuple(found)
+
+
+def is_gather(move: Move, tensor: MovedTensor) -> bool:
+    """Return whether the move gathers a parameter for use and reduce-scatters its gradient (if it has one)."""
+    return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
+
+
+def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | None:
+    """Return the message that the move shares with others (see `costs.space.parameter_buckets`); None if it runs alone.
+
+    Computing hides nothing of it unless it `leads` its path: only the first step of a gather is issued ahead, and only
+    that step's reduction, the last of the backward, is left running.
+    """
+    gathers = is_gather(move, tensor)
+    if not tensor.bucketed or not (gathers or (move.source is I and move.target is R)):
+        return None
+    shared, elements = tensor.sharing, math.prod(tensor.shape)
+    sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize
+    beside = shared.beside if leads else NOTHING
+    if gathers:
+        return Message(shared.gathered, *sizes, 1 + tensor.regather, beside)
+    return Message(shared.reduced, *sizes, 1, beside)
+
+
+def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:
+    """Return for each move whether it gathers a weight that is freed after use and gathered again for the backward.
+
+    These are the gathers at the end of a path: the backward then needs the gathered weight itself, not a copy.
+    """
+    found: list[bool] = []
+    last = tensor.regather
+    for move in reversed(moves):
+        gathers = is_gather(move, tensor)
+        last = last and (gathers or (move.source is I and move.target is R))
+        found.append(last and gathers)
+    return tuple(reversed(found))

@@ -1,0 +1,397 @@
+"""One walk over a program that lays out its space of plans.
+
+A tensor moved to one layout for several consumers is moved once, in the cost and in the graph: its consumers hang on a
+hub. Consumers that are the same operation (query, key and value) share a second hub when others stand beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.costs.hardware.collectives import transfer_seconds
+from autopar.costs.hardware.overlap import Beside
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.pricing.conventions import OF_AUTOPAR, MemoryConventions
+from autopar.costs.pricing.message_sizes import ALONE, first_layer, sharing
+from autopar.costs.pricing.moves import MovedTensor
+from autopar.costs.pricing.optimizer import ADAMW, Optimizer
+from autopar.costs.pricing.optimizer_step import step_seconds, step_transfers
+from autopar.costs.space.expert_rows import rows_of_experts
+from autopar.costs.space.menu import Menu, Turn, gathered_or_kept, hub_menu, menu_of, split_layouts, whole_menu
+from autopar.costs.space.returned import AS_PLANNED, WHOLE, Returned, output_menu
+from autopar.costs.space.space import Decision, Roles, Space, Wire
+from autopar.costs.space.unsharded import beside_of
+from autopar.files.schema import MAX_WHOLE
+from autopar.ir.program.calls import is_call, is_cast, source_of
+from autopar.ir.program.infinite import may_be_infinite
+from autopar.ir.program.operators.attention.cached import WRITE_CACHE
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
+from autopar.ir.program.program import Program, TensorInfo, tensor_inputs
+from autopar.ir.program.saved_tensors import backward_needs, saved_in
+from autopar.ir.sharding.constraint import is_constraint
+from autopar.ir.sharding.layout import Layout, P, S, Z, dealt_in, replicated
+from autopar.ir.sharding.mesh import Mesh
+from autopar.strategies.padding import Padding
+from autopar.strategies.roles import RoledCall, RoledProgram, Value
+from autopar.strategies.zigzag import dealt, dealt_in_stage
+
+AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One consumption of a tensor: which decision consumes it, where, and what kind of operation that is."""
+
+    decision: int
+    position: int
+    kind: object
+
+
+def build_space(
+    program: Program,
+    mesh: Mesh,
+    hardware: Hardware,
+    returned: Returned = AS_PLANNED,
+    input_layouts: Mapping[str, Layout] | None = None,
+    optimizer: Optimizer = ADAMW,
+    imbalance: float = 1.0,
+    whole: Program | None = None,
+    asked: frozenset[str] = frozenset(),
+    num_devices: int | None = None,
+    conventions: MemoryConventions = OF_AUTOPAR,
+    dealing: Collection[str] | None = None,
+    beside: Beside | None = None,
+) -> Space:
+    """Lay out every decision and wire.
+
+    `returned` says in which layouts the user gets the outputs; `input_layouts` (placeholder → layout) says which
+    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
+    many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
+    `asked` the names of implementations that are offered on demand, `num_devices` those of all stages,
+    `conventions` what a framework holds in memory. Axes of `dealing` deal positions of causal attention by zigzag;
+    None: all axes. `beside` is what computes beside moves of weights, if not the program's (or the whole's) own.
+    """
+    others = optimizer, imbalance, whole, asked, num_devices, conventions
+    beside = beside or beside_of(whole or program, hardware)
+    space = Space(
+        program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices, conventions
+    )
+    deals = [size > 1 and (dealing is None or name in dealing) for name, size in mesh.axes.items()]
+    space.dealing = tuple(itertools.compress(mesh.names, deals))
+    space.rebuild = lambda axes: build_space(program, mesh, hardware, returned, input_layouts, *others, axes, beside)
+    return _Builder(space, returned, input_layouts or {}, whole, asked).build()
+
+
+class _Builder:
+    """The state of one pass over the graph: what is known of each tensor so far."""
+
+    def __init__(
+        self,
+        space: Space,
+        returned: Returned,
+        input_layouts: Mapping[str, Layout],
+        whole: Program | None,
+        asked: frozenset[str],
+    ) -> None:
+        self.space = space
+        self.asked = asked
+        self.program = space.program
+        self.input_layouts = input_layouts
+        writes_cache = any(node.target is WRITE_CACHE for node in self.program.graph.nodes)
+        self.returned = WHOLE if writes_cache else returned
+        self.roled = RoledProgram.of(space.program)
+        self.space.dim_roles.update(self.roled.dims)
+        self._saved = saved_in(space.program)
+        self.infinite = may_be_infinite(space.program)
+        self._regathered: dict[fx.Node, bool] = {}
+        self.sharing = sharing(space.program, space.beside, first_layer(whole or space.program))
+        self.padded = Padding.of(self.roled).dims
+        sizes = [space.mesh.size(axis) for axis in space.dealing]
+        self.dealt = dealt(self.roled, sizes) if whole is None else dealt_in_stage(self.program, whole, sizes)
+        """The dims that are dealt by zigzag where axes that deal split them."""
+        if not self.dealt.dims:
+            space.dealing = ()
+        self.rows: set[Value] = set()
+        """Rows of experts."""
+        self.uses: dict[Value, list[_Use]] = defaultdict(list)
+
+    def build(self) -> Space:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif is_call(node):
+                self._call(node)
+        self._outputs()
+        for key, uses in self.uses.items():
+            self._wire(key, uses)
+        self.space.rows.update(rows_of_experts(self.space))
+        return self.space
+
+    def _placeholder(self, node: fx.Node) -> None:
+        info = node.meta["tensor"]
+        if not isinstance(info, TensorInfo):
+            return
+        parameter = node.name in self.roled.parameters
+        is_input = node.name in self.program.inputs or node.name in self.program.received
+        mesh, hardware = self.space.mesh, self.space.hardware
+        if parameter:
+            matrix = self.space.optimizer.takes(self.program.parameter_names[node.name], info)
+            menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer, matrix), "parameter"
+            if self._is_regathered(node):
+                menu = gathered_or_kept(menu)
+        else:
+            layout = self.input_layouts.get(node.name, replicated(mesh.ndim))
+            menu, kind = whole_menu((layout,)), "input" if is_input else "buffer"
+        roles = _roles_by_placement(self.roled.dims[node.name, 0])
+        self.space.add(Decision(node.name, kind, menu, node, roles))
+
+    def _call(self, node: fx.Node) -> None:
+        found = self.roled.calls[node.name]
+        padded = tuple([self.padded[key] for key in found.inputs])
+        only_weights = found.learned and found.weight_only
+        infinite = frozenset(place for place, (name, _) in enumerate(found.inputs) if name in self.infinite)
+        dims = (self.dealt.inputs(found, self.roled), self.dealt.outputs(found)) if self.dealt.dims else ()
+        menu = menu_of(
+            found.ruled,
+            padded,
+            self.space.mesh,
+            self.space.hardware,
+            only_weights,
+            infinite,
+            dims if any(map(any, dims)) else None,
+            self.asked,
+            self._turn(found),
+            self.roled.summed(found),
+            self.space.dealing if any(map(any, dims)) else (),
+        )
+        if not found.learned and not is_constraint(node.target):
+            menu = _auxiliary(menu)
+        if is_cast(node) and found.inputs[0][0] in self.roled.parameters:
+            self.space.weight_casts[node.name] = found.inputs[0][0]
+            if self._is_regathered(node):
+                menu = gathered_or_kept(menu)
+        if node.target is DISPATCH:
+            self.rows.add((node.name, 0))
+        elif node.target is not COMBINE and not self.rows.isdisjoint(found.inputs):
+            self.rows.update((node.name, position) for position in range(len(found.call.outputs)))
+        decision = self.space.add(Decision(node.name, "call", menu, node, found.roles))
+        for position, key in enumerate(found.inputs):
+            self.uses[key].append(_Use(decision, position, (node.target, position)))
+
+    def _turn(self, call: RoledCall) -> Turn:
+        """Return whether a call moves its first input "alone" or may share that move with calls of its kind.
+
+        If it may share, the value tells the "first" call from "later" ones. The other inputs of such calls are weights
+        only, so that all may be computed where the first one is.
+        """
+        value = call.inputs[0] if call.inputs else ("", 0)
+        if not self.asked or not self.roled.is_activation(value) or not self.roled.infos[value].requires_grad:
+            return "alone"
+        alike = [each for each, at in self.roled.users[value] if at == 0 and each.node.target is call.node.target]
+        for each in alike:
+            shares = any(way.shared for way in each.op.offering(self.asked).implementations)
+            if not shares or not all(map(self.roled.is_weight, each.inputs[1:])):
+                return "alone"
+        return "alone" if len(alike) < 2 else "first" if alike[0] is call else "later"
+
+    def _outputs(self) -> None:
+        """Add one sink per tensor the graph returns; mutated buffers are equal everywhere.
+
+        A cache that is written into stays as it lies, and what is made beside one, logits of the next token, is whole.
+        What goes to the next stage is free to be split, whatever the layouts of the user's outputs.
+        """
+        sent = self.program.num_sent
+        mesh = self.space.mesh
+        wanted = self.returned.layouts(self.program, mesh)
+        leaves_free = self.returned.leaves_free(self.program)
+        for number, value in enumerate(self.program.output):
+            if not isinstance(value, fx.Node):
+                continue
+            source, position = source_of(value)
+            info = self.roled.infos[source.name, position]
+            menu = whole_menu((replicated(mesh.ndim),))
+            if source.target is WRITE_CACHE:
+                menu = whole_menu((self._layout_of_state(source),))
+            elif number < sent:
+                menu = whole_menu(self._dealt_layouts((source.name, position), info, split_layouts(info, mesh)))
+            elif number < self.program.num_results:
+                menu = output_menu(info, wanted[number - sent], leaves_free, mesh, self.space.hardware)
+            roles = _roles_by_placement(self.roled.dims[source.name, position])
+            decision = self.space.add(Decision(f"output:{number}", "output", menu, value, roles))
+            self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
+
+    def _layout_of_state(self, written: fx.Node) -> Layout:
+        """The layout in which a cache arrives that is written into, and in which it is to be left."""
+        cache, _ = source_of(tensor_inputs(written)[0])
+        return self.input_layouts.get(cache.name, replicated(self.space.mesh.ndim))
+
+    def _dealt_layouts(self, value: Value, info: TensorInfo, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """The layouts with Z(d) in place of S(d) of the dims that are dealt, on axes that deal."""
+        of_axes = [self.dealt.of(value) if name in self.space.dealing else () for name in self.space.mesh.names]
+        found = (Layout(map(dealt_in, layout, of_axes)) for layout in layouts)
+        return tuple(layout for layout in found if layout.divides(info.shape, self.space.mesh.sizes))
+
+    def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
+        """Connect a tensor with its consumers, through hubs where there are several."""
+        name, position = key
+        info = self.roled.infos[key]
+        number = self.space.index[name]
+        weight = self.space.is_weight(number)
+        regather = weight and self._is_regathered(self.space.decisions[number].node)
+        views = [self._is_view(self.space.decisions[use.decision].node) for use in uses]
+        assert not regather or len(uses) == 1 or all(views), f"{name} is gathered again but has {len(uses)} consumers"
+        shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
+        fixed = self.space.decisions[number].node.target is DISPATCH and key not in self.rows
+        tensor = MovedTensor(
+            info.shape,
+            info.dtype,
+            info.requires_grad,
+            self.padded[key],
+            weight,
+            regather,
+            viewed=weight and all(views),
+            view=not weight and self._is_view(self.space.decisions[number].node),
+            sharing=shared,
+            reduced=self._reduced(name, weight, info),
+            ragged=key in self.rows,
+            fixed=fixed,
+        )
+        source = (self.space.index[name], position)
+        only = self.space.decisions[source[0]].menu.strategies
+        made = self.roled.calls.get(name)
+        free = (
+            not info.requires_grad
+            and not (made is not None and made.learned)
+            and len(only) == 1
+            and only[0].outputs[position] == replicated(self.space.mesh.ndim)
+        )
+        if len(uses) == 1 or free:  # to slice what is equal everywhere costs nothing, however often
+            for use in uses:
+                self._connect(source, use, tensor)
+            return
+        suffix = f":{position}" if position else ""
+        hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
+        if regather:  # on the way to the hub
+            tensor = replace(tensor, regather=False, viewed=False, view=True)
+        groups: dict[object, list[_Use]] = defaultdict(list)
+        for use in uses:
+            groups[use.kind].append(use)
+        for number, group in enumerate(groups.values()):
+            if len(group) > 1 and len(groups) > 1:
+                inner = self._hub(f"{name}{suffix}/hub{number + 1}", (hub, 0), group, tensor)
+                for use in group:
+                    self._connect((inner, 0), use, tensor)
+            else:
+                for use in group:
+                    self._connect((hub, 0), use, tensor)
+
+    def _reduced(self, name: str, weight: bool, info: TensorInfo) -> torch.dtype | None:
+        """The dtype in which the gradient of a weight, or of what is made of weights, is summed, if not in its own."""
+        made = self.roled.calls.get(name)
+        of_weights = weight or (made is not None and made.learned and made.weight_only)
+        return self.program.reduced if of_weights and self.program.reduced != info.dtype else None
+
+    def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: MovedTensor) -> int:
+        """A decision on the layout that a tensor takes before it goes on to several consumers."""
+        decisions = self.space.decisions
+        origin = decisions[source[0]]
+        consumers = tuple(dict.fromkeys((decisions[use.decision].menu, use.position) for use in uses))
+        layouts = _hub_layouts(tensor, (origin.menu, source[1]), consumers, self.space.mesh)
+        hub = self.space.add(Decision(name, "hub", hub_menu(layouts, _moved_together(consumers)), origin.node, {}))
+        self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
+        return hub
+
+    def _is_regathered(self, weight: fx.Node) -> bool:
+        """Return whether a sharded weight may be gathered again for the backward, which needs it there.
+
+        It has one consumer, or all consumers take views of it, such as the pieces of a packed weight.
+        """
+        if weight not in self._regathered:
+            uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
+            returned = any(user.op == "output" for user in weight.users)
+            alone = uses == 1 or (uses > 1 and not returned and all(map(self._is_view, weight.users)))
+            self._regathered[weight] = alone and not returned and backward_needs(weight, self._saved)
+        return self._regathered[weight]
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Return whether a call takes a view of a weight, such as a piece of it."""
+        found = self.roled.calls.get(node.name)
+        if found is None or not (found.learned and found.weight_only):
+            return False
+        return len(found.inputs) == 1 and bool(self._saved[node].aliases)
+
+    def _connect(self, source: tuple[int, int], use: _Use, tensor: MovedTensor) -> None:
+        self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
+
+
+@functools.lru_cache(maxsize=4096)
+def _hub_layouts(
+    tensor: MovedTensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
+) -> tuple[Layout, ...]:
+    """The layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
+
+    A weight goes on only in layouts that a consumer takes, and never as a partial sum, which would save nothing: hubs
+    of packed weights and biases stay small.
+    """
+    wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
+    if tensor.bucketed:
+        wanted = [layout for layout in wanted if P not in layout]
+    else:
+        wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
+    return tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _moved_together(consumers: tuple[tuple[Menu, int], ...]) -> tuple[Layout, ...]:
+    """The layouts from which all consumers may move a tensor together."""
+    each = [
+        dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
+        for menu, position in consumers
+    ]
+    return tuple(layout for layout in each[0] if all(layout in other for other in each))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer: Optimizer, matrix: bool) -> Menu:
+    layouts = split_layouts(info, mesh, padded=True)
+    seconds = [step_seconds(info, each, mesh, hardware, optimizer, matrix) for each in layouts]
+    menu = whole_menu(layouts)
+    if not matrix:
+        return replace(menu, seconds=np.array(seconds))
+    strategies = []
+    for each, strategy in zip(layouts, menu.strategies, strict=True):
+        moved = step_transfers(info, each, mesh, optimizer, matrix)
+        waits = tuple(transfer_seconds(transfer, mesh, hardware) for transfer in moved)
+        strategies.append(replace(strategy, transfers=moved, waits=waits))
+    waiting = [sum(strategy.waits) for strategy in strategies]
+    return replace(menu, strategies=tuple(strategies), seconds=np.array(seconds) + np.array(waiting))
+
+
+def _auxiliary(menu: Menu) -> Menu:
+    """The menu of a call that depends on no parameter (a mask, positions, shifted labels): whole, unless it is large.
+
+    Such calls feed every layer; deciding on them would tie all layers together for next to no time.
+    """
+    assert menu.call is not None
+    if sum(info.num_elements for info in menu.call.outputs) > AUXILIARY_ELEMENTS:
+        return menu
+    number = next(i for i, s in enumerate(menu.strategies) if all(choice == "-" for choice in s.choices))
+    return replace(
+        menu,
+        strategies=(menu.strategies[number],),
+        seconds=menu.seconds[number : number + 1],
+        forward_seconds=menu.forward_seconds[number : number + 1],
+    )
+
+
+def _roles_by_placement(roles: Roles) -> dict[str, str]:
+    named = {repr(placed(dim)): role for dim, role in enumerate(roles) if role for placed in (S, Z)}
+    return {"I": "replicated", "R": "replicated", "P": "partial", **named}

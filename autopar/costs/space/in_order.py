@@ -1,0 +1,42 @@
+"""Notes of a plan on causal attention whose queries are split in order, as they do not divide for a zigzag.
+
+The last of n devices then computes (2n-1)/n² of the scores, where each would compute 1/n (see `strategies.zigzag`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.costs.space.space import Space
+from autopar.strategies.roles import RoledProgram
+from autopar.strategies.zigzag import QUERIES, later_see_more, num_pieces
+
+
+def notes_on_order(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
+    """A note for each number of positions that is split so."""
+    calls = RoledProgram.of(space.program).calls
+    return tuple(
+        dict.fromkeys(
+            note
+            for number, decision in enumerate(space.decisions)
+            if decision.kind == "call" and later_see_more(calls[decision.name])
+            if (note := _note(space, number, choices[number]))
+        )
+    )
+
+
+def _note(space: Space, number: int, choice: int) -> str:
+    menu, sizes = space.decisions[number].menu, [space.mesh.size(axis) for axis in space.dealing]
+    strategy, bound = menu.strategies[choice], menu.bound
+    axes = strategy.axes_by_factor(space.mesh).get(QUERIES, ())
+    assert bound is not None
+    positions, parts = bound.sizes[QUERIES], math.prod(map(space.mesh.size, axes))
+    pieces = max(num_pieces(sizes), 2 * parts)
+    if parts == 1 or QUERIES in strategy.zigzag or positions % pieces == 0:
+        return ""
+    return (
+        f"positions of causal attention are split in order over {', '.join(axes)}, and the last device computes up to "
+        f"{2 - 1 / parts:.2f} times its share of the scores: {positions} positions do not divide into {pieces} pieces, "
+        f"to be dealt by zigzag. Pad the sequences to {-(-positions // pieces) * pieces}."
+    )

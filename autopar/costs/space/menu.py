@@ -1,0 +1,344 @@
+"""The menu of one call: every strategy it may run by on a mesh, with seconds and the collectives it runs itself.
+
+A strategy takes one choice of the call's rule per mesh axis, and one of the ways to run what is then split: the ATen
+call, or an implementation of the rule. A factor is split into whole parts, or, where it comes from a parameter alone
+(the vocabulary), padded to equal ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.plans.strategy_names import MOVED_TOGETHER
+from autopar.costs.pricing.operations import backward_share, gradient_sum_seconds, hidden_share
+from autopar.costs.pricing.reshard import Transfer, transfer_seconds
+from autopar.costs.space.computing import Work, computing_seconds
+from autopar.costs.space.strategy import Strategy
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, dealt_in
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.operation import Call, Implementation, OpRule
+from autopar.ir.sharding.padding import padded_factors
+from autopar.ir.sharding.rule import NONE, PASS_PARTIAL, PASS_REPLICATED, BoundRule, Choice, factors_of
+from autopar.strategies.ruled import RuledCall
+
+Turn = Literal["alone", "first", "later"]
+"""Turn of a call among those that may move an input together."""
+DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
+"""Zigzag-sharded dims of each input, and of each output."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Menu:
+    """The strategies of a call with their seconds (compute and own collectives, forward and backward)."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: np.ndarray
+    forward_seconds: np.ndarray
+    """Seconds of the forward's computation alone, by strategy."""
+    call: Call | None = None
+    op: OpRule | None = None
+    bound: BoundRule | None = None
+    reason: str = ""
+    """Why the call runs replicated, where no rule fits it."""
+    summed: tuple[int, ...] = ()
+    """Positions of inputs whose gradient is added to that of later uses."""
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_menu(layouts: tuple[Layout, ...]) -> Menu:
+    """A menu without a call, one strategy per layout of its only tensor (inputs, hubs, outputs); free of charge."""
+    strategies = tuple(Strategy((str(layout),), (layout,), (layout,)) for layout in layouts)
+    return Menu(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
+
+
+@functools.lru_cache(maxsize=4096)
+def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
+    """The menu of a hub; from `shared` layouts all consumers move the tensor together."""
+    plain = whole_menu(layouts)
+    if not shared:
+        return plain
+    moved = tuple(Strategy((f"{layout}{MOVED_TOGETHER}",), (layout,), (layout,), shared=True) for layout in shared)
+    seconds = np.zeros(len(layouts) + len(shared))
+    return Menu((*plain.strategies, *moved), seconds, seconds)
+
+
+@functools.lru_cache(maxsize=4096)
+def gathered_or_kept(menu: Menu) -> Menu:
+    """The menu of a weight with every strategy that splits it twice: gathered again in the backward, or kept for it."""
+    split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
+    order = [*range(len(menu.strategies)), *split]
+    strategies = (*menu.strategies, *(replace(menu.strategies[i], kept=True) for i in split))
+    times, forwards = menu.seconds[order], menu.forward_seconds[order]
+    return replace(menu, strategies=strategies, seconds=times, forward_seconds=forwards)
+
+
+def split_layouts(
+    info: TensorInfo, mesh: Mesh, padded: bool = False, dims: frozenset[int] | None = None
+) -> tuple[Layout, ...]:
+    """Every layout of I and S in which `info` divides, or is padded in a dim that one axis splits."""
+    options = (I, *(S(d) for d, size in enumerate(info.shape) if size > 1 and (dims is None or d in dims)))
+    found = []
+    for each in itertools.product(*(options if size > 1 else (I,) for size in mesh.sizes)):
+        layout = Layout(each)
+        if layout.divides(info.shape, mesh.sizes) or (padded and _pads_once(layout, info.shape, mesh)):
+            found.append(layout)
+    return tuple(found)
+
+
+def _pads_once(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
+    for dim, size in enumerate(shape):
+        axes = layout.axes_of(dim)
+        parts = layout.num_parts(dim, mesh.sizes)
+        if size % parts and (len(axes) > 1 or size < parts):
+            return False
+    return True
+
+
+@functools.lru_cache(maxsize=8192)
+def menu_of(
+    found: RuledCall,
+    padded: tuple[frozenset[int], ...],
+    mesh: Mesh,
+    hardware: Hardware,
+    weight_only: bool = False,
+    infinite: frozenset[int] = frozenset(),
+    dealt: DealtDims | None = None,
+    asked: frozenset[str] = frozenset(),
+    turn: Turn = "alone",
+    summed: tuple[int, ...] = (),
+    dealing: tuple[str, ...] = (),
+) -> Menu:
+    """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
+
+    Of implementations on demand those whose names are `asked` for, but none of a call on weights alone.
+    `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
+    multiplied with them. `dealt` are the dims of inputs, and of outputs, that axes of `dealing` deal by zigzag.
+    `turn` says whether other calls move the first input together with this one, and which of them is the first.
+    `summed` are the positions of inputs whose gradient is added to that of later uses.
+    """
+    call, op, bound = found.call, found.op.offering(() if weight_only else asked), found.bound
+    op = op.following() if turn == "later" else op
+    stated = (*op.choices, *(choice for each in op.implementations for choice in each.choices))
+    barred = _dealt_apart(op, bound, dealt) if dealt is not None else frozenset[str]()
+    deals = [dealt is not None and name in dealing for name in mesh.names]
+    offered = {
+        each: _Offer.of(
+            [
+                choice
+                for choice in bound.choices(each.joined if each else frozenset(), weight_only, stated)
+                if choice.name not in op.only_together and not _multiplies_zeros(choice, infinite)
+            ],
+            dealt,
+            frozenset()
+            if each and each.choices
+            else padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
+        )
+        for each in (None, *op.implementations)
+    }
+    num_choices = len(offered[None].choices)
+    work, passes = Work.of(call, op, bound), 1 + backward_share(call, op)
+    seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
+    # An axis of one device splits nothing.
+    whole = next(number for number, choice in enumerate(offered[None].choices) if choice.name == NONE)
+    offers = [range(num_choices) if size > 1 else (whole,) for size in mesh.sizes]
+    for numbers in itertools.product(*offers):
+        names = [offered[None].choices[number].name for number in numbers]
+        if any(dealing and name in barred for dealing, name in zip(deals, names, strict=True)):
+            continue
+        for implementation in op.ways(names):
+            if implementation is not None and implementation.choices and not _inside(names, implementation):
+                continue
+            offer = offered[implementation]
+            choices = offer.on(numbers, deals)
+            if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
+                continue
+            strategy = _strategy(choices, call, bound, implementation, mesh)
+            forward = computing_seconds(strategy, work, mesh, hardware)
+            strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware)
+            if implementation is not None and implementation.regathering is not None:
+                again = _strategy(choices, call, bound, implementation.regathering, mesh)
+                again = _with_waits(again, call, bound, forward * passes, mesh, hardware)
+                strategy = replace(strategy, regathering=again)
+            if implementation is not None and turn != "alone":
+                strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
+            same = (strategy.inputs, strategy.outputs, implementation)
+            if same not in seen:
+                seconds = forward * passes + sum(strategy.waits)
+                for position in summed:
+                    layout = strategy.inputs[position]
+                    seconds += gradient_sum_seconds(call.inputs[position], layout, mesh.sizes, hardware)
+                seen[same] = (strategy, seconds, forward)
+    strategies, times, forwards = zip(*seen.values(), strict=True)
+    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, found.reason, summed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Choices of one mesh axis for a call that runs in one way, and the factors that may then be padded."""
+
+    choices: tuple[Choice, ...]
+    dealt: tuple[Choice, ...]
+    """The same on an axis that deals."""
+    paddable: frozenset[str]
+
+    @classmethod
+    def of(cls, choices: Sequence[Choice], dims: DealtDims | None, paddable: frozenset[str]) -> _Offer:
+        in_order = tuple(choices)
+        return cls(in_order, in_order if dims is None else tuple(_dealt(each, dims) for each in choices), paddable)
+
+    def on(self, numbers: Sequence[int], deals: Sequence[bool]) -> list[Choice]:
+        """The choice of each axis, some of which deal."""
+        return [
+            (self.dealt if dealing else self.choices)[number] for number, dealing in zip(numbers, deals, strict=True)
+        ]
+
+
+def _dealt_apart(op: OpRule, bound: BoundRule, dealt: DealtDims) -> frozenset[str]:
+    """The choices of implementations alone that deal another factor than their first, which an axis cannot."""
+    terms, found = (*bound.rule.inputs, *bound.rule.outputs), set[str]()
+    for choice in (choice for each in op.implementations for choice in each.choices):
+        made = _dealt(choice, dealt)
+        placed = zip(terms, (*made.inputs, *made.outputs), strict=True)
+        if any(each.zigzag and each.dim != term.dim_of(choice.factors[0]) for term, each in placed):
+            found.add(choice.name)
+    return frozenset(found)
+
+
+def _inside(names: Sequence[str], implementation: Implementation) -> bool:
+    """Return whether exactly one axis takes a choice of the implementation's own, and no inner one splits its factor.
+
+    The factor is the first one of that choice.
+    """
+    own = {choice.name for choice in implementation.choices}
+    at = [axis for axis, name in enumerate(names) if name in own]
+    first = factors_of(names[at[0]])[0]
+    return len(at) == 1 and not any(first in factors_of(name) for name in names[at[0] + 1 :])
+
+
+def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
+    """Return whether partial values, or gradients, would meet an input of infinite values that all ranks have."""
+    passes = P in choice.inputs and choice.name.startswith(PASS_PARTIAL)
+    passes_gradients = choice.name == PASS_REPLICATED and len(choice.inputs) > 1
+    return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
+
+
+def _with_waits(
+    strategy: Strategy, call: Call, bound: BoundRule, computing: float, mesh: Mesh, hardware: Hardware
+) -> Strategy:
+    """Return the strategy with the seconds of its own collectives that its computing, which takes so long, exposes."""
+    if not strategy.transfers:
+        return strategy
+    share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
+    return replace(strategy, waits=_waits(strategy, computing, share, mesh, hardware))
+
+
+def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
+    """Seconds of a strategy's own collectives that its computing, which takes so long, does not hide.
+
+    It hides a share of them at most.
+    """
+    seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
+    total = sum(seconds)
+    hidden = min(share * total, computing)
+    return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+
+
+def _dealt(choice: Choice, dims: DealtDims) -> Choice:
+    """The choice with Z(d) in place of S(d) of the dims that are dealt."""
+
+    def placed(placements: Sequence[Placement], of: Sequence[frozenset[int]]) -> tuple[Placement, ...]:
+        return tuple(map(dealt_in, placements, of))
+
+    return replace(choice, inputs=placed(choice.inputs, dims[0]), outputs=placed(choice.outputs, dims[1]))
+
+
+def _zigzag(choices: Sequence[Choice]) -> frozenset[str]:
+    """The factors that some choice deals by zigzag."""
+    dealt = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
+    return frozenset(factor for choice in dealt for factor in choice.factors)
+
+
+def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[str], mesh: Mesh) -> bool:
+    parts: dict[str, list[int]] = {}
+    for axis, choice in enumerate(choices):
+        for factor in choice.factors:
+            parts.setdefault(factor, []).append(mesh.sizes[axis])
+    dealt = _zigzag(choices)
+    for factor, sizes in parts.items():
+        size, whole = bound.sizes[factor], math.prod(sizes)
+        if factor in dealt:
+            if size % (2 * whole):
+                return False
+        elif size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):
+            return False
+    return True
+
+
+def _nested(choices: Sequence[Choice], bound: BoundRule, mesh: Mesh) -> bool:
+    """Return whether the axes split products of factors so that their parts nest.
+
+    An axis may split a product only if its outermost factor would not divide evenly there. It has to be inside of all
+    axes that split that factor, and all parts have to be even. The parts that an axis makes of all query heads are no
+    parts of the groups that an axis inside of it would make.
+    """
+    for name, (outermost, *_) in bound.rule.products:
+        parts, within = 1, False
+        for size, choice in zip(mesh.sizes, choices, strict=True):
+            if outermost in choice.factors and within:
+                return False
+            if name in choice.factors and not within:
+                if bound.sizes[outermost] % (parts * size) == 0:
+                    return False
+                within = True
+            if name in choice.factors or outermost in choice.factors:
+                parts *= size
+        if within and bound.sizes[name] % parts:
+            return False
+    return True
+
+
+def _strategy(
+    choices: Sequence[Choice], call: Call, bound: BoundRule, implementation: Implementation | None, mesh: Mesh
+) -> Strategy:
+    def layouts(infos: Sequence[TensorInfo], side: str) -> tuple[Layout, ...]:
+        found = []
+        for index, info in enumerate(infos):
+            layout = Layout(getattr(choice, side)[index] for choice in choices)
+            found.append(layout if info.requires_grad else layout.without_gradient)
+        return tuple(found)
+
+    strategy = Strategy(
+        tuple(choice.name for choice in choices),
+        layouts(call.inputs, "inputs"),
+        layouts(call.outputs, "outputs"),
+        implementation,
+        zigzag=_zigzag(choices),
+    )
+    transfers = own_transfers(strategy, call, bound.sizes, mesh)
+    return replace(strategy, transfers=transfers) if transfers else strategy
+
+
+def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Transfer, ...]:
+    """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names.
+
+    Those of the backward count where there is one. `sizes` are those of the call's factors.
+    """
+    implementation = strategy.implementation
+    if implementation is None or implementation.traffic is None:
+        return ()
+    learns = any(info.requires_grad for info in call.inputs)
+    return tuple(
+        Transfer(collective.name, axis, collective.num_bytes, collective.backward, ahead=collective.ahead)
+        for collective in implementation.traffic(call, strategy.local_sizes(sizes, mesh))
+        if learns or not collective.backward
+        for axis in strategy.links(collective.factor, mesh)
+    )

@@ -1,0 +1,207 @@
+"""Buckets of parameters that move together: those that take the same kind of path, in the order of their first use.
+
+Gradient reductions (I → R) are gathered into few buckets at the graph's entry. The backward thus reduces a bucket as
+soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use. A small layer
+shares the bucket of the next one (`costs.pricing.message_sizes.joined_layers`). A large weight that need not be copied
+out of a message is a bucket by itself (`costs.pricing.message_sizes.gathered_alone`).
+
+The gradients of a bucket are copied into one message. A large parameter is a bucket by itself: if its gradient belongs
+to it alone, as that of a matrix product does, it is reduced in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.pricing.message_sizes import gathered_alone, joined_layers, layers_read, messages
+from autopar.costs.pricing.moves import is_gather
+from autopar.costs.pricing.reshard import ReshardPath
+from autopar.costs.space.space import Decision, Space, Wire
+from autopar.ir.program.program import info_of
+from autopar.ir.sharding.layout import I, Layout, R
+from autopar.ir.sharding.mesh import joined_name
+
+PRODUCTS = frozenset(("linear", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "convolution"))
+
+REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
+MOST_RUNNING = 2  # messages of gradients: each holds what it sends until it is waited for
+
+End = tuple[int, int]
+"""(decision, input position) where a wire ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMove:
+    """The move number `number` of every path in a bucket."""
+
+    number: int
+    axis: str
+    """The axis, or joined ones."""
+    gathers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are moved together. The first five tuples run in parallel."""
+
+    sources: tuple[int, ...]
+    ends: tuple[End, ...]
+    paths: tuple[ReshardPath, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...]
+    steps: tuple[BucketMove, ...]
+    regathered: tuple[int, ...]
+    """Positions of those that are freed after use and gathered again in the backward."""
+    in_place: bool
+    """True if the bucket is one parameter whose gradient may be overwritten."""
+    reduced: torch.dtype | None
+    """The dtype in which gradients are summed, where it is not their own."""
+    layer: str
+    """The layer whose weights it gathers; "" where it gathers none."""
+
+    @property
+    def at_entry(self) -> bool:
+        """True if the bucket only reduces gradients; such buckets open the graph, so that they close its backward."""
+        return not any(step.gathers for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    wire: Wire
+    path: ReshardPath
+    steps: tuple[BucketMove, ...]
+    regather: bool
+    layer: str
+
+
+def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
+    """Every bucket of a plan."""
+    groups: dict[object, list[_Member]] = {}
+    layers, first_use = _layers(space), _first_uses(space)
+    for wire in sorted(space.wires, key=lambda wire: first_use(wire.target)):
+        if not space.is_weight(wire.source):
+            continue
+        path = space.path(wire, choices)
+        steps = _steps(space, wire, path)
+        if steps:
+            gathers = any(step.gathers for step in steps)
+            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, layers) if gathers else "")
+            key = (steps, wire.tensor.requires_grad, member.layer, wire.tensor.reduced)
+            groups.setdefault(key, []).append(member)
+    return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
+
+
+def axes_apart(backward: Iterable[Transfer]) -> tuple[str, ...]:
+    """The axes with a communicator of their own for weights that are gathered ahead, by what moves in the backward.
+
+    Those over which it reduces gradients, or activations, too.
+    """
+    moved = {(each.collective, each.axis) for each in backward}
+    axes = {axis for collective, axis in moved if collective in REDUCTIONS}
+    return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
+
+
+def _steps(space: Space, wire: Wire, path: ReshardPath) -> tuple[BucketMove, ...]:
+    """The steps of a path that a bucket can take; none where the path has a move of another kind."""
+    steps = []
+    for number, move in enumerate(path.moves):
+        gathers = is_gather(move, wire.tensor)
+        reduces = move.source is I and move.target is R
+        if not (gathers or reduces):
+            return ()
+        if move.num_parts(space.mesh.sizes) > 1:
+            steps.append(BucketMove(number, joined_name(space.mesh.names, move.axes), gathers))
+    return tuple(steps)
+
+
+def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
+    """Cut a group into buckets; gathers stay one bucket per layer, but for weights that are gathered alone."""
+
+    def num_bytes(member: _Member) -> int:
+        return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
+
+    gathers = any(step.gathers for step in members[0].steps)
+    if gathers:
+        alone = [m for m in members if _is_alone(space, m, num_bytes(m))]
+        shared = [m for m in members if m not in alone]
+        return [_bucket(space, each) for each in ([shared] if shared else []) + [[m] for m in alone]]
+    together = messages([num_bytes(member) for member in members])
+    return [_bucket(space, [members[number] for number in numbers]) for numbers in together]
+
+
+def _is_alone(space: Space, member: _Member, num_bytes: int) -> bool:
+    moves = member.path.moves
+    return gathered_alone(moves[0].before, moves[-1].after, num_bytes, space.mesh, space.hardware)
+
+
+def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
+    return Bucket(
+        sources=tuple(m.wire.source for m in members),
+        ends=tuple((m.wire.target, m.wire.target_input) for m in members),
+        paths=tuple(m.path for m in members),
+        shapes=tuple(m.wire.tensor.shape for m in members),
+        layouts=tuple(m.path.moves[0].before for m in members),
+        steps=members[0].steps,
+        regathered=tuple(position for position, member in enumerate(members) if member.regather),
+        in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
+        reduced=members[0].wire.tensor.reduced,
+        layer=members[0].layer,
+    )
+
+
+def late_casts(space: Space, buckets: Sequence[Bucket]) -> dict[int, torch.dtype]:
+    """Weights' casts in buckets that wait for the first gather, or for the end of the bucket: decision → dtype.
+
+    They do where gradients are summed as the weight is stored: the sums are not rounded to the dtype of its use.
+    """
+    found: dict[int, torch.dtype] = {}
+    leaving = Counter(wire.source for wire in space.wires)
+    for bucket in buckets:
+        for source in bucket.sources:
+            decision = space.decisions[source]
+            if decision.name in space.weight_casts and leaving[source] == 1:
+                wire = space.inbound[source, 0]
+                if wire.tensor.dtype == bucket.reduced:
+                    found[source] = info_of(decision.node).dtype
+    return found
+
+
+def _makes_its_gradient(target: Decision, wire: Wire) -> bool:
+    """Return whether the gradient that the call gives to the edge is a new tensor.
+
+    It is for a product of matrices; other calls may pass on the gradient that came in.
+    """
+    is_product = target.kind == "call" and getattr(target.node.target, "_opname", "") in PRODUCTS
+    return is_product and len(wire.tensor.shape) > 1  # a bias may get the gradient that came in
+
+
+def _first_uses(space: Space) -> Callable[[int], int]:
+    """Return a function from a decision to the position of its first consuming call, through shared reshards."""
+    after: dict[int, list[int]] = defaultdict(list)
+    for wire in space.wires:
+        if space.decisions[wire.source].kind == "hub":
+            after[wire.source].append(wire.target)
+
+    @cache
+    def first_use(number: int) -> int:
+        return min(map(first_use, after[number])) if number in after else number
+
+    return first_use
+
+
+def _layers(space: Space) -> dict[str, str]:
+    """Return the layer in whose message each parameter, by its placeholder, is gathered."""
+    joined = joined_layers(space.program)
+    return {placeholder: joined[layer] for placeholder, layer in layers_read(space.program).items()}
+
+
+def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:
+    """The layer of the parameter that a wire moves."""
+    source = space.decisions[wire.source].name
+    return layers[space.weight_casts.get(source, source)]

@@ -1,0 +1,322 @@
+"""The space of plans of a program: every decision with its menu, and the wires along which layouts must meet.
+
+Decisions are the calls, the parameters (their storage layout), the inputs, the outputs, and a hub for every tensor
+with several consumers. `build` makes the space of a program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import fx
+
+from autopar.costs.hardware.overlap import NOTHING, Beside
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.pricing.conventions import OF_AUTOPAR, MemoryConventions
+from autopar.costs.pricing.moves import MovedTensor
+from autopar.costs.pricing.optimizer import ADAMW, Optimizer
+from autopar.costs.pricing.optimizer_step import step_seconds
+from autopar.costs.pricing.reshard import ReshardPath, ReshardTable, reshard_table
+from autopar.costs.space.menu import Menu
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.rule import PASS_PARTIAL, factors_of
+from autopar.strategies.roles import Roles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """Something to be decided: which strategy of its menu a node of the graph takes."""
+
+    name: str
+    kind: str
+    """"call", "parameter", "buffer", "input", "output" or "hub"."""
+    menu: Menu
+    node: fx.Node
+    roles: Mapping[str, str]
+    """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
+
+    def role(self, strategy: int, axis: int) -> str:
+        """Return what the strategy does on a mesh axis, in the words of annotations and tables."""
+        if self.kind != "call":
+            placement = repr(self.menu.strategies[strategy].outputs[0][axis])
+            return self.roles.get(placement, placement)
+        choice = self.menu.strategies[strategy].choices[axis]
+        *_, factor = factors_of(choice) or ("",)
+        if not factor:
+            return "partial" if choice.startswith(PASS_PARTIAL) else "replicated"
+        return self.roles.get(factor, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor on its way from output `source_output` of one decision to input `target_input` of another."""
+
+    source: int
+    source_output: int
+    target: int
+    target_input: int
+    tensor: MovedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """The inputs and outputs of a call, or of a hub, that are rows of experts."""
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    counts: int
+    """The decision on where it lies how many rows each expert has: split, where ranks have rows of own experts."""
+    position: int
+    """Position of the counts among the outputs of that decision."""
+
+
+@dataclass(slots=True)
+class Space:
+    """All decisions and wires of a program on a mesh."""
+
+    program: Program
+    mesh: Mesh
+    hardware: Hardware
+    optimizer: Optimizer = ADAMW
+    imbalance: float = 1.0
+    """Rows of the busiest rank over the mean, where they are divided by expert."""
+    beside: Beside = NOTHING
+    """Computation of the model that overlaps with the moves of its parameters; the program may be one of its stages."""
+    num_devices: int | None = None
+    """Number of devices of all stages, if the program is one of a pipeline; None for those of the mesh."""
+    conventions: MemoryConventions = OF_AUTOPAR
+    """Conventions on the memory that a framework holds besides tensors of the program."""
+    decisions: list[Decision] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+    inbound: dict[tuple[int, int], Wire] = field(default_factory=dict)
+    """(decision, input position) → the wire that ends there."""
+    weight_casts: dict[str, str] = field(default_factory=dict)
+    """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
+    dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
+    """(node name, output position) → roles of its dims."""
+    rows: dict[int, ExpertRows] = field(default_factory=dict)
+    """Calls and hubs that rows of experts pass."""
+    dealing: tuple[str, ...] = ()
+    """Mesh axes that deal positions by zigzag where they split them; the others have them in order."""
+    rebuild: Callable[[Collection[str]], Space] | None = field(default=None, repr=False)
+    """Lays the space out anew with other axes that deal."""
+    _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
+    _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
+
+    def add(self, decision: Decision) -> int:
+        assert decision.name not in self.index, f"two decisions named {decision.name}"
+        self.index[decision.name] = len(self.decisions)
+        self.decisions.append(decision)
+        return len(self.decisions) - 1
+
+    def connect(self, wire: Wire) -> None:
+        self.wires.append(wire)
+        self.inbound[wire.target, wire.target_input] = wire
+
+    def is_weight(self, number: int) -> bool:
+        """Return whether a decision gives a parameter, as it is stored or cast for use."""
+        decision = self.decisions[number]
+        return decision.kind == "parameter" or decision.name in self.weight_casts
+
+    @property
+    def devices_on_host(self) -> int:
+        """Number of devices that share a host."""
+        return self.hardware.devices_on_host(self.num_devices or self.mesh.num_devices)
+
+    def with_optimizer(self, optimizer: Optimizer) -> Space:
+        """The same space for an optimizer that takes the same parameters as matrices: other steps of parameters."""
+        menus: dict[int, Menu] = {}
+        decisions = list(self.decisions)
+        for number, decision in enumerate(decisions):
+            menu = decision.menu
+            if decision.kind != "parameter":
+                continue
+            if id(menu) not in menus:
+                info, matrix = decision.node.meta["tensor"], self.is_matrix(number)
+                steps = [
+                    step_seconds(info, each.outputs[0], self.mesh, self.hardware, optimizer, matrix) + sum(each.waits)
+                    for each in menu.strategies
+                ]
+                menus[id(menu)] = replace(menu, seconds=np.array(steps))
+            decisions[number] = replace(decision, menu=menus[id(menu)])
+        return replace(self, optimizer=optimizer, decisions=decisions)
+
+    def dealing_over(self, axes: Collection[str]) -> Space:
+        """Return the space in which these axes deal positions by zigzag, and no others."""
+        if set(axes) == set(self.dealing):
+            return self
+        assert self.rebuild is not None, "a space that was not built"
+        space = self.rebuild(axes)
+        space = space if space.optimizer == self.optimizer else space.with_optimizer(self.optimizer)
+        return space.waiting_for(dict(self.beside.waited)) if self.beside.waited else space
+
+    def waiting_for(self, shares: Mapping[str, float]) -> Space:
+        """Return the same space in which computing hides so little of weights' collectives (`Beside.waited`)."""
+        waited = replace(self.beside, waited=tuple(sorted(shares.items())))
+        known: dict[MovedTensor, MovedTensor] = {}
+
+        def changed(wire: Wire) -> Wire:
+            tensor = wire.tensor
+            if tensor.sharing.beside == NOTHING:
+                return wire
+            if tensor not in known:
+                known[tensor] = replace(tensor, sharing=replace(tensor.sharing, beside=waited))
+            return replace(wire, tensor=known[tensor])
+
+        wires = list(map(changed, self.wires))
+        inbound = {(wire.target, wire.target_input): wire for wire in wires}
+        return replace(self, beside=waited, wires=wires, inbound=inbound)
+
+    def is_matrix(self, number: int) -> bool:
+        """Return whether the optimizer treats a parameter as a matrix."""
+        node = self.decisions[number].node
+        return self.optimizer.takes(self.program.parameter_names[node.name], node.meta["tensor"])
+
+    def rows_on(self, wire: Wire) -> ExpertRows | None:
+        """The rows at the end of a wire that brings some."""
+        rows = self.rows.get(wire.target)
+        return rows if rows is not None and wire.target_input in rows.inputs else None
+
+    def ranks_by_expert(self, rows: ExpertRows, choice: int) -> int:
+        """Over how many ranks rows are divided by expert, by the strategy of the decision on their counts."""
+        layout = self.decisions[rows.counts].menu.strategies[choice].outputs[rows.position]
+        return math.prod(size for size, each in zip(self.mesh.sizes, layout, strict=True) if each.is_split)
+
+    def excess(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
+        """Return the rows of the busiest rank beyond an equal share, in shares: 0.5 if it has 1.5 times its share.
+
+        At most all rows that are divided by expert may come to one rank. `imbalance` is that of the space unless it is
+        given.
+        """
+        asked = self.imbalance if imbalance is None else imbalance
+        return 0.0 if rows is None or asked == 1 else self.excess_at(rows, choices[rows.counts], asked)
+
+    def excess_at(self, rows: ExpertRows, choice: int, imbalance: float) -> float:
+        """The same by the strategy of the decision on the counts."""
+        return min(imbalance, self.ranks_by_expert(rows, choice)) - 1.0
+
+    def share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
+        """Return the ratio of the busiest rank's rows to its share, by which their cost grows; 1 for other tensors."""
+        return 1.0 + self.excess(rows, choices, imbalance)
+
+    def table(self, wire: Wire, kept: bool = False) -> ReshardTable:
+        """The reshard table that holds every layout either end of the wire may have.
+
+        `kept` is the table of a parameter that is not gathered again in the backward.
+        """
+        menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+        dims, dealt = _split_dims(menus[0], wire.source_output, menus[1], wire.target_input)
+        tensor = replace(wire.tensor, regather=False) if kept and wire.tensor.regather else wire.tensor
+        return reshard_table(tensor, dims, self.mesh, self.hardware, dealt)
+
+    def reshard_seconds(self, wire: Wire) -> np.ndarray:
+        """Seconds of the reshard for every pair of strategies at the two ends of a wire."""
+        table = self.table(wire)
+        rows = [table.index[layout] for layout in self.source_layouts(wire)]
+        columns = [table.index[layout] for layout in self.target_layouts(wire)]
+        seconds = table.seconds[np.ix_(rows, columns)]
+        kept = [i for i, s in enumerate(self.decisions[wire.source].menu.strategies) if s.kept]
+        if kept:
+            other = self.table(wire, kept=True)
+            seconds[kept] = other.seconds[np.ix_([rows[i] for i in kept], columns)]
+        between_hubs = self.decisions[wire.target].kind == "hub"  # those of one kind may, whatever others do
+        if wire.target_input == 0 and self.decisions[wire.source].kind == "hub" and not between_hubs:
+            seconds = self._moved_together(wire, seconds)
+        return seconds
+
+    def forward_seconds(self, wire: Wire, travelling: bool = False) -> np.ndarray:
+        """Seconds of the forward collectives of an activation's wire, by the strategies at its ends.
+
+        `travelling`: a gather at its end runs beside computing, which loses the share of the device that it takes.
+        """
+        table = self.table(wire)
+        rows = [table.index[layout] for layout in self.source_layouts(wire)]
+        columns = [table.index[layout] for layout in self.target_layouts(wire)]
+        found = table.forward_seconds[np.ix_(rows, columns)]
+        if not travelling:
+            return found
+        return found - (1 - self.hardware.communication_share) * table.last_gather_seconds[np.ix_(rows, columns)]
+
+    def _moved_together(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
+        """Seconds between a hub and a consumer, where either all of its consumers move a tensor together, or none."""
+        source, target = (self.decisions[end].menu.strategies for end in (wire.source, wire.target))
+        if not any(each.shared for each in (*source, *target)):
+            return seconds
+        fits = [
+            [a.shared == b.shared and (not a.shared or a.outputs[0] == b.inputs[0]) for b in target] for a in source
+        ]
+        return np.where(fits, seconds, np.inf)
+
+    def source_layouts(self, wire: Wire) -> list[Layout]:
+        return [s.outputs[wire.source_output] for s in self.decisions[wire.source].menu.strategies]
+
+    def target_layouts(self, wire: Wire) -> list[Layout]:
+        return [s.inputs[wire.target_input] for s in self.decisions[wire.target].menu.strategies]
+
+    def path(self, wire: Wire, choices: Sequence[int]) -> ReshardPath:
+        """The reshard along a wire under the choices at its two ends."""
+        source = self.decisions[wire.source].menu.strategies[choices[wire.source]]
+        target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
+        return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
+
+    def kind(self, wire: Wire) -> int:
+        """A number that wires have in common which move alike: same menus and places at both ends, same tensor."""
+        end = wire.target, wire.target_input
+        if end not in self._kinds:
+            menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+            alike = id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor
+            self._kinds[end] = self._numbers.setdefault(alike, len(self._numbers))
+        return self._kinds[end]
+
+    def unruled(self) -> dict[str, str]:
+        """Calls that run replicated because no rule fits them, with the reason."""
+        return {d.name: d.menu.reason for d in self.decisions if d.menu.reason}
+
+
+@functools.lru_cache(maxsize=16384)
+def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The dims that some strategy at either end splits in order, and those that one deals by zigzag.
+
+    Menus are shared by equal calls and hashed by identity.
+    """
+    layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
+    split = {placement for layout in layouts for placement in layout if placement.is_split}
+    return frozenset(p.dim for p in split if not p.zigzag), frozenset(p.dim for p in split if p.zigzag)
+
+
+def stores_dtensors(space: Space, choices: Sequence[int]) -> bool:
+    """Return whether parameters are DTensors: all of them are if any is stored in parts."""
+    return any(
+        decision.kind == "parameter" and decision.menu.strategies[choice].outputs[0].is_split
+        for decision, choice in zip(space.decisions, choices, strict=True)
+    )
+
+
+def without_gradient(space: Space) -> frozenset[int]:
+    """Decisions that no gradient comes back to: where a scalar is returned, the backward begins there and only there.
+
+    Among them are other outputs, and all that only these are made of, as a router's logits beside a loss.
+    """
+    outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
+    infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
+    reached = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
+    if not reached:
+        return frozenset()
+    inbound: dict[int, list[int]] = defaultdict(list)
+    for wire in space.wires:
+        if wire.tensor.requires_grad:
+            inbound[wire.target].append(wire.source)
+    waiting = list(reached)
+    while waiting:
+        more = set(inbound[waiting.pop()]) - reached
+        reached |= more
+        waiting += more
+    return frozenset(range(len(space.decisions))) - reached

@@ -1,0 +1,124 @@
+"""One way to run a call on a mesh: a choice per axis, the layouts that it takes and gives, and what runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.costs.plans.strategy_names import strategy_name
+from autopar.costs.pricing.reshard import Transfer
+from autopar.ir.program.recompute_segments import SELECTIVE
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh, joined_name
+from autopar.ir.sharding.operation import ZIGZAG, Implementation
+from autopar.ir.sharding.rule import ANY_OF, TOGETHER, factors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call: a choice per mesh axis, the layouts it asks of its inputs and gives its outputs."""
+
+    choices: tuple[str, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    implementation: Implementation | None = None
+    """Implementation that runs in place of the ATen call."""
+    transfers: tuple[Transfer, ...] = ()
+    """The collectives that the implementation runs itself."""
+    zigzag: frozenset[str] = frozenset()
+    """The factors that are dealt by zigzag, of those that are split."""
+    waits: tuple[float, ...] = ()
+    """Seconds of each of them, as far as computing does not hide them."""
+    shared: bool = False
+    """True if a call moves its first input together with all calls that take it.
+
+    On a shared reshard, it is true if its consumers do.
+    """
+    regathering: Strategy | None = None
+    """The same by the variant of the implementation that gathers again in the backward; None if it has none."""
+    kept: bool = False
+    """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
+
+    def __str__(self) -> str:
+        return strategy_name(self.choices, self.kept, self.implementation.name if self.implementation else "")
+
+    @property
+    def implemented(self) -> bool:
+        return self.implementation is not None
+
+    @property
+    def saves_moved(self) -> bool:
+        """True if its implementation saves what its collectives bring."""
+        return self.implementation is not None and self.implementation.saves_moved
+
+    @property
+    def communicates(self) -> bool:
+        """True if a call runs collectives of its own in the forward, or takes part in those of another call."""
+        return self.shared or any(not transfer.backward for transfer in self.transfers)
+
+    @property
+    def forward_collectives(self) -> tuple[tuple[Transfer, float], ...]:
+        """Its own collectives of the forward, each with the seconds that computing does not hide."""
+        return tuple(each for each in zip(self.transfers, self.waits, strict=True) if not each[0].backward)
+
+    def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+        """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""
+        axes = self.axes_by_factor(mesh)
+        local = {
+            factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
+            for factor, size in sizes.items()
+        }
+        if self.zigzag:
+            dealt = self.dealt_by(mesh)
+            local.update((ZIGZAG + each, 1 + (len(dealt[each]) < len(axes[each]))) for each in self.zigzag)
+        for size, choice in zip(mesh.sizes, self.choices, strict=True):
+            for factor in factors_of(choice)[1:]:
+                local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
+        return local
+
+    def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """Split factors → the names of the mesh axes that split them, outer first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, choice in zip(mesh.names, self.choices, strict=True):
+            for factor in factors_of(choice):
+                found[factor] = (*found.get(factor, ()), name)
+        return found
+
+    def dealt_by(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """Factors that are dealt by zigzag → the names of the mesh axes that deal them, outer first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for axis, (name, choice) in enumerate(zip(mesh.names, self.choices, strict=True)):
+            if any(layout[axis].zigzag for layout in (*self.inputs, *self.outputs)):
+                for factor in factors_of(choice):
+                    found[factor] = (*found.get(factor, ()), name)
+        return found
+
+    def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes of more than one device that a collective over `factor` runs over, one after the other.
+
+        A factor with "+" before it stands for the axes that split it with another factor, and several behind "&" for
+        those that split any of them: one joined axis.
+        """
+        if factor[:1] == ANY_OF:
+            names = set(factor.removeprefix(ANY_OF).split())
+            made = [not names.isdisjoint(factors_of(choice)) for choice in self.choices]
+            axes = [axis for axis, found in enumerate(made) if found and mesh.sizes[axis] > 1]
+            return (joined_name(mesh.names, axes),) if axes else ()
+        together = factor[:1] == TOGETHER
+        name = factor.removeprefix(TOGETHER)
+        made = [factors_of(choice)[together:] for choice in self.choices]
+        axes = [axis for axis, found in enumerate(made) if name in found and mesh.sizes[axis] > 1]
+        if together:
+            return (joined_name(mesh.names, axes),) if axes else ()
+        return tuple(mesh.names[axis] for axis in axes)
+
+    def num_parts(self, mesh: Mesh) -> int:
+        """Into how many equal parts the call's work is divided."""
+        split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
+        return math.prod(split)
+
+
+def running_in(mode: str, strategy: Strategy) -> Strategy:
+    """Return what runs of a strategy in a segment of a mode: itself, or its variant that gathers again."""
+    return strategy.regathering or strategy if mode == SELECTIVE else strategy

@@ -1,0 +1,98 @@
+"""What calls compute and move themselves, as tasks.
+
+What a call's own implementation moves beside its computing runs beside it; what is begun ahead of it is issued in front
+of the forward, and waited for here. A loss that ranks have parts of is summed beside the backward, which does not wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.pricing.operations import backward_launches, share_beside
+from autopar.costs.space.computing import num_launches
+from autopar.costs.steps.tasks import Tasks
+from autopar.ir.sharding.operation import is_view
+
+MOST_APART = 64
+"""Collectives of a call that are tasks of their own: as each is another event, a ring of thousands takes minutes."""
+
+
+class Calls:
+    """The calls of one step; `unused` are those that no gradient comes back to."""
+
+    def __init__(
+        self,
+        memory: MemoryModel,
+        choices: Sequence[int],
+        modes: Mapping[str, str],
+        tasks: Tasks,
+        unused: Collection[int],
+    ) -> None:
+        self.memory, self.space, self.choices, self.modes = memory, memory.space, choices, modes
+        self.tasks, self.unused = tasks, unused
+        self._ahead: dict[int, list[int]] = defaultdict(list)
+        """Call → what was issued ahead of it."""
+
+    def begin_ahead(self, numbers: Iterable[int]) -> None:
+        """Issue what calls have begun in front of the forward."""
+        for number in numbers:
+            for each in self.space.decisions[number].menu.strategies[self.choices[number]].transfers:
+                if each.ahead:
+                    self._ahead[number].append(self.tasks.issue(each, self.space.decisions[number].name))
+
+    def sum_losses(self) -> None:
+        """Issue the sums of outputs that ranks have parts of, for which the user waits."""
+        for number, decision in enumerate(self.space.decisions):
+            if decision.kind == "output":
+                for each in decision.menu.strategies[self.choices[number]].transfers:
+                    self.tasks.issue(each, decision.name)
+
+    def run(self, number: int, backward: bool) -> None:
+        """What a call computes in a pass, beside or before what it moves itself."""
+        decision, choice = self.space.decisions[number], self.choices[number]
+        strategy = self.memory.second_forward.running(number, self.choices, self.modes)
+        call, op = decision.menu.call, decision.menu.op
+        bound = decision.menu.bound
+        share = self.space.share(self.space.rows.get(number), self.choices)
+        seconds = forward = float(decision.menu.forward_seconds[choice])
+        launches = 1
+        if backward:
+            chosen = decision.menu.strategies[choice]
+            seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(chosen.waits))
+            launches = backward_launches(call, op) if call is not None and op is not None else 0
+        if not launches:
+            return
+        if call is not None and is_view(call) and not self.space.hardware.launch_s:
+            seconds += self.space.hardware.op_latency_s
+        own = _together([each for each in strategy.transfers if each.backward == backward and not each.ahead])
+        beside = 0.0
+        if strategy.implementation is not None and call is not None and bound is not None:
+            launches *= num_launches(strategy, call, bound.sizes, self.space.mesh)
+            local = strategy.local_sizes(bound.sizes, self.space.mesh)
+            beside = share_beside(strategy.implementation, call, local) if own else 0.0
+        running = [
+            self.tasks.issue(each, decision.name, times=share * beside * count, launches=count)
+            for each, count in own
+            if beside
+        ]
+        self.tasks.compute(_name(call), seconds * share, decision.name, launches)
+        self.tasks.wait(running)
+        if beside < 1 and not (backward and number in self.unused):
+            for each, count in own:
+                self.tasks.move([each], decision.name, share * (1 - beside) * count, 1 - beside, count)
+        self.tasks.wait(self._ahead.pop(number, ()))
+
+
+def _together(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
+    """Return the transfers of a call with a count: of many, as of a long ring, equal ones in a row are one task."""
+    if len(transfers) <= MOST_APART:
+        return [(each, 1) for each in transfers]
+    return [(each, len(list(equal))) for each, equal in itertools.groupby(transfers)]
+
+
+def _name(call: object) -> str:
+    return getattr(call, "name", "")

@@ -1,0 +1,73 @@
+"""Host copies of segments: what they send to the host and get back, as tasks that overlap with computation.
+
+Copies leave a call when it has run, and all of a segment's come back together. If the device is the host itself, the
+copies are tasks of the computing stream.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.steps.tasks import Tasks
+from autopar.ir.program.recompute_segments import OFFLOAD
+
+DOWN, UP = "device to host", "host to device"
+"""Streams of the two ways."""
+
+
+class HostCopies:
+    """The copies of one step, put down as its calls are; without segments in the mode nothing is."""
+
+    def __init__(self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], tasks: Tasks) -> None:
+        self._memory, self._tasks = memory, tasks
+        self._bytes: dict[int, int] = {}
+        """Call → bytes of what it makes and takes that leave when it has run."""
+        self._whole: dict[str, int] = defaultdict(int)
+        self._on_way: dict[str, list[int]] = defaultdict(list)
+        self._back: dict[str, list[int]] = {}
+        """Segment → what brings back what it has sent, until that is waited for."""
+        self._stretches: list[str] = []
+        """Segments in the order in which they have begun, and "" where calls belong to none."""
+        if OFFLOAD not in modes.values():
+            return
+        copies, lifetimes = memory.host_copies, memory.lifetimes
+        self._bytes = {number: copies.leaving(number, choices, modes) for number in lifetimes.calls}
+        for wire in memory.space.wires:
+            if num_bytes := copies.leaving_on(wire, choices, modes):
+                self._bytes[lifetimes.calls[lifetimes.position[wire.target]]] += num_bytes
+        for number, num_bytes in self._bytes.items():
+            if num_bytes:
+                self._whole[lifetimes.segment[number]] += num_bytes
+
+    def enter(self, number: int) -> None:
+        """A call runs next: of a new segment, what the one before the last has sent must have left."""
+        segment = self._memory.lifetimes.segment[number]
+        if self._whole and not self._memory.accumulation.is_cast(number) and self._stretches[-1:] != [segment]:
+            self._stretches.append(segment)
+            self._tasks.wait(self._on_way.get(self._stretches[-3], ()) if len(self._stretches) > 2 else ())
+
+    def send(self, number: int) -> None:
+        """A call has run, and what leaves of it is copied."""
+        if num_bytes := self._bytes.get(number):
+            seconds, segment = num_bytes / self._memory.host_copies.bytes_per_s, self._memory.lifetimes.segment[number]
+            self._on_way[segment] += self._copy(DOWN, seconds, self._memory.space.decisions[number].name)
+
+    def enter_backward(self, number: int) -> None:
+        """The backward of a call runs next: with a new segment, what it has sent must be back, and more is fetched."""
+        if not self._whole or self._memory.accumulation.is_cast(number):
+            return
+        row = self._memory.space.decisions[number].name
+        own, before = self._memory.lifetimes.near[self._memory.lifetimes.position[number]]
+        for segment in (own, before):
+            if self._whole.get(segment) and segment not in self._back:
+                seconds = self._whole[segment] / self._memory.host_copies.bytes_per_s
+                self._back[segment] = self._copy(UP, seconds, row, self._on_way.pop(segment, []))
+        self._tasks.wait(self._back.get(own, ()))
+
+    def _copy(self, stream: str, seconds: float, row: str, behind: Sequence[int] = ()) -> list[int]:
+        if self._memory.space.hardware.is_host:
+            self._tasks.compute(stream, seconds, row)
+            return []
+        return [self._tasks.beside(stream, stream, seconds, row, behind=behind)]

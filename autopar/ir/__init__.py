@@ -1,0 +1,1 @@
+"""The intermediate representation: captured programs, meshes, layouts and rules."""

@@ -1,0 +1,314 @@
+"""One call of an operation as the rule tables see it, and what a table may answer.
+
+A table in `strategies/` maps an ATen overload to a rule's text, to an `OpRule` where there is more to say, or to a
+function of the `Call` that returns either (None: no rule fits, the call runs replicated).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.ir.program.program import TensorInfo, tensor_inputs
+from autopar.ir.sharding.rule import BoundRule, Choice, factors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that an implementation runs itself, once over each mesh axis that splits `factor`.
+
+    Where that is "+x", it runs once over all axes, joined, that split x together with another factor; where it is
+    "&x y", once over all axes, joined, that split one of these.
+
+    `num_bytes` follows NCCL's convention: the tensor of an all_reduce, the output of an all_gather, the input of a
+    reduce_scatter or all_to_all. `backward` says in which pass it runs.
+    """
+
+    name: str
+    factor: str
+    num_bytes: int
+    backward: bool = False
+    ahead: bool = False
+    """True if the runtime begins it ahead of the call, at the start of the forward, and the call waits for it."""
+
+
+LocalSizes = Mapping[str, int]
+"""The size on one device of every factor of a rule.
+
+Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is dealt by zigzag: 1
+by all axes that split it, 2 by some of them.
+"""
+ZIGZAG = "~"
+Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]
+"""The collectives of a strategy that splits an implementation's factors."""
+MovedBytes = Callable[[int, int], int]
+"""(bytes of all inputs, bytes of all outputs) → bytes that a forward reads and writes, on one device."""
+Efficiency = Literal["matmul", "attention", "masked attention"]
+"""Kernel whose share of the peak FLOP/s is reached (see `costs.pricing.product_efficiency`)."""
+
+
+def read_and_written(inputs: int, outputs: int) -> int:
+    """Everything once."""
+    return inputs + outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """A runtime function that replaces the ATen call where splitting needs more than resharding, and what it costs.
+
+    It is called with the local arguments of the ATen call and the keywords
+    `axes` (factor → names of the mesh axes that split it, outer first; only split factors) and
+    `sizes` (factor → global size), and its own `keywords`; a `random` one also with `key`, a number unique to the call.
+
+    A rule may have several, which the menu of a call offers side by side. A cost that is None is that of the ATen call.
+    """
+
+    function: str
+    """`module:name` below `autopar.runtime.implementations`, for example "loss:cross_entropy"."""
+    factors: frozenset[str] | None
+    """Used when one of these factors is split; None: used always."""
+    joined: frozenset[str] = frozenset()
+    """Factors missing on the right whose partial results the function sums itself: the output is I, not P."""
+    padded: frozenset[str] = frozenset()
+    """Factors whose padding the function leaves out of its results."""
+    traffic: Traffic | None = None
+    ordered: frozenset[str] | None = None
+    """Factors for which the function must know which part a rank has; None: all of its factors."""
+    zigzag: bool = False
+    """True if the keyword `zigzag` passes it the zigzag-sharded factors, if any; `random` ones get it, too."""
+    random: bool = False
+    wraps: bool = False
+    """True if it runs the ATen call itself, which it is given as `op`."""
+    name: str = ""
+    """Name by which plans tell it from others of the same rule; the first of a rule needs none."""
+    on_demand: bool = False
+    """Offered only where its name is asked for: by an annotation, a preset of that name, or a plan that has it."""
+    flops: Callable[[Call, LocalSizes], int] | None = None
+    """Floating point operations of its forward on one device."""
+    moved_bytes: MovedBytes | None = None
+    scratch_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes that its forward reads and writes on one device beside inputs and outputs."""
+    saved_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that it keeps for its backward beside inputs and outputs."""
+    unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
+    """Positions of the inputs that it does not keep for its backward, though the ATen call does."""
+    saves_moved: bool = False
+    """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
+    efficiency: Efficiency | None = None
+    forward_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
+    backward_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its backward works on beside outputs and gradients; None: what the call keeps beside."""
+    hidden_share: float | Callable[[Call, LocalSizes], float] = 0.0
+    """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
+    keywords: tuple[tuple[str, int], ...] = ()
+    """Further keyword arguments, which distinguish implementations by one function."""
+    choices: tuple[Choice, ...] = ()
+    """Choices of a mesh axis that this implementation alone offers.
+
+    An example is a factor that is gathered while another one is split in its place.
+
+    One axis of a call makes such a choice. It is the innermost of those that split the choice's first factor; the
+    function is told of zigzag sharding of that factor's parts alone. No dim is padded then.
+    """
+    stands_for_last: bool = False
+    """True if a choice of its own also counts as one that splits its last factor: the layouts around are the same."""
+    shared: frozenset[str] = frozenset()
+    """Names of its choices that move the first input once for all calls that take it, if all of these make them."""
+    follower: Implementation | None = None
+    """Variant for the calls after the first one that share its input.
+
+    It has the traffic and the saved bytes that are these calls' own.
+    """
+    regathering: Implementation | None = None
+    """The variant for segments that save results of products and gather again (selective): it saves no gathered rows.
+
+    Its forward takes as long, and its choices are the same.
+    """
+    launches: Callable[[Call, LocalSizes], int] | None = None
+    """Number of operations that it starts on one device in place of the ATen call's one; None: as many."""
+
+    def __post_init__(self) -> None:
+        share = self.hidden_share
+        assert callable(share) or 0 <= share <= 1, f"{self.function} hides {share} of its collectives"
+        assert self.name or not self.on_demand, f"{self.function} has no name to ask for it by"
+
+    @property
+    def told_apart(self) -> frozenset[str]:
+        """Factors for which the function must know which part a rank has."""
+        return (self.factors or frozenset()) if self.ordered is None else self.ordered
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """A rule's text with what the notation does not say."""
+
+    rule: str
+    implementations: tuple[Implementation, ...] = ()
+    shape_argument: int | None = None
+    """Position of the argument that states the output's shape, to be made local (view, expand, zeros …)."""
+    flops: int | None = None
+    """Floating point operations of the whole forward call; None: derived from the rule (2 × product of factors)."""
+    backward: float | None = None
+    """The work of the whole backward over that of the forward; None: once for each input that needs a gradient."""
+    moved_bytes: MovedBytes = read_and_written
+    efficiency: Efficiency = "matmul"
+    head_size: int = 0
+    """Features of a head of fused attention; 0: none, or they do not matter."""
+    elementwise_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its forward reads and writes in elementwise operations, beside its products."""
+    backward_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its backward works on beside inputs, outputs, their gradients and what is kept."""
+    only_together: frozenset[str] = frozenset()
+    """Factors that an axis splits only together with another one, as one of `choices` says."""
+    choices: tuple[Choice, ...] = ()
+    """Choices of a mesh axis that the notation cannot express; one named like a factor replaces that factor's own."""
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.implementations]
+        assert len(set(names)) == len(names), f"implementations of one rule need names of their own, found {names}"
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """Factors whose padding some implementation leaves out of its results."""
+        return frozenset().union(*(each.padded for each in self.implementations))
+
+    @property
+    def served(self) -> frozenset[str]:
+        """Factors that an implementation is needed for."""
+        return frozenset().union(*(each.factors or () for each in self.implementations))
+
+    def offering(self, asked: Collection[str]) -> OpRule:
+        """The rule without implementations on demand, but for those of these names."""
+        ways = tuple(each for each in self.implementations if not each.on_demand or each.name in asked)
+        return self if ways == self.implementations else replace(self, implementations=ways)
+
+    def following(self) -> OpRule:
+        """The rule of a call before which another one moves the input that both take."""
+        return replace(self, implementations=tuple(each.follower or each for each in self.implementations))
+
+    def ways(self, choices: Collection[str]) -> tuple[Implementation | None, ...]:
+        """Return the implementations that can run a call whose axes make these choices; None stands for the ATen call.
+
+        A factor that some implementation serves needs one that serves it; if several such are split, one must serve
+        all. A choice that only some implementation offers needs that one.
+        """
+        offering = [each for each in self.implementations if any(own.name in choices for own in each.choices)]
+        needed = self.served.intersection(factor for name in choices for factor in factors_of(name))
+        if offering:
+            return tuple(each for each in offering if needed <= (each.factors or frozenset()))
+        shared = (each for each in self.implementations if not each.choices)
+        found = tuple(e for e in shared if e.factors is None or (needed and needed <= e.factors))
+        return found or (() if needed else (None,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """An ATen call: `inputs` are its tensor arguments in the order of `tensor_inputs`, `arguments` all by schema name.
+
+    In `arguments` a tensor is a TensorInfo, and defaults are filled in. Equal calls have equal targets, tensors and
+    texts of their arguments.
+    """
+
+    target: Callable[..., Any]
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    arguments: Mapping[str, Any]
+    _text: str = field(default="", init=False, repr=False)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def __hash__(self) -> int:
+        return hash((self.target, self.inputs, self.outputs, self.text))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Call)
+            and self.target is other.target
+            and self.inputs == other.inputs
+            and self.outputs == other.outputs
+            and self.text == other.text
+        )
+
+    @property
+    def text(self) -> str:
+        """The arguments as text, made once."""
+        if not self._text:
+            object.__setattr__(self, "_text", repr(sorted(self.arguments.items(), key=lambda item: item[0])))
+        return self._text
+
+    @property
+    def name(self) -> str:
+        """The operation's name without namespace and overload: "linear"."""
+        target = self.target
+        return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Call:
+        """Read a call_function node of a Program."""
+        found = node.meta["tensor"]
+        outputs = found if isinstance(found, tuple) else (found,)
+        inputs = tuple(_single(argument) for argument in tensor_inputs(node))
+        return cls(
+            node.target,  # type: ignore[arg-type]
+            inputs,
+            tuple(output for output in outputs if output is not None),
+            _arguments(node),
+        )
+
+
+def is_contraction(bound: BoundRule) -> bool:
+    """Return whether the rule multiplies two tensors and sums a factor away."""
+    factors = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
+    kept = {factor for term in bound.rule.outputs for factor in term.factors}
+    return any(left & right - kept for i, left in enumerate(factors) for right in factors[i + 1 :])
+
+
+def is_product(op: OpRule, bound: BoundRule) -> bool:
+    """Return whether a call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
+    return op.flops is not None or is_contraction(bound)
+
+
+def largest_split_input(call: Call, bound: BoundRule | None) -> int:
+    """The position of the largest input that the rule can split; of the largest of all, where it can split none."""
+    terms = bound.rule.inputs if bound is not None else ()
+    split = [position for position, term in enumerate(terms) if term.factors]
+    return max(split or range(len(call.inputs)), key=lambda position: call.inputs[position].num_elements)
+
+
+def is_view(call: Call) -> bool:
+    """Return whether the call only returns an alias of its input; a cast to another dtype moves data."""
+    if not isinstance(call.target, torch._ops.OpOverload) or not call.inputs:
+        return False
+    if any(output.dtype != call.inputs[0].dtype for output in call.outputs):
+        return False
+    return any(result.alias_info is not None for result in call.target._schema.returns)
+
+
+def _single(node: fx.Node) -> TensorInfo:
+    found = node.meta["tensor"]
+    assert isinstance(found, TensorInfo), f"{node} is used as a tensor but has {found}"
+    return found
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments by schema name with defaults; by position ("0", "1", …) for targets without a schema."""
+    args = map_arg(node.args, lambda n: n.meta.get("tensor"))
+    kwargs = map_arg(dict(node.kwargs), lambda n: n.meta.get("tensor"))
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(args):
+            named[argument.name] = args[position]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            named[argument.name] = argument.default_value
+    return named

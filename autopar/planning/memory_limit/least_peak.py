@@ -1,0 +1,235 @@
+"""The least memory that any plan takes at its fullest moment, and a plan that takes no more.
+
+    min_x max_m bytes_m(x)  =  min_x max_w Σ_m w_m bytes_m(x)  ≥  max_w min_x Σ_m w_m bytes_m(x)      Σ w = 1,  w ≥ 0
+
+Each min over x is a problem without a limit, which elimination solves. The weights of moments that prove most are found
+by cutting planes (Kelley 1960): every answer met says what it takes at every moment, and the next weights are the best
+against all answers so far, a small linear program. What the bound leaves open is closed by fixing: choices that cost
+more than what is open are in no smaller plan, and an ILP with a row for each moment decides over the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.console.units import format_bytes
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.peak import bytes_by_moment
+from autopar.errors import TimeLimitError
+from autopar.ir.program.recompute_segments import MODES
+from autopar.planning.formulation import Formulation, Pins
+from autopar.solver.deadline import NEVER, is_over, seconds_until
+from autopar.solver.elimination.bucket_elimination import narrow_elimination
+from autopar.solver.elimination.distinct_tables import Tables
+from autopar.solver.elimination.evaluation import evaluate
+from autopar.solver.elimination.min_marginals import MAX_CALIBRATED, Excesses, excesses
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.low_treewidth import unsaid
+from autopar.solver.presolve.reduced_cost_fixing import remaining
+from autopar.solver.problem import Edge, Node, Problem, Solution
+from autopar.solver.solve import solve
+
+WEIGHTS = 1000  # parts into which weights are divided: rows take whole numbers
+NEARER = 0.5  # of the way from the weights that prove most so far to those of the linear program
+MAX_ROUNDS = 60  # of cutting planes
+MAX_ROWS = 40  # moments that the ILP may meet
+SMALL_PROBLEM = 200_000  # pairs of strategies that the ILP takes
+FIXING_SECONDS = 5.0  # of work for each ILP: what it does not decide in that, it seldom decides in more
+
+
+@dataclass(frozen=True, slots=True)
+class LeastPeak:
+    """The choices of the smallest peak that was found, and what no plan is below."""
+
+    choices: tuple[int, ...]
+    modes: Mapping[str, str]
+    peak_bytes: int
+    bound: int
+
+    @property
+    def is_proven(self) -> bool:
+        """True if no plan takes less."""
+        return self.peak_bytes <= self.bound
+
+    def __str__(self) -> str:
+        least = f"{format_bytes(self.peak_bytes)} ({self.peak_bytes} bytes)"
+        if self.is_proven:
+            return f"every choice needs at least {least}"
+        return f"the least that was found is {least}, and no choice needs less than {format_bytes(self.bound)}"
+
+
+def least_peak(
+    formulation: Formulation,
+    pins: Pins,
+    modes: Mapping[str, str] | None,
+    deadline: float = NEVER,
+    enough: int = 0,
+    is_brief: bool = False,
+) -> LeastPeak:
+    """The plan under pins whose fullest moment is the least full; where a little search proves no plan less full.
+
+    Ends early at a plan of at most `enough` bytes, and where it is to be brief once no plan can take so little, or
+    weights of moments prove no more. Unless the time is over the answer does not depend on how fast the
+    machine is. Raises InfeasibleError where the pins contradict each other, and TimeLimitError where the search for a
+    first plan takes until the deadline.
+    """
+    search = _Search(formulation, pins, modes, deadline, enough, is_brief)
+    search.by_weights()
+    if not is_brief:
+        search.by_fixing()
+    choices, chosen = search.split(search.points[search.best_point])
+    return LeastPeak(choices, chosen, search.best, min(search.least, search.best))
+
+
+class Moments:
+    """Bytes at every moment of the visited plans, and the moments that were the fullest of some plan."""
+
+    def __init__(self) -> None:
+        self.taken: list[np.ndarray] = []
+        self.moments: list[int] = []
+
+    def meet(self, taken: np.ndarray) -> None:
+        """Note what a plan takes at every moment."""
+        fullest = int(taken.argmax())
+        if fullest not in self.moments:
+            self.moments.append(fullest)
+        self.taken.append(taken)
+
+    def heaviest(self, parts: int, near: MemoryRow | None = None) -> MemoryRow:
+        """The sum of moments, with weights in so many parts, of which the least that a plan takes is the most.
+
+        With `near`, a sum between that and this one, which swings less from plan to plan.
+        """
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        assert solver is not None
+        scale = float(max(taken.max() for taken in self.taken))
+        weights = [solver.NumVar(0.0, 1.0, "") for _ in self.moments]
+        least = solver.NumVar(0.0, solver.infinity(), "")
+        solver.Add(sum(weights) == 1)
+        for taken in self.taken:
+            solver.Add(least <= sum(w * (float(taken[m]) / scale) for w, m in zip(weights, self.moments, strict=True)))
+        solver.Maximize(least)
+        solver.Solve()
+        found = {m: w.solution_value() for m, w in zip(self.moments, weights, strict=True)}
+        if near is not None:
+            before = {moment: weight / near.total for moment, weight in near.weights}
+            found = {m: NEARER * found.get(m, 0.0) + (1 - NEARER) * before.get(m, 0.0) for m in {**found, **before}}
+        whole = ((moment, round(parts * weight)) for moment, weight in found.items())
+        return MemoryRow(tuple(sorted((moment, weight) for moment, weight in whole if weight > 0)))
+
+
+class _Search(Moments):
+    def __init__(
+        self,
+        formulation: Formulation,
+        pins: Pins,
+        modes: Mapping[str, str] | None,
+        deadline: float,
+        enough: int,
+        is_brief: bool = False,
+    ) -> None:
+        super().__init__()
+        self.formulation, self.pins, self.modes = formulation, pins, modes
+        self.deadline, self.enough, self.is_brief = deadline, enough, is_brief
+        self.points: list[tuple[int, ...]] = []
+        """Choices that were met, of decisions and segments."""
+        self.best, self.best_point = 2**62, -1
+        self.least, self.weights = 0, MemoryRow(())
+        """The best bound, and the weights that prove it."""
+
+    def by_weights(self) -> None:
+        """Cutting planes, until neither the bound nor the best point gets better."""
+        weights = MemoryRow(((max(len(self.formulation.memory.lifetimes.calls) - 1, 0), 1),))
+        seen: set[MemoryRow] = set()
+        while len(seen) < MAX_ROUNDS and weights not in seen and not self.is_done():
+            seen.add(weights)
+            problem = self.formulation.problem(self.pins, weights, None, self.modes).in_bytes()
+            try:
+                solution = _solved(problem, self.deadline)
+            except TimeLimitError:
+                if not self.points:
+                    raise
+                return
+            bound = int(np.ceil(solution.bound / weights.total - 1e-6))
+            if bound > self.least:
+                self.least, self.weights = bound, weights
+            self.meet_point(solution.choices)
+            weights = self.heaviest(WEIGHTS)
+
+    def by_fixing(self) -> None:
+        """Close the gap by fixings and an ILP, with a row for each moment that was the fullest of some point."""
+        found: Excesses | None = None
+        while len(self.moments) <= MAX_ROWS and not self.is_done():
+            smaller = self.best - 1
+            rows = (self.weights, *(MemoryRow(((moment, 1),)) for moment in self.moments))
+            weighted, *stated = self.formulation.problems(self.pins, rows, smaller, self.modes)
+            weighted = weighted.in_bytes()
+            open_bytes = float((smaller - self.least + 1) * self.weights.total)
+            try:
+                found = found or _excesses_of(weighted, open_bytes, self.deadline)
+            except TimeLimitError:
+                return
+            if found is None:
+                return
+            left = [remaining(_with_bytes(weighted, each), found, open_bytes) for each in stated]
+            if any(math.isinf(each.constant) for each in left):
+                self.least = self.best
+                return
+            problems = [each.problem for each in left]
+            if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_PROBLEM:
+                return
+            result = solve_ilp(problems[0], FIXING_SECONDS, rows=problems[1:], repeatable=True)
+            if result.status == "infeasible":
+                self.least = self.best
+            if result.choices is None:
+                return
+            self.meet_point(left[0].extend(result.choices))
+
+    def is_done(self) -> bool:
+        """Return whether the search may stop.
+
+        It has to have visited a point, and the best is proven, small enough or out of time. A brief search also stops
+        once no plan can be small enough.
+        """
+        is_settled = self.best <= max(self.least, self.enough) or (self.is_brief and self.least > self.enough)
+        return bool(self.points) and (is_settled or is_over(self.deadline))
+
+    def meet_point(self, point: tuple[int, ...]) -> None:
+        """Note what choices take."""
+        taken = bytes_by_moment(self.formulation.memory, *self.split(point))
+        self.meet(taken)
+        if taken.max() < self.best:
+            self.best, self.best_point = int(taken.max()), len(self.points)
+        self.points.append(point)
+
+    def split(self, point: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
+        """Choices of decisions, and modes of segments."""
+        count = len(self.formulation.space.decisions)
+        return point[:count], {name: MODES[c] for name, c in zip(self.modes or (), point[count:], strict=True)}
+
+
+def _solved(problem: Problem, deadline: float) -> Solution:
+    with unsaid():  # the answer says it
+        return solve(problem, time_limit=seconds_until(deadline))
+
+
+def _excesses_of(problem: Problem, margin: float, deadline: float) -> Excesses | None:
+    """Return the reduced cost of each choice, up to a margin; None if the graph's treewidth is too high."""
+    tables = Tables(problem)
+    elimination = narrow_elimination(problem, tables)
+    if elimination is None or elimination.largest > MAX_CALIBRATED:
+        return None
+    evaluated = evaluate(elimination, tables.weighted(0.0), deadline)
+    return excesses(problem, elimination, evaluated, margin, deadline=deadline)
+
+
+def _with_bytes(problem: Problem, other: Problem) -> Problem:
+    """The problem with the bytes and the budget of another that has the same nodes and edges."""
+    nodes = (Node(n.name, n.seconds, o.num_bytes) for n, o in zip(problem.nodes, other.nodes, strict=True))
+    edges = (Edge(e.ends, e.seconds, o.num_bytes) for e, o in zip(problem.edges, other.edges, strict=True))
+    return Problem(tuple(nodes), tuple(edges), other.budget)

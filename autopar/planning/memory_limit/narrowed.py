@@ -1,0 +1,82 @@
+"""Searches with many rows in what one row leaves of a problem, where elimination of the whole takes seconds.
+
+What the bound of one row leaves within a thousandth of it is soon searched, however many rows are added; where nothing
+is found there, what is left within more is. No choices are proven to be nearer than that then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autopar.errors import TimeLimitError
+from autopar.solver.bounds.prices import OverElsewhere, nowhere
+from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.low_treewidth import Enough
+from autopar.solver.memory_rows.fixings import Cut, Cuts
+from autopar.solver.memory_rows.several_rows import Best, solve_rows
+from autopar.solver.problem import Problem
+
+SHARES = (1e-3, 4e-3)  # of the bound of one row: within which choices with all rows are looked for
+
+
+class Narrowed:
+    """The cuts of a problem with one row, from the narrowest on; `cuts` makes them anew, as their tables are large."""
+
+    def __init__(self, cuts: Callable[[], Cuts]) -> None:
+        self._cuts = cuts
+        self._wider = list(SHARES)
+        self._cut: Cut | None = None
+
+    def best(
+        self,
+        problems: Sequence[Problem],
+        prices: Sequence[float],
+        known: float,
+        deadline: float,
+        gap: float,
+        enough: Enough,
+        met: Sequence[Sequence[int]] = (),
+        is_over_elsewhere: OverElsewhere = nowhere,
+    ) -> Best:
+        """Solve like `solve_rows`, within the tightest fixings that may leave something better than the incumbent.
+
+        Visited choices count only if the fixings leave them.
+        """
+        near: list[tuple[int, ...]] = []
+        while True:
+            try:
+                self._cut = cut = self._cut or self._widened(known)
+            except TimeLimitError:
+                return Best(None, -math.inf, tuple(prices), is_searched=False)
+            left, seconds = cut.of(problems), seconds_until(deadline)
+            within = [each for each in met if cut.holds(each)]
+            found = solve_rows(
+                left, prices, known, seconds, gap, enough, within, limit=cut.limit, is_over_elsewhere=is_over_elsewhere
+            )
+            near += found.met
+            found = replace(found, bound=min(found.bound, cut.limit), met=tuple(near))
+            if (
+                found.choices is not None
+                or found.is_over_elsewhere
+                or known <= cut.limit
+                or not self._wider
+                or is_over(deadline)
+            ):
+                return found
+            self._cut = None
+
+    def may_be_further(self, known: float) -> bool:
+        """Return whether something better than the incumbent may lie outside the loosest fixings.
+
+        That is so if all that is inside was tried, and its limit is below the incumbent.
+        """
+        return not self._wider and self._cut is not None and self._cut.limit < known
+
+    def _widened(self, known: float) -> Cut:
+        """The next cut, no wider than what is better than is known."""
+        cut = self._cuts().within(self._wider.pop(0), known)
+        if known <= cut.limit:
+            self._wider.clear()
+        return cut

@@ -1,0 +1,346 @@
+"""Seconds and bytes of every block of a model by one plan of a shorter one: bytes add up to those of a stage.
+
+seconds   a block begins where the one before it ends, in the simulated micro-batch and in the simulated step; streams
+          that are busier with the weights of a block than computing is set the pace: what they are late by grows from
+          layer to layer, which a few layers do not show
+ends      the first block of a stage waits for its weights, which no block before it lets be on their way, and its
+          backward for the last gradients; so does the backward of the last block for weights that are gathered again.
+          What a block takes more where it is simulated alone is added to stages that begin or end with it
+bytes     of one device, by block
+
+    stored       parameters, what the optimizer keeps, and weights that are held as they were moved, all the time
+    gradients    as they are added up
+    reduced      the same as they are stored, at the end of a step
+    saved        for the backward of one micro-batch
+    transient    beside these at the fullest moment of the block, what it saves itself included
+
+A stage of blocks i .. j with f micro-batches in flight takes, while block b runs backward,
+
+    sum of stored + sum of gradients + (f - 1) * sum of saved + (saved of i .. b - 1) + transient of b
+
+where of gradients that are not added up only those behind b are there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.costs.memory.microbatches import Phase
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import PlanMoments
+from autopar.costs.memory.resident_arrays import parts_of as held_by_decision
+from autopar.costs.memory.resident_arrays import parts_on
+from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
+from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.values import COMPUTE, Task, Timeline
+from autopar.planning.mesh_estimates.shortened import Shortened
+from autopar.planning.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
+from autopar.planning.pipeline.stage_seconds import weight_seconds_by_decision
+from autopar.planning.pipeline.stages.blocks import Block
+from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
+
+Floats = NDArray[np.float64]
+FORWARD = "forward"
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockUse:
+    """Seconds and bytes of every block of a model, arrays of one entry for each; and what no block has."""
+
+    forward: Floats
+    """Seconds of each block's forward for one micro-batch."""
+    backward: Floats
+    weights: Floats
+    """Of a backward, in which calls compute gradients of weights."""
+    entering: Floats
+    """More than `forward`, of a stage's first block."""
+    turning: Floats
+    """More than `backward`, of a stage's last block."""
+    leaving: Floats
+    """More than `backward`, of a stage's first block."""
+    once: Floats
+    """Seconds of each block's work once a step, as a sum of costs.
+
+    Pipeline stages do this work after their last micro-batch.
+    """
+    reductions: Floats
+    """Seconds of each block's gradient reductions, done once a step and overlapped with the last backward."""
+    step: Floats
+    """Simulated seconds of each block in a step of one micro-batch, including all work done once a step."""
+    rest: float
+    """Seconds of that step beside its blocks: what it waits for behind the last."""
+    rest_of_each: float
+    """Seconds of a micro-batch beside its blocks."""
+    stored: Floats
+    gradients: Floats
+    reduced: Floats
+    saved: Floats
+    transient: Floats
+    sent: Floats
+    """Bytes that cross the beginning of each block."""
+    accumulates: bool
+    """True if gradients of several micro-batches are added up."""
+    short: Shortened
+    strategies: Mapping[str, str]
+    """Decision of the shorter program → its strategy in this plan, by name."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of one micro-batch if all blocks run on the same devices."""
+        return float(self.step.sum()) + self.rest
+
+    @property
+    def microbatch_seconds(self) -> float:
+        return float(self.forward.sum() + self.backward.sum()) + self.rest_of_each
+
+    def stages(self, starts: Sequence[int] | NDArray[np.intp]) -> StageBytes:
+        """Return the bytes of stages that begin with these blocks."""
+
+        def total(array: Floats) -> Floats:
+            return np.add.reduceat(array, starts)
+
+        first, last = np.asarray(starts), np.append(starts, len(self.forward))[1:] - 1
+        ahead, made = np.cumsum(self.saved) - self.saved, np.cumsum(self.gradients)
+        fullest = ahead + self.transient
+        if self.accumulates:
+            running = np.maximum.reduceat(fullest, starts) - ahead[first]
+        else:  # gradients of the blocks behind are there
+            running = np.maximum.reduceat(fullest - made, starts) - ahead[first] + made[last]
+        gradients = total(self.gradients)
+        return StageBytes(
+            total(self.stored), gradients, gradients + total(self.reduced), total(self.saved), running, self.accumulates
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBytes:
+    """Bytes of a device on every stage, arrays of one entry for each."""
+
+    stored: Floats
+    gradients: Floats
+    ending: Floats
+    """Gradients, and what they are reduced to, at the end of a step."""
+    saved: Floats
+    """Bytes that one micro-batch saves for its backward."""
+    running: Floats
+    """At the fullest moment of a backward, beside what is stored, added up and saved for other micro-batches."""
+    accumulates: bool
+
+    def peak(self, in_flight: Floats) -> Floats:
+        """Return the bytes at the fullest moment, with so many micro-batches in flight on each stage."""
+        if not self.accumulates:
+            return self.stored + self.running
+        running = self.gradients + (in_flight - 1) * self.saved + self.running
+        return self.stored + np.maximum(running, self.ending)
+
+    def kept(self, in_flight: Floats) -> Floats:
+        """Return the bytes of stages while others of their rank run."""
+        return self.stored + self.gradients + in_flight * self.saved
+
+
+def block_use(
+    short: Shortened, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], is_whole: bool = True
+) -> BlockUse:
+    """Return what every block of the whole model takes by a choice per decision of the shorter one.
+
+    The seconds of a step are simulated if all blocks stand on the same devices (`is_whole`).
+    """
+    space, blocks, count = memory.space, short.blocks, len(short.blocks)
+    homes = block_of_decisions(space, blocks)
+    once, weights = np.zeros(count), np.zeros(count)
+    parts, reduced = parts_by_decision(memory, choices, modes), reductions_by_decision(memory, choices)
+    for home, own, reducing, computing in zip(
+        homes, parts, reduced, weight_seconds_by_decision(memory, choices), strict=True
+    ):
+        if home is not None:
+            once[home] += max(own.once - reducing, 0.0)
+            weights[home] += computing
+    seconds = _Seconds(memory, choices, homes, short)
+    tasks = microbatch_tasks(memory, choices, modes)
+    each = seconds.of(tasks)
+    entering, turning, leaving = seconds.at_ends(tasks, each)
+    reductions = seconds.of_sums(last_microbatch_tasks(memory, choices, modes))
+    step = seconds.of(step_tasks(memory, choices, modes)) if is_whole else each
+    num_bytes = _bytes(memory, choices, modes, homes, count)
+    whole = PlannedWhole(memory, tuple(choices), modes)
+    sent = np.zeros(count)
+    for node, (made, last) in crossings(space, blocks).items():
+        sent[made + 1 : last + 1] += boundary_bytes(whole, node)
+    at = np.array(short.origin, dtype=np.intp)
+    return BlockUse(
+        forward=each.forward[at],
+        backward=each.backward[at],
+        weights=np.minimum(weights, each.backward)[at],
+        entering=entering[at],
+        turning=turning[at],
+        leaving=leaving[at],
+        once=once[at],
+        reductions=reductions[at],
+        step=(step.forward + step.backward + step.optimizer)[at],
+        rest=step.rest,
+        rest_of_each=each.rest,
+        **{name: array[at] for name, array in num_bytes.items()},
+        sent=sent[at],
+        accumulates=memory.microbatches.several,
+        short=short,
+        strategies={
+            each.name: str(each.menu.strategies[choice]) for each, choice in zip(space.decisions, choices, strict=True)
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Seconds of blocks in a simulated step."""
+
+    forward: Floats
+    backward: Floats
+    optimizer: Floats
+    rest: float
+
+
+class _Seconds:
+    """Blocks of the tasks of a step."""
+
+    def __init__(
+        self, memory: MemoryModel, choices: Sequence[int], homes: Sequence[int | None], short: Shortened
+    ) -> None:
+        space, self.count = memory.space, len(short.blocks)
+        self.share = space.hardware.communication_share
+        self.home = {d.name: home for d, home in zip(space.decisions, homes, strict=True) if home is not None}
+        for number, home in enumerate(homes):
+            if home is not None:
+                self.home.setdefault(memory.lifetimes.layer[number], home)
+        self.repeated = np.bincount(np.array(short.origin), minlength=self.count) > 1
+
+    def of(self, tasks: Sequence[Task]) -> _Spans:
+        """Simulate the tasks, and return what each block takes."""
+        found = simulate(tasks, self.share)
+        forward_ends, backward_ends = np.zeros(self.count), np.zeros(self.count)
+        optimizer = np.zeros(self.count)
+        for event in found.events:
+            home, task = self.home.get(event.task.row), event.task
+            if home is None or task.weights or task.beside:
+                continue
+            if task.phase == OPTIMIZER:
+                optimizer[home] += event.end - event.start
+            else:
+                ends = forward_ends if task.phase == FORWARD else backward_ends
+                ends[home] = max(ends[home], event.end)
+        forward = np.diff(np.maximum.accumulate(forward_ends), prepend=0.0)
+        turn = forward_ends.max(initial=0.0)
+        behind = np.maximum.accumulate(np.maximum(backward_ends[::-1], turn))
+        backward = np.diff(behind, prepend=turn)[::-1]
+        rest = max(found.seconds - behind.max(initial=turn) - optimizer.sum(), 0.0)
+        return _Spans(*self._paced(found, forward, backward), optimizer, rest)
+
+    def at_ends(self, tasks: Sequence[Task], each: _Spans) -> tuple[Floats, Floats, Floats]:
+        """Return what each block takes more at the ends of a stage: of its forward, its backward, and behind that."""
+        found = np.zeros((3, self.count))
+        for home in range(self.count):
+            own = simulate(_alone(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
+            waited_for = [event for event in own.events if not (event.task.weights or event.task.beside)]
+            turn = max((event.end for event in waited_for if event.task.phase == FORWARD), default=0.0)
+            end = max((event.end for event in waited_for), default=0.0)
+            found[:, home] = turn - each.forward[home], end - turn - each.backward[home], own.seconds - end
+        return tuple(np.maximum(found, 0.0))
+
+    def of_sums(self, tasks: Sequence[Task]) -> Floats:
+        """Return the seconds of each block's reductions of sums, on the stream that has the most of them."""
+        found: dict[str, Floats] = defaultdict(lambda: np.zeros(self.count))
+        for task in tasks:
+            if task.of_sums and (home := self.home.get(task.row)) is not None:
+                found[task.stream][home] += task.seconds
+        return max(found.values(), key=np.sum, default=np.zeros(self.count))
+
+    def _paced(self, found: Timeline, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds of blocks, of repeated ones at least those of their busiest stream of weights."""
+        busy: dict[tuple[bool, str], Floats] = defaultdict(lambda: np.zeros(self.count))
+        for event in found.events:
+            home = self.home.get(event.task.row)
+            if event.task.weights and home is not None and event.task.phase != OPTIMIZER:
+                busy[event.task.phase == FORWARD, event.task.stream][home] += event.task.seconds
+        for (is_forward, stream), each in busy.items():
+            assert stream != COMPUTE, "weights move on streams of their own"
+            spans = forward if is_forward else backward
+            np.copyto(spans, np.maximum(spans, each), where=self.repeated)
+        return forward, backward
+
+
+def _alone(tasks: Sequence[Task], is_own: Callable[[str], bool]) -> list[Task]:
+    """Return the tasks of some rows, which wait for one another alone; those of the backward for the end of forward."""
+    place: dict[int, int] = {}
+    found: list[Task] = []
+    turn: tuple[int, ...] = ()
+    for number, task in enumerate(tasks):
+        if not is_own(task.row):
+            continue
+        if task.phase == FORWARD:
+            turn = (len(found),) if task.stream == COMPUTE else turn
+        place[number] = len(found)
+        own = tuple(place[each] for each in task.after if each in place)
+        found.append(replace(task, after=own or (() if task.phase == FORWARD else turn)))
+    return found
+
+
+def _bytes(
+    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], homes: Sequence[int | None], count: int
+) -> dict[str, Floats]:
+    """Return the bytes of blocks of the shorter program by what they are."""
+    space, calls = memory.space, len(memory.lifetimes.calls)
+    moments = PlanMoments(memory, choices, modes)
+    at_place = np.array([homes[number] if homes[number] is not None else 0 for number in memory.lifetimes.calls])
+    found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "transient")}
+    for number, choice in enumerate(choices):
+        home = homes[number] or 0
+        held = held_by_decision(memory, number)
+        found["stored"][home] += sum(float(array[choice]) for _, array in held.stored)
+        if held.gradients is not None:
+            found["gradients"][home] += float(held.gradients[choice])
+    for wire in space.wires:
+        many, ends = parts_on(memory, wire).many, (choices[wire.source], choices[wire.target])
+        if many is None:
+            continue
+        home = homes[wire.target] or 0
+        for name, array in (("stored", many.held), ("gradients", many.accumulated), ("reduced", many.reduced)):
+            if array is not None:
+                found[name][home] += float(np.broadcast_to(array, _shape(memory, wire.source, wire.target))[ends])
+    np.add.at(found["saved"], at_place, moments.kept)
+    phase = Phase(0, first=not memory.microbatches.several)
+    totals = np.max([np.sum(list(each.values()), axis=0) for each in moments.kinds(phase)], axis=0)
+    before = np.concatenate([[0.0], np.cumsum(found["saved"])])[at_place]
+    if memory.microbatches.several:
+        there = np.full(calls, float(moments.born.sum()))
+    else:
+        behind = found["gradients"].sum() - np.cumsum(found["gradients"])
+        there = behind[at_place]
+    always = moments.always_total + sum(moments.buffers(phase).values())
+    np.maximum.at(found["transient"], at_place, np.maximum(totals - always - there - before, 0.0))
+    return found
+
+
+def _shape(memory: MemoryModel, *ends: int) -> tuple[int, ...]:
+    return tuple(len(memory.space.decisions[end].menu.strategies) for end in ends)
+
+
+def strategies_of(uses: Sequence[BlockUse], whole: Sequence[Block]) -> dict[str, frozenset[str]]:
+    """Return the strategies that decisions of the whole program have in any of some plans of the same shorter one.
+
+    `whole` are the blocks of the whole program. Decisions are by name; those of shared reshards are called by the node
+    that makes their tensor.
+    """
+    names = uses[0].short.names(whole)
+    by_node: dict[str, list[tuple[str, frozenset[str]]]] = defaultdict(list)
+    for decision in uses[0].strategies:
+        node, slash, rest = decision.partition("/")
+        node, colon, output = node.partition(":")
+        behind = f"{colon}{output}{slash}{rest}"
+        by_node[node].append((behind, frozenset(each.strategies[decision] for each in uses)))
+    nodes = dict.fromkeys((*names, *by_node))
+    return {f"{node}{behind}": found for node in nodes for behind, found in by_node.get(names.get(node, node), ())}

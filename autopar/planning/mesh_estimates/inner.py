@@ -1,0 +1,193 @@
+"""Plans of a shorter model on the devices of one stage, for one micro-batch, at several prices of memory.
+
+The shorter model is planned without a memory limit, but for a price of bytes where the backward begins,
+
+    seconds + price * bytes
+
+first at next to nothing, so that of equally fast plans the smaller one is taken, then at more (`PRICES`): parameters
+are stored in ever smaller parts, and gathered once a step or again for every backward. That is asked for with gradients
+that are reduced once a step (ZeRO-1, 3), and by every micro-batch (ZeRO-2). A price is that of the whole model: layers
+that were taken out would cost and save as much each as those that remain. What recomputation costs and saves follows
+from the choices of each: nothing is searched for again.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.hardware.overlap import Beside
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.space.dealing import deals, is_worth_another_search, may_deal
+from autopar.costs.space.space import Space
+from autopar.ir.program.recompute_segments import RECOMPUTATIONS
+from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.annotations.pins import pins_of
+from autopar.planning.formulation import Pins
+from autopar.planning.mesh_estimates.block_use import BlockUse, block_use
+from autopar.planning.mesh_estimates.narrowed import Choices
+from autopar.planning.mesh_estimates.shortened import Shortened
+from autopar.planning.planner import Statements
+from autopar.planning.request import PlanRequest
+from autopar.solver.deadline import seconds_until
+from autopar.solver.problem import Floats, Integers, Problem
+from autopar.solver.solve import solve
+
+PRICES = (1e-4, 0.1, 2.0)
+"""Prices of the whole memory limit, as multiples of the least seconds that a micro-batch can take."""
+FEW_AXES = 2
+"""Of a stage, on which all that may be chosen is looked at."""
+GAP = 1e-3
+"""Relative optimality gap at which the search of the shorter model may stop."""
+
+
+@dataclass(slots=True)
+class Level:
+    """A plan of the shorter model, at some price of memory."""
+
+    short: Shortened
+    memory: MemoryModel
+    choices: tuple[int, ...]
+    modes: tuple[str, ...]
+    """Recomputations that are compared, the fastest first and the one that saves least last."""
+    is_whole: bool
+    """True if all blocks stand on the same devices."""
+    _uses: dict[str, BlockUse] = field(default_factory=dict)
+
+    def use(self, mode: str) -> BlockUse:
+        """Return what blocks take where all are recomputed in a mode."""
+        if mode not in self._uses:
+            every = dict.fromkeys(self.memory.lifetimes.segments, mode)
+            self._uses[mode] = block_use(self.short, self.memory, self.choices, every, self.is_whole)
+        return self._uses[mode]
+
+
+@dataclass(slots=True)
+class Inner:
+    """Plans of a shorter model on the devices of a stage, made as they are asked for."""
+
+    request: PlanRequest
+    short: Shortened
+    mesh: Mesh
+    """Mesh of one stage."""
+    num_devices: int
+    """Number of devices of all stages together."""
+    microbatches: int
+    arriving: Mapping[str, Layout]
+    deadline: float
+    known: Choices
+    """Choices of plans so far: on more than FEW_AXES axes no others are looked at."""
+    like: Inner | None = None
+    """Of the same model in another form: the same computes beside moves of weights, which are priced once for both."""
+    _space: Space | None = None
+    _dealing: frozenset[str] = frozenset()
+    """Axes over which attention divides its queries, so that positions are dealt by zigzag."""
+    _stated: dict[frozenset[str], tuple[Statements, Pins]] = field(default_factory=dict)
+    """The problems of the space in which these axes deal positions by zigzag, and its pins."""
+    _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
+
+    def levels(self, limit: float) -> Iterator[Iterator[Level]]:
+        """Yield plans at ever higher prices of memory, the fastest without a limit first.
+
+        Where gradients may be reduced by every micro-batch, too, such a plan is the second of a price. If memory has no
+        limit (in bytes of tensors), there is one price.
+        """
+        limited = math.isfinite(limit)
+        for price in PRICES if limited else (0.0,):
+            several = limited and self.microbatches > 1 and price != PRICES[0]
+            ways = (False, True) if several else (self._reduces_each,)
+            yield (self._level(price, each, limit) for each in ways)
+
+    def _level(self, price: float, reduces_each: bool, limit: float) -> Level:
+        key = price, reduces_each
+        if key not in self._levels:
+            self._levels[key] = self._planned(price, reduces_each, limit)
+        return self._levels[key]
+
+    @property
+    def _reduces_each(self) -> bool:
+        return self.request.reduces_each and self.microbatches > 1
+
+    def _planned(self, price: float, reduces_each: bool, limit: float) -> Level:
+        stated, pins = self._laid_out()
+        level = self._solved(stated, pins, price, reduces_each, limit)
+        needed = deals(stated.space, level.choices)
+        if is_worth_another_search(stated.space, level.choices, needed):
+            self._dealing = needed  # plans at further prices begin here
+            stated, pins = self._laid_out()
+            level = self._solved(stated, pins, price, reduces_each, limit)
+        return level
+
+    def _solved(self, stated: Statements, pins: Pins, price: float, reduces_each: bool, limit: float) -> Level:
+        runs = Microbatches(
+            self.microbatches,
+            reduce_each=reduces_each,
+            main_gradients=self.request.memory_conventions.main_gradients and self.request.training,
+        )
+        asked, limited = self.request.settings, math.isfinite(limit)
+        formulation = stated.of(replace(asked.for_tensors(None), recompute="none"), runs)[0]
+        memory, calls = formulation.memory, len(formulation.memory.lifetimes.calls)
+        problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
+        if limited:
+            least = sum(float(each.seconds.min()) for each in problem.nodes) / len(self.short.blocks)
+            problem = priced(problem, price * least * len(self.short.origin) / limit)
+        solution = solve(problem, time_limit=seconds_until(self.deadline), gap=GAP)
+        choices = tuple(solution.choices[: len(stated.space.decisions)])
+        if self.mesh.ndim <= FEW_AXES:
+            self.known.add(stated.space, choices)
+        if not memory.weights.gathers(choices):
+            memory = memory.fetching_ahead(0)
+        modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
+        is_whole = self.mesh.num_devices == self.num_devices
+        return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
+
+    def _laid_out(self) -> tuple[Statements, Pins]:
+        """Return the problems of the space in which the axes of `_dealing` deal positions by zigzag, and its pins."""
+        if self._space is None:
+            program = self.short.program
+            here = program.placeholders()
+            arriving = {name: each for name, each in self.arriving.items() if name in here}
+            beside = self.like.beside if self.like else None
+            self._space = self.request.space(program, self.mesh, arriving, num_devices=self.num_devices, beside=beside)
+            self._dealing = may_deal(self._space, self._pins_of(self._space))
+        if self._dealing not in self._stated:
+            space = self._space.dealing_over(self._dealing)
+            pins = self._pins_of(space)
+            if self.mesh.ndim > FEW_AXES:
+                space = self.known.narrowed(space, pins)
+            self._stated[self._dealing] = Statements(space), pins
+        return self._stated[self._dealing]
+
+    def _pins_of(self, space: Space) -> Pins:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to say is said of the whole model
+            said = self.request.annotations_about(space.program, self.mesh)
+            return pins_of(said, space, self.request.mode, {})
+
+    @property
+    def beside(self) -> Beside:
+        """What computes beside moves of weights."""
+        return self._laid_out()[0].space.beside
+
+
+def priced(problem: Problem, price: float) -> Problem:
+    """Return the problem with bytes at a price (seconds each) in its seconds; equal arrays stay one array."""
+    made: dict[tuple[int, int], Floats] = {}
+
+    def of(seconds: Floats, num_bytes: Integers | None) -> Floats:
+        if num_bytes is None:
+            return seconds
+        key = id(seconds), id(num_bytes)
+        if key not in made:
+            made[key] = seconds + price * num_bytes
+        return made[key]
+
+    return Problem(
+        tuple(replace(each, seconds=of(each.seconds, each.num_bytes)) for each in problem.nodes),
+        tuple(replace(each, seconds=of(each.seconds, each.num_bytes)) for each in problem.edges),
+    )

@@ -1,0 +1,114 @@
+"""Spaces of many mesh axes, narrowed to the choices that plans on fewer axes make.
+
+With n choices for each axis a call has n ** axes strategies, and a wire the square of that. Plans on one and on two
+axes make few of these choices. On three axes a call has all combinations of those, and of none, over its axes:
+
+    on two axes     data | column,  data | expert         of data, column, row, expert, sequence, partial, none
+    on three        {data, column, expert, none} ** 3     instead of 7 ** 3
+
+Equal calls share their menus, and so what any of them has chosen. What is not known of fewer axes has all strategies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.costs.space.menu import Menu
+from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.strategy import Strategy
+from autopar.ir.sharding.layout import I, Layout
+from autopar.ir.sharding.rule import NONE
+from autopar.planning.formulation import Pins
+
+CHOOSING = ("call", "parameter")
+"""Kinds of decisions that are narrowed; hubs follow them."""
+ALWAYS = frozenset((NONE, repr(I)))
+
+
+@dataclass(slots=True)
+class Choices:
+    """Decision, by name → what plans have chosen for it on some axis."""
+
+    made: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, space: Space, choices: Sequence[int]) -> None:
+        """Take the choices of a plan into account."""
+        for decision, choice in zip(space.decisions, choices, strict=True):
+            if decision.kind in CHOOSING:
+                self.made[decision.name].update(_on_axes(decision, decision.menu.strategies[choice]))
+
+    def narrowed(self, space: Space, pins: Pins) -> Space:
+        """Return the space with strategies of these choices alone; what is pinned keeps all."""
+        offered = self._offered(space)
+        masks = {
+            number: mask
+            for number, decision in enumerate(space.decisions)
+            if (mask := offered.get(id(decision.menu))) is not None and number not in pins
+        }
+        masks |= _of_hubs(space, masks)
+        made: dict[tuple[int, bytes], Menu] = {}
+        decisions = list(space.decisions)
+        for number, mask in masks.items():
+            menu = decisions[number].menu
+            key = id(menu), mask.tobytes()
+            if key not in made:
+                made[key] = _only(menu, mask)
+            decisions[number] = replace(decisions[number], menu=made[key])
+        return replace(space, decisions=decisions)
+
+    def _offered(self, space: Space) -> dict[int, np.ndarray]:
+        """Return which strategies of menus are of choices that were made by any decision with that menu."""
+        words: dict[int, set[str]] = defaultdict(set)
+        menus: dict[int, Decision] = {}
+        for decision in space.decisions:
+            if decision.kind in CHOOSING and decision.name in self.made:
+                words[id(decision.menu)] |= self.made[decision.name]
+                menus[id(decision.menu)] = decision
+        return {
+            each: np.array([ALWAYS.union(words[each]).issuperset(_on_axes(d, s)) for s in d.menu.strategies])
+            for each, d in menus.items()
+        }
+
+
+def _on_axes(decision: Decision, strategy: Strategy) -> tuple[str, ...]:
+    """Return the choice of a call for each axis, or the placement of a parameter."""
+    return strategy.choices if decision.kind == "call" else tuple(map(repr, strategy.outputs[0]))
+
+
+def _only(menu: Menu, mask: np.ndarray) -> Menu:
+    strategies = tuple(each for each, is_left in zip(menu.strategies, mask, strict=True) if is_left)
+    return replace(menu, strategies=strategies, seconds=menu.seconds[mask], forward_seconds=menu.forward_seconds[mask])
+
+
+def _of_hubs(space: Space, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Return which strategies of hubs are of layouts that are left at either end."""
+    consumers: dict[int, list[Wire]] = defaultdict(list)
+    for wire in space.wires:
+        consumers[wire.source].append(wire)
+
+    def left(number: int) -> list[Strategy]:
+        every = space.decisions[number].menu.strategies
+        mask = masks.get(number)
+        return list(every) if mask is None else [each for each, is_left in zip(every, mask, strict=True) if is_left]
+
+    def taken(hub: int) -> set[Layout]:
+        found = set[Layout]()
+        for wire in consumers[hub]:
+            is_hub = space.decisions[wire.target].kind == "hub"
+            found |= taken(wire.target) if is_hub else {each.inputs[wire.target_input] for each in left(wire.target)}
+        return found
+
+    found: dict[int, np.ndarray] = {}
+    for number, decision in enumerate(space.decisions):
+        if decision.kind != "hub":
+            continue
+        wire = space.inbound[number, 0]
+        while space.decisions[wire.source].kind == "hub":
+            wire = space.inbound[wire.source, 0]
+        layouts = taken(number) | {each.outputs[wire.source_output] for each in left(wire.source)}
+        found[number] = np.array([each.outputs[0] in layouts for each in decision.menu.strategies])
+    return found

@@ -1,0 +1,141 @@
+"""Costs of a model's blocks, and of sends if a pipeline is cut between them, from one plan of the whole model.
+
+The plan is that of the whole model on the devices of one stage. Its restriction to the blocks of a stage is the best
+plan of that stage, given the layouts of the tensors that the stage receives and sends. Nothing else ties stages
+together, so the seconds of a stage are the sum over its blocks. Half of a backward counts for the gradient of the
+inputs, half for that of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from autopar.costs.hardware.collectives import message_seconds
+from autopar.costs.hardware.profile import Hardware
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.space.space import Space, Wire
+from autopar.ir.program.calls import source_of
+from autopar.ir.program.effects import of_weights_alone
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import I, Layout, P, R, replicated
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.stages.blocks import Block
+from autopar.planning.pipeline.stages.cuts import BlockCost
+from autopar.planning.step_seconds import StepSeconds, parts_by_decision
+
+
+@dataclass(frozen=True)
+class PlannedWhole:
+    """A plan of a whole program: a choice per decision, and the modes in which segments are computed again."""
+
+    memory: MemoryModel
+    choices: tuple[int, ...]
+    modes: Mapping[str, str]
+
+    @property
+    def space(self) -> Space:
+        return self.memory.space
+
+    @cached_property
+    def wires_from(self) -> Mapping[tuple[int, int], Sequence[Wire]]:
+        """The edges that each output leaves by, by decision and output."""
+        found: dict[tuple[int, int], list[Wire]] = defaultdict(list)
+        for wire in self.space.wires:
+            found[wire.source, wire.source_output].append(wire)
+        return found
+
+
+def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost, ...]:
+    """The cost of every block. Calls that stages share are left out."""
+    space = whole.space
+    home = block_of_decisions(space, blocks)
+    sums = [StepSeconds(0.0, 0.0, 0.0)] * len(blocks)
+    for number, parts in enumerate(parts_by_decision(whole.memory, whole.choices, whole.modes)):
+        place = home[number]
+        if place is not None:
+            sums[place] = StepSeconds(*(a + b for a, b in zip(sums[place], parts, strict=True)))
+    return tuple(
+        BlockCost(parts.forward, parts.backward / 2, parts.backward / 2, parts.once, block.name)
+        for parts, block in zip(sums, blocks, strict=True)
+    )
+
+
+def cut_seconds(
+    whole: PlannedWhole, blocks: Sequence[Block], mesh: Mesh, axis: str, hardware: Hardware
+) -> tuple[float, ...]:
+    """Seconds to send, there and back, what crosses the start of each block over `axis` of `mesh`."""
+    there, back = [0] * len(blocks), [0] * len(blocks)
+    for node, (made, last) in crossings(whole.space, blocks).items():
+        num_bytes = boundary_bytes(whole, node)
+        for place in range(made + 1, last + 1):
+            there[place] += num_bytes
+            back[place] += num_bytes * node.meta["tensor"].requires_grad
+    pairs = zip(there, back, strict=True)
+    return tuple(sum(message_seconds(each, mesh, axis, hardware) for each in pair if each) for pair in pairs)
+
+
+def boundary_bytes(whole: PlannedWhole, node: fx.Node) -> int:
+    """Bytes of a value that each device sends from stage to stage."""
+    info: TensorInfo = node.meta["tensor"]
+    shape = boundary_layout(whole, node).local_shape(info.shape, whole.space.mesh.sizes)
+    return math.prod(shape) * info.dtype.itemsize
+
+
+def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
+    """The layout in which a value goes from stage to stage: the one in which the whole plan has it behind its maker.
+
+    That of its hub, or of its maker, or of its only user; equal everywhere on axes where none of them has it whole.
+    """
+    space, choices = whole.space, whole.choices
+    made, position = source_of(node)
+    maker = space.index[made.name]
+    offered = [space.decisions[maker].menu.strategies[choices[maker]].outputs[position]]
+    for wire in whole.wires_from.get((maker, position), ()):
+        target = space.decisions[wire.target].menu.strategies[choices[wire.target]]
+        found = target.inputs[wire.target_input]
+        offered = [found, *offered] if space.decisions[wire.target].kind == "hub" else [*offered, found]
+    info: TensorInfo = node.meta["tensor"]
+    for layout in offered:
+        if P not in layout and R not in layout and layout.divides(info.shape, space.mesh.sizes):
+            return layout
+    whole_axes = Layout(I if placement in (P, R) else placement for placement in offered[0])
+    return whole_axes if whole_axes.divides(info.shape, space.mesh.sizes) else replicated(space.mesh.ndim)
+
+
+def crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int, int]]:
+    """Every value that goes from one block to later ones: the block that makes it, and the last that takes it."""
+    place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
+    end = len(blocks) - 1
+    weights = of_weights_alone(space.program)
+    found: dict[fx.Node, tuple[int, int]] = {}
+    for node, made in place.items():
+        if isinstance(node.meta["tensor"], TensorInfo) and node not in weights:
+            last = max((place.get(user, end if user.op == "output" else made) for user in node.users), default=made)
+            if last > made:
+                found[node] = (made, last)
+    return found
+
+
+def block_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
+    """Return the block of every decision: of its call, of the call before a hub or output, or of the first use.
+
+    A value is sent in the layout of its hub: the stage that makes it has moved it there.
+    """
+    place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
+    found: list[int | None] = [place.get(d.node) if d.kind == "call" else None for d in space.decisions]
+    for wire in reversed(space.wires):  # the wires that leave a hub lie behind the one that enters it
+        target = found[wire.target]
+        if space.decisions[wire.source].kind in ("hub", "parameter") and target is not None:
+            before = found[wire.source]
+            found[wire.source] = target if before is None else min(before, target)
+    for wire in space.wires:
+        ends = space.decisions[wire.source].kind, space.decisions[wire.target].kind
+        if ends == ("call", "hub") or ends[1] == "output":
+            found[wire.target] = found[wire.source]
+    return found

@@ -1,0 +1,125 @@
+"""The blocks of a model that is to be cut: what they take by the best plan of the whole, and where they may stand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import fx
+
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.dealing import deals, may_deal
+from autopar.costs.space.space import Space
+from autopar.ir.sharding.layout import Layout
+from autopar.planning.annotations.pins import pins_of
+from autopar.planning.formulation import Pins
+from autopar.planning.pipeline.block_costs import PlannedWhole, block_costs, boundary_layout, cut_seconds
+from autopar.planning.pipeline.request import PipelineRequest
+from autopar.planning.pipeline.stages.blocks import Block, blocks_of
+from autopar.planning.pipeline.stages.cuts import BlockCost
+from autopar.planning.pipeline.stages.pins import allowed
+from autopar.planning.planner import make_plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedBlocks:
+    """Blocks, the plan of the whole model on the devices of one stage, without a memory limit, and its pins."""
+
+    request: PipelineRequest
+    blocks: tuple[Block, ...]
+    whole: PlannedWhole
+    pins: Pins
+    """Pins on the space of the whole model."""
+    costs: tuple[BlockCost, ...]
+    cut_seconds: tuple[float, ...]
+    nodes: Mapping[str, fx.Node]
+    """The nodes of the whole model by name, which they keep in stages."""
+
+    def boundary(self, name: str) -> Layout:
+        """The layout in which a value goes from stage to stage."""
+        return boundary_layout(self.whole, self.nodes[name])
+
+    def places(self) -> dict[int, int]:
+        """Block → its stage, where the user says it or its parameters have been dealt out before."""
+        asked = self.request
+        ranges = allowed(self.blocks, asked.annotations, asked.wanted.stages, asked.schedule.num_stages)
+        said = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
+        return said | _held_already(asked, self.blocks)
+
+
+def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
+    """Plan the whole model, and count for each of at least so many blocks what it takes."""
+    request.wanted.optimizer.check_microbatches(request.num_microbatches)
+    blocks = blocks_of(request.program, at_least)
+    settings, count = request.settings, request.num_microbatches
+    schedule = request.schedule
+    runs = Microbatches(
+        count,
+        reduce_each=request.wanted.reduces_each,
+        stashes=schedule.updates_each,
+        keeps_older=schedule.delays_updates,
+    )
+    recompute = "none" if settings.recompute == "auto" else settings.recompute
+    activations = "leave" if settings.activations == "leave" else "stay"  # without a limit nothing else asks for it
+
+    def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
+        return make_plan(
+            *(space, pins, None, settings.solver, settings.time_limit, recompute),
+            microbatches=runs,
+            activations=activations,
+            leaving=settings.leaving,
+        )
+
+    space, pins = _pinned(request)
+    if possible := may_deal(space, pins):
+        space, pins = _pinned(request, possible)
+    plan, choices = planned(space, pins)
+    needed = deals(space, choices)
+    if needed < set(space.dealing):
+        space, pins = _pinned(request, needed)
+        plan, choices = planned(space, pins)
+    request = replace(request, dealing=space.dealing)
+    whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "leave"), choices, plan.recompute)
+    sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
+    nodes = {node.name: node for node in request.program.graph.nodes}
+    return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)
+
+
+def _among(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
+    """Return the pins that leave the strategies that are looked at, where these are offered and pins allow them."""
+    found = dict(pins)
+    for number, decision in enumerate(space.decisions):
+        names = request.strategies.get(decision.name)
+        if names is None:
+            continue
+        mask = np.array([str(each) in names for each in decision.menu.strategies]) & pins.get(number, True)
+        if mask.any():
+            found[number] = mask
+    return found
+
+
+def _pinned(request: PipelineRequest, dealing: Collection[str] = ()) -> tuple[Space, Pins]:
+    """The whole model's space in which these axes deal positions, and its pins; what there is to say is said once."""
+    space = replace(request, dealing=tuple(dealing)).space(request.program, {})
+    with warnings.catch_warnings():
+        if dealing:
+            warnings.simplefilter("ignore")
+        return space, _among(request, space, pins_of(request.annotations, space, request.wanted.mode, request.storage))
+
+
+def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:
+    program, owners = request.program, request.owners
+    names = {placeholder: name for name, placeholder in (*program.parameters.items(), *program.buffers.items())}
+    found: dict[int, int] = {}
+    for number, block in enumerate(blocks):
+        taken = {node.name for call in block.nodes for node in call.all_input_nodes}
+        used = {names[each] for each in taken if each in names}
+        held = [set(owners[name]) for name in used if name in owners]
+        common = set.intersection(*held) if held else set()
+        if len(common) == 1:
+            found[number] = common.pop()
+    return found

@@ -1,0 +1,255 @@
+"""Plans for a mesh with a pipeline axis: the model is cut into stages, and every stage planned on the other axes.
+
+blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
+cuts      `stages.cuts` cuts it where a step of the schedule is shortest; under a limit, stages that it thinks of are
+          planned within their rank's memory (`rooms`), with as many micro-batches in flight as the schedule has there
+          (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
+stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
+timeline  the schedule is simulated with the seconds of those plans
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+from torch import fx
+
+from autopar.console.progress import progress
+from autopar.console.units import format_share
+from autopar.costs.hardware.collectives import message_ports, message_seconds
+from autopar.costs.plans.decision_rows import kept_whole_on_all
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space
+from autopar.costs.steps.sends import Send
+from autopar.costs.steps.workload import workload
+from autopar.errors import PipelineError, warn_user
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout
+from autopar.planning.offload import Plans, plan_as_offload_asks
+from autopar.planning.pipeline.block_costs import boundary_bytes
+from autopar.planning.pipeline.finished_stages import StageFinisher
+from autopar.planning.pipeline.plan import PipelinePlan, StagePlan
+from autopar.planning.pipeline.planned_blocks import PlannedBlocks, planned_blocks
+from autopar.planning.pipeline.request import PipelineRequest
+from autopar.planning.pipeline.schedules.simulation import simulate
+from autopar.planning.pipeline.stage_samples import sampled
+from autopar.planning.pipeline.stage_search import TOLERANCE, StageSearch
+from autopar.planning.pipeline.stage_seconds import stage_seconds, step_parts
+from autopar.planning.pipeline.stages.cheapest_cut import Floats
+from autopar.planning.pipeline.stages.cut_search import StageCosts, best_cuts_within
+from autopar.planning.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
+from autopar.planning.pipeline.stages.held import Room
+from autopar.planning.pipeline.stages.refinement import is_allowed, refined
+from autopar.planning.pipeline.stages.rooms import Sample, fits_together, rooms_of_least, shared_rooms, thought_in_rooms
+from autopar.planning.record import choices_of, marked
+from autopar.planning.replicated_work import warn_of_kept_whole, warn_of_replicated_work
+from autopar.planning.request import PlanRequest
+from autopar.planning.settings import context_of
+from autopar.solver.deadline import after, is_over, seconds_until, why_over
+from autopar.strategies.presets.data import warn_of_gradients
+
+MOST_CUTS = 200
+"""Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
+
+REFINING = 0.05
+"""Share of the remaining time that is reserved for moving the cuts after stages are planned, at least."""
+FINISHING, HALF = 0.1, 0.5
+"""Share of the remaining time that is reserved for the plans of the final cut's stages, and its maximum."""
+WRITING = 2.5
+"""Times what the plan of the whole took, where that is more: all stages are laid out and written down."""
+
+_Cut = tuple[tuple[int, ...], StageSearch, float]
+"""The first block of every stage, what is known of stages, and seconds by the formula that no cut is below."""
+
+
+def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
+    """The best plan of a pipeline; with offload="auto" the better of those with, and without it.
+
+    Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold, and
+    TimeLimitError where none was found in time.
+    """
+
+    def best(wanted: PlanRequest) -> PipelinePlan:
+        wanted = wanted.keeping_activations() if request.schedule.halves_backwards else wanted
+        return _planned(replace(request, wanted=wanted))
+
+    plans = Plans(
+        best,
+        pieces=lambda plan: tuple(stage.plan for stage in plan.stages),
+        seconds=lambda plan: plan.seconds,
+        cutoff=lambda plan: math.inf,
+        stored=lambda: 0,
+        noted=lambda plan, notes, _: replace(plan, notes=notes),
+    )
+    return plan_as_offload_asks(request.wanted, plans)
+
+
+def _planned(request: PipelineRequest) -> PipelinePlan:
+    """The best plan where it is said what is offloaded."""
+    deadline = after(request.settings.time_limit)
+    before = seconds_until(deadline)
+    planned = planned_blocks(request, request.schedule.num_stages)
+    left = seconds_until(deadline)
+    starts, search, bound = _cut(planned, deadline - min(max(FINISHING * left, WRITING * (before - left)), HALF * left))
+    blocks, storage = planned.blocks, dict(request.storage)
+    finisher = StageFinisher(search, deadline)
+    stages: list[StagePlan] = []
+    for first, end in progress(list(pairwise((*starts, len(blocks)))), "stages"):
+        program = search.program(first, end)[0]
+        plan = finisher.plan(first, end, len(stages), storage)
+        plan = replace(plan, rows=tuple(marked(plan.rows, context_of(plan).space, request.annotations)))
+        for name, layout in stored_layouts(program, plan).items():
+            storage.setdefault(name, layout)
+        names = tuple(block.name for block in blocks[first:end])
+        seconds = stage_seconds(plan, *messages(planned, program), request.schedule.halves_backwards)
+        stages.append(StagePlan(len(stages), names, plan, seconds))
+    contexts = [context_of(stage.plan) for stage in stages]
+    planned_stages = [(each.space, each.choices) for each in contexts]
+    if not warn_of_replicated_work(request.wanted.strategy, planned_stages, stored=bool(request.storage)):
+        warn_of_kept_whole(
+            request.mesh, kept_whole_on_all([(each.plan.seconds, each.plan.kept_whole) for each in stages])
+        )
+    warn_of_gradients(request.wanted.strategy, request.num_microbatches)
+    timeline = simulate(request.schedule, [stage.seconds for stage in stages])
+    formula = [replace(stage.seconds, once=step_parts(stage.plan).once) for stage in stages]
+    least = bound / step_seconds(_cut_problem(planned), starts, formula)
+    return PipelinePlan(
+        mesh=request.mesh,
+        axis=request.axis,
+        schedule=request.schedule,
+        stages=tuple(stages),
+        starts=starts,
+        timeline=timeline,
+        bound=min(least, 1.0) * timeline.seconds,
+        memory_limit=request.settings.memory,
+        reserved=request.settings.reserved,
+        notes=_notes_of(stages),
+        workload=workload(planned.whole.memory, timeline.seconds, request.settings.memory, request.settings.reserved),
+    )
+
+
+def _cut_problem(planned: PlannedBlocks) -> CutProblem:
+    return CutProblem(planned.costs, planned.cut_seconds, planned.request.schedule, planned.places())
+
+
+def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
+    """The best cut, and what was found on the way."""
+    request, memory = planned.request, planned.request.settings.tensor_limit
+    schedule, problem = request.schedule, _cut_problem(planned)
+    until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
+    room = None if memory is None else Room(memory, memory)
+    asking = deadline - REFINING * seconds_until(deadline)
+    search = StageSearch(planned, asking, (room,) * schedule.num_stages, until)
+    if memory is None:
+        best = best_cuts(problem)
+        return refined(problem, best.starts, deadline=deadline), search, best.seconds
+    if schedule.chunks == 1:
+        return _within(problem, search, deadline)
+    thought, search.rooms = thought_in_rooms(problem, memory, *sampled(search, best_cuts(problem).starts, memory))
+    try:
+        return _within(problem, search, deadline, thought)
+    except PipelineError:
+        for starts in _cuts_to_try(problem):
+            for rooms in _rooms_of_cut(search, starts, memory):
+                search.rooms = rooms
+                with suppress(PipelineError):
+                    return _within(problem, search, deadline)
+        raise
+
+
+def _rooms_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[Room, ...]]:
+    """Yield rooms in which the stages of a cut are known to fit: by the fastest of their plans, and by their least."""
+    schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
+    search.rooms = (Room(memory, memory),) * schedule.num_stages
+    found: list[Sample] = []
+    for stage, (first, end) in enumerate(pairwise((*starts, num_blocks))):
+        known = search.best_known(first, end, stage) or search.ask(first, end, stage, search.roughly)
+        if known.made is None:
+            break
+        found.append(Sample.of(known.seconds, search.holding(known, search.runs[stage])))
+    else:
+        if fits_together(schedule, memory, found):
+            yield shared_rooms(schedule, memory, lambda stage: [found[stage]])
+    least = rooms_of_least(schedule, memory, starts, num_blocks, search.least)
+    if least is not None:
+        yield least
+
+
+def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
+    """Cuts, the fastest without a limit first: all of them where there are few, else that one alone."""
+    num_blocks, num_stages = len(problem.blocks), problem.schedule.num_stages
+    if math.comb(num_blocks - 1, num_stages - 1) > MOST_CUTS:
+        return [best_cuts(problem).starts]
+    every = ((0, *starts) for starts in combinations(range(1, num_blocks), num_stages - 1))
+    allowed = (starts for starts in every if is_allowed(problem, starts))
+    least = least_seconds(problem)
+    return sorted(allowed, key=lambda starts: cuts_of(problem, least, starts).seconds)
+
+
+def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
+    """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best.
+
+    Of cuts whose stages were planned, or are like some that were, the simulation has the last word.
+    """
+    costs = StageCosts(
+        search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met
+    )
+    with search.planned.request.settings.explaining():
+        found = best_cuts_within(problem, costs, TOLERANCE, search.kinds, thought)
+    if found.seconds > found.bound * (1 + TOLERANCE):
+        number = search.num_asked
+        why = f"{why_over()} when {number} stages had been planned"
+        if not is_over(search.deadline):
+            why = f"of {number} stages that were planned, large ones are not proven best"
+        warn_user(
+            f"{why}: the best pipeline so far is taken, and at most "
+            f"{format_share(1 - found.bound / found.seconds)} of its step could be saved by other cuts and plans.",
+            RuntimeWarning,
+        )
+    return refined(problem, found.starts, search.beyond, deadline), search, found.bound
+
+
+def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:
+    """Merge the notes of stages' plans: a note of all stages appears once, others name their stages."""
+    by_note: dict[str, list[int]] = defaultdict(list)
+    for stage in stages:
+        for note in stage.plan.notes:
+            by_note[note].append(stage.number)
+    return tuple(
+        note if len(where) == len(stages) else f"stage {', '.join(map(str, where))}: {note}"
+        for note, where in by_note.items()
+    )
+
+
+def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
+    """Parameter → the layout in which a stage's plan stores it."""
+    return {name: plan.layout_of(placeholder) for name, placeholder in program.parameters.items()}
+
+
+def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
+    """The space of a stage that was planned before, and the choices of its plan."""
+    received = {name: plan.layout_of(name) for name in program.received}
+    space = replace(request, dealing=plan.dealing).space(program, received)
+    return space, choices_of(plan, space)
+
+
+def messages(planned: PlannedBlocks, program: Program) -> tuple[Send, Send]:
+    """Messages of a stage: its outputs on, and the gradients of its inputs back."""
+    later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
+    earlier = [node for name, node in program.placeholders().items() if name in program.received]
+    return _message(planned, later), _message(planned, [n for n in earlier if n.meta["tensor"].requires_grad])
+
+
+def _message(planned: PlannedBlocks, nodes: Sequence[fx.Node]) -> Send:
+    request, whole = planned.request, planned.whole
+    if not nodes:
+        return Send()
+    num_bytes = sum(boundary_bytes(whole, planned.nodes[node.name]) for node in nodes)
+    crossed = num_bytes, request.mesh, request.axis, request.hardware
+    return Send(message_seconds(*crossed), message_ports(*crossed))

@@ -1,0 +1,336 @@
+"""Seconds of pipeline stages within their memory budgets, searched for as few stages as the cut needs.
+
+A stage is given by its structure (its calls, without their names), its micro-batches in flight (and with them its
+receive buffers), and its memory budget: at its peak, and while other stages of its rank run (`rooms`). Stages of equal
+structure have the same choices, so that a result for one serves others:
+
+    in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
+    in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
+    does not fit in M with f                      does not fit in M' <= M with f' >= f
+
+The search for choices limits the peak alone, which gives a lower bound. If its result keeps too much while other stages
+run, the search is repeated with a lower limit on the peak.
+
+A stage is first planned with a large optimality gap, which gives choices that fit and a bound; both come soon and are
+mostly close. It is planned within the tolerance only if the cut depends on it, which can take a hundred times as long.
+
+Stages keep memory for weights that are fetched a layer ahead, if that fits at all, because waiting for weights sets the
+pace. So the seconds of a stage are those of its timeline, and its lower bound is as far below as the proven gap of its
+sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.space.space import Space
+from autopar.costs.steps.step import microbatch_seconds
+from autopar.errors import InfeasibleError, TimeLimitError
+from autopar.ir.program.program import Program
+from autopar.ir.sharding.layout import Layout
+from autopar.planning.formulation import Pins
+from autopar.planning.memory_limit.answers import share
+from autopar.planning.memory_limit.least_peak import least_peak
+from autopar.planning.pipeline.masks import masks_of
+from autopar.planning.pipeline.planned_blocks import PlannedBlocks
+from autopar.planning.pipeline.stages.cut_search import Met
+from autopar.planning.pipeline.stages.held import Held, Room, as_much, held_by
+from autopar.planning.pipeline.stages.splitting import Splitter
+from autopar.planning.pipeline.structure import kinds, structure
+from autopar.planning.planner import Solved, formulations_of, solved
+from autopar.planning.settings import Settings
+from autopar.planning.step_seconds import parts_of
+from autopar.solver.deadline import grace, is_over, seconds_until
+
+TOLERANCE = 0.02
+"""Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
+ROUGHLY = 0.5
+"""Relative optimality gap of a stage's first plan."""
+MOST_ASKED = 32
+"""Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
+MOST_DECISIONS = 400
+"""Decisions of a stage up to which it is planned again within the tolerance; larger ones would take minutes."""
+STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
+"""Parts of a stage's memory that do not grow with micro-batches in flight."""
+NEARLY = 1.02
+"""Factor on a room: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
+SHARE_OF_TIME = 0.06
+"""Share of the remaining time for the plan of each stage, at most.
+
+Most stages take less than a hundredth of it, and few of the others are planned.
+"""
+SHARE_OF_CLOSER = 0.2
+"""The same for each that is planned within the tolerance where its first plan was not."""
+TIGHTER = 0.97
+"""Share of the last limit on the peak that the next one is at most, if choices keep too much."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """A stage that was asked for: with its micro-batches in flight and so much room, its choices, if any fit."""
+
+    span: tuple[int, int]
+    """Its first block and its end."""
+    runs: Microbatches
+    room: Room | None
+    made: Solved | None
+    seconds: float
+    """Seconds of one micro-batch, including its share of work once per step; infinite if the stage does not fit."""
+    least: float
+    """Lower bound on the seconds of any choices."""
+    is_close: bool
+    """True if it was planned within the tolerance, as far as time allowed."""
+
+
+@dataclass(slots=True)
+class StageSearch:
+    """Plans stages of one pipeline until a deadline; what one stage says of others is asked only once."""
+
+    planned: PlannedBlocks
+    deadline: float
+    rooms: Sequence[Room | None]
+    """Memory budgets of the stages; None is unlimited."""
+    until: tuple[float, ...]
+    """Seconds of the blocks before each, and of all, by the plan of the whole."""
+    roughly: float = ROUGHLY
+    """Relative optimality gap of a stage's first plan."""
+    most_asked: int = MOST_ASKED
+    """Stages that are planned before the best cut so far, if there is one, is taken."""
+    by_structure: dict[int, list[Known]] = field(default_factory=lambda: defaultdict(list))
+    kinds: Sequence[int] = ()
+    """Kinds of the blocks, numbered when the search begins; equal stages have equal kinds."""
+    kinds_asked: set[tuple[int, ...]] = field(default_factory=set)
+    """Kinds of the blocks of each stage that was planned."""
+    numbers: dict[object, int] = field(default_factory=dict)
+    programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
+    spaces: dict[int, tuple[Space, Pins]] = field(default_factory=dict)
+    """Structure → the space of the first stage that has it, and its pins."""
+    leasts: dict[tuple[int, Microbatches], int] = field(default_factory=dict)
+    """Structure and micro-batches in flight → the least bytes at the fullest moment."""
+    holds: dict[tuple[int, Microbatches], Held] = field(default_factory=dict)
+    """Choices (by identity) and micro-batches in flight → the bytes that they take."""
+    memories: dict[tuple[int, Microbatches, int], MemoryModel] = field(default_factory=dict)
+    """Space (by identity), micro-batches in flight, layers fetched ahead → what choices hold; equal stages share it."""
+    runs: tuple[Microbatches, ...] = field(init=False)
+    """The micro-batches of each stage."""
+    splitter: Splitter = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.planned.request
+        self.runs = tuple(map(request.microbatches, range(request.schedule.num_stages)))
+        self.kinds = kinds(self.planned)
+        self.splitter = Splitter.of(self.planned.request.program, self.planned.blocks)
+
+    @property
+    def num_asked(self) -> int:
+        """Number of stages that were planned."""
+        return sum(map(len, self.by_structure.values()))
+
+    def is_over(self, asked: int, has_cut: bool) -> bool:
+        """Return whether to stop: time is over, or there is a cut and `most_asked` stages were planned."""
+        return (has_cut and asked >= self.most_asked) or is_over(self.deadline)
+
+    def own_seconds(self, first: int, end: int) -> float:
+        """Seconds of the blocks from one to another, by the plan of the whole."""
+        return self.until[end] - self.until[first]
+
+    def seconds(self, first: int, end: int, stage: int) -> float:
+        """Seconds of one micro-batch within the stage's room; infinite where it does not fit."""
+        known = self.find(first, end, stage) or self.ask(first, end, stage, self.roughly)
+        return known.seconds
+
+    def at_least(self, first: int, end: int, stage: int) -> float:
+        """Return the lower bound on the seconds of a stage that was planned."""
+        known = self.find(first, end, stage)
+        assert known is not None, "a stage that was not asked for"
+        return known.least
+
+    def closer(self, first: int, end: int, stage: int) -> bool:
+        """Plan a stage that was asked for within the tolerance; False where it is already, or is too large for that."""
+        known = self.find(first, end, stage)
+        assert known is not None, "a stage that was not asked for"
+        is_large = known.made is not None and len(known.made.space.decisions) > MOST_DECISIONS
+        if is_large or known.is_close or known.seconds <= known.least * (1 + TOLERANCE) or is_over(self.deadline):
+            return False
+        self.ask(first, end, stage, TOLERANCE)
+        return True
+
+    def at_most(self, first: int, end: int, stage: int) -> float:
+        """Return an upper bound on the seconds of a stage from known plans; infinite if none fits."""
+        known = self.best_known(first, end, stage)
+        return math.inf if known is None else known.seconds
+
+    def beyond(self, stage: int, first: int, end: int) -> float:
+        """Return the upper bound on the seconds of a stage beyond the sum of its blocks."""
+        return self.at_most(first, end, stage) - self.own_seconds(first, end)
+
+    def fuller(self, stage: int) -> Sequence[int]:
+        """The stages with no more room and as many micro-batches in flight."""
+        runs, room = self.runs[stage], self.rooms[stage]
+        pairs = zip(self.runs, self.rooms, strict=True)
+        return [s for s, (more, less) in enumerate(pairs) if runs.holds_no_more(more) and as_much(room, less)]
+
+    def met(self) -> Iterator[Met]:
+        """Yield each known plan's blocks, its lower bound in seconds, and the stages for which the bound holds."""
+        for known in (each for every in self.by_structure.values() for each in every if each.made is not None):
+            pairs = enumerate(zip(self.runs, self.rooms, strict=True))
+            fuller = [s for s, (more, less) in pairs if known.runs.holds_no_more(more) and as_much(known.room, less)]
+            yield known.span, known.least, fuller
+
+    def find(self, first: int, end: int, stage: int) -> Known | None:
+        """Return the result for exactly this stage, or one that proves that it does not fit; None if there is
+        neither.
+        """
+        runs, room = self.runs[stage], self.rooms[stage]
+        for each in reversed(self.by_structure[self.program(first, end)[1]]):  # what was asked more closely first
+            if (each.runs, each.room) == (runs, room):
+                return each
+            if each.made is None and each.runs.holds_no_more(runs) and as_much(each.room, room):
+                return each
+        return None
+
+    def best_known(self, first: int, end: int, stage: int) -> Known | None:
+        """The fastest of the choices that are known to fit into the room of a stage."""
+        if tuple(self.kinds[first:end]) not in self.kinds_asked:
+            return None
+        known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
+        return next((each for each in known if each.made is not None and self._fits(each, stage)), None)
+
+    def program(self, first: int, end: int) -> tuple[Program, int]:
+        """The program of a stage, and the number of its structure."""
+        if (first, end) not in self.programs:
+            program = self.splitter.between(first, end)
+            number = self.numbers.setdefault(structure(self.planned, program), len(self.numbers))
+            self.programs[first, end] = program, number
+        return self.programs[first, end]
+
+    def least(self, first: int, end: int, stage: int) -> int:
+        """The least bytes of a stage at its fullest moment, as far as they are found; found once for equal stages."""
+        key = self.program(first, end)[1], self.runs[stage]
+        if key not in self.leasts:
+            (space, pins), settings = self._first_alike(first, end), self.settings(stage)
+            formulation = formulations_of(self.memory_of(space, stage), settings)[-1]
+            modes = settings.modes(formulation.memory.lifetimes.segments) or None
+            self.leasts[key] = least_peak(formulation, pins, modes, self.deadline).peak_bytes
+        return self.leasts[key]
+
+    def _first_alike(self, first: int, end: int) -> tuple[Space, Pins]:
+        """The space of the first stage that has the structure of one, and its pins."""
+        program, number = self.program(first, end)
+        if number not in self.spaces:
+            space = self.space(program)
+            self.spaces[number] = space, masks_of(self.planned, space, self.planned.request.storage)
+        return self.spaces[number]
+
+    def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
+        """The best choices of a stage within its room, within the tolerance; InfeasibleError where there are none."""
+        space = self.space(program)
+        return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
+
+    def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
+        """The best choices within a gap, which keep no more than they may while others run."""
+        room = self.rooms[stage]
+        found = self._within(space, pins, stage, gap, None if room is None else room.peak)
+        if room is None:
+            return found
+        made, bound, most = found, found.answer.bound, room.peak
+        while (over := room.excess(held := self._held(made))) > 0 and most > room.least_kept:
+            # What it takes beside that while it runs, other choices may take, too.
+            most = max(min(held.peak - over, int(TIGHTER * most)), room.least_kept)
+            made = self._within(space, pins, stage, gap, most)
+        if over > 0:
+            raise InfeasibleError("no choices that were found keep as little as they may while others run")
+        return replace(made, answer=replace(made.answer, bound=min(bound, made.answer.seconds)))
+
+    def _within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
+        """The best choices within a gap and a peak; with all of the time where a share of it was too little for any."""
+        runs, most = self.runs[stage], SHARE_OF_CLOSER if gap <= TOLERANCE else SHARE_OF_TIME
+        try:
+            return solved(space, pins, self.settings(stage, most, gap, peak), runs)
+        except TimeLimitError:
+            return solved(space, pins, self.settings(stage, 1.0, gap, peak), runs)
+
+    @staticmethod
+    def _held(made: Solved) -> Held:
+        return held_by(made.formulation.memory, made.answer.choices, made.answer.modes)
+
+    def space(self, program: Program) -> Space:
+        received = {name: self.planned.boundary(name) for name in program.received}
+        return self.planned.request.space(program, received)
+
+    def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE, peak: int | None = None) -> Settings:
+        """Return the settings to plan a stage, within less than its room if a peak is given.
+
+        The gap counts only under a memory limit.
+        """
+        asked, room = self.planned.request.settings, self.rooms[stage]
+        memory = peak if room is None or peak is not None else room.peak
+        within = asked.gap if memory is None else max(asked.gap or 0.0, gap)
+        left = max(share * seconds_until(self.deadline), grace())
+        return replace(asked.for_tensors(memory), time_limit=left, gap=within, hurried=True)
+
+    def memory_of(self, space: Space, stage: int) -> MemoryModel:
+        """Return the memory model of a stage."""
+        return MemoryModel(space, self.runs[stage], offloads=self.planned.request.settings.offloads)
+
+    def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
+        """Plan a stage within a gap, and note what was found."""
+        number = self.program(first, end)[1]
+        self.kinds_asked.add(tuple(self.kinds[first:end]))
+        before = self.find(first, end, stage)
+        # Alone a stage may cost a little less than its share of the whole, which bounds the search.
+        own = self.own_seconds(first, end)
+        made, seconds, least = None, math.inf, math.inf
+        with suppress(InfeasibleError):
+            made = self._solved(*self._first_alike(first, end), stage, gap)
+        if made is not None:
+            memory, choices, modes = made.formulation.memory, made.answer.choices, made.answer.modes
+            once = parts_of(memory, choices, modes).once / self.planned.request.num_microbatches
+            forward, backward = microbatch_seconds(memory, choices, modes)
+            seconds = max(forward + backward + once, own)
+            least = max((1 - share(made.answer)) * seconds, own)
+        elif (fits := self.best_known(first, end, stage)) is not None:  # that nothing else was found proves nothing
+            made, seconds, least = fits.made, fits.seconds, own
+        if before is not None and before.made is not None:
+            least = max(min(least, seconds), before.least)
+            if before.seconds <= seconds:
+                made, seconds = before.made, before.seconds
+        is_close, least = gap <= TOLERANCE, min(least, seconds)
+        known = Known((first, end), self.runs[stage], self.rooms[stage], made, seconds, least, is_close)
+        self.by_structure[number].append(known)
+        return known
+
+    def _fits(self, known: Known, stage: int) -> bool:
+        """Return whether choices fit into the room of a stage with its micro-batches in flight."""
+        runs, room = self.runs[stage], self.rooms[stage]
+        if room is None or (runs.holds_no_more(known.runs) and as_much(room, known.room)):
+            return True
+        answer = known.made.answer if known.made is not None else None
+        assert answer is not None
+        stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
+        if stored + (answer.peak_bytes - stored) * runs.in_flight / known.runs.in_flight > NEARLY * room.peak:
+            return False  # far from it: memory need not be counted
+        return room.excess(self.holding(known, runs)) <= 0
+
+    def holding(self, known: Known, runs: Microbatches) -> Held:
+        """Return the bytes that known choices hold with other micro-batches in flight."""
+        key, made = (id(known), runs), known.made
+        assert made is not None
+        if key not in self.holds:
+            self.holds[key] = held_by(self._memory_with(made, runs), made.answer.choices, made.answer.modes)
+        return self.holds[key]
+
+    def _memory_with(self, made: Solved, runs: Microbatches) -> MemoryModel:
+        """The memory of a stage that was planned, with other micro-batches in flight."""
+        memory = made.formulation.memory
+        runs, ahead = replace(runs, reduce_each=memory.microbatches.reduce_each), memory.prefetch
+        key = id(made.space), runs, ahead
+        if key not in self.memories:
+            self.memories[key] = MemoryModel(made.space, runs, ahead, made.settings.offloads)
+        return self.memories[key]

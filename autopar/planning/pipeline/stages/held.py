@@ -1,0 +1,111 @@
+"""Memory of a stage on its rank, whose stages take turns: bytes while it runs, and bytes while others run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.costs.memory.microbatches import END, Phase
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import PlanMoments, memory_use
+from autopar.costs.plans.decision_rows import SAVED
+
+TRANSIENT = ("working set", "gathered weights")
+"""Parts of a stage's memory that are there only while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of a stage; of a rank one stage is at its peak at most, while the others keep theirs."""
+
+    kept: int
+    """While others of its rank run: no less than that."""
+    peak: int
+    """At its fullest moment, while it runs."""
+    lasting: int
+    """Part of `kept` that remains however few micro-batches are in flight, at most."""
+    saved: int = 0
+    """Bytes of `kept` per micro-batch in flight, on top of `lasting`."""
+
+    def with_fewer(self, in_flight: int) -> Held:
+        """Return the bytes while only `in_flight` micro-batches are in flight."""
+        kept = min(self.kept, self.lasting + in_flight * self.saved)
+        return replace(self, kept=kept, peak=self.peak - self.kept + kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes of a stage that has so many micro-batches in flight: at its fullest moment, and while others run."""
+
+    in_flight: int
+    peak: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a stage may hold: at its fullest moment, and while others of its rank run."""
+
+    peak: int
+    kept: int
+    fewer: tuple[Limit, ...] = ()
+    """Limits at moments when the stage has fewer micro-batches in flight and other stages of its rank have more."""
+
+    @property
+    def least_kept(self) -> int:
+        """Least `kept` of this limit and of those in `fewer`; a stage whose peak is no higher always fits."""
+        return min(self.kept, *(each.kept for each in self.fewer)) if self.fewer else self.kept
+
+    def excess(self, held: Held) -> int:
+        """Bytes by which a stage holds more than it may, at most; not above 0 where it has room."""
+        found = [held.peak - self.peak, held.kept - self.kept]
+        for each in self.fewer:
+            then = held.with_fewer(each.in_flight)
+            found += [then.peak - each.peak, then.kept - each.kept]
+        return max(found)
+
+
+def as_much(room: Room | None, other: Room | None) -> bool:
+    """Return whether a room is at least as large as another; None is unlimited."""
+    if room is None or other is None:
+        return room is None
+    return (
+        room.peak >= other.peak
+        and room.kept >= other.kept
+        and all(
+            (each.peak >= other.peak and each.kept >= other.kept)
+            or any(
+                each.in_flight <= less.in_flight and each.peak >= less.peak and each.kept >= less.kept
+                for less in other.fewer
+            )
+            for each in room.fewer
+        )
+    )
+
+
+def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Held:
+    """Return the bytes that a stage holds by its choices.
+
+    While other stages run, it keeps all that its micro-batches in flight have saved, received and sent. It also keeps
+    all gradients, both those that accumulate and those that are being reduced. If no micro-batch follows the first
+    backward, gradients exist next to one micro-batch fewer. The kept bytes are at most the peak. They are at least the
+    part of the peak that does not end with the stage's run, as `PipelinePlan.rank_bytes` counts.
+    """
+    peak, use, _ = memory_use(memory, choices, modes)
+    runs = memory.microbatches
+    if not runs.several or runs.stashes:
+        return Held(peak, peak, peak)
+    moments = PlanMoments(memory, choices, modes)
+    saved = runs.in_flight * int(moments.kept.sum())
+    running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - saved
+    full, without_one = (
+        sum(moments.buffers(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
+    )
+    waiting = saved + runs.in_flight * moments.sent + full
+    beside = saved // runs.in_flight + moments.sent + full - without_one
+    ending = sum(moments.ending(END).values()) + waiting - (beside if runs.in_flight == runs.count else 0)
+    resting = max(moments.always_total + waiting, ending)
+    kept = max(peak - running, min(resting, peak))
+    each = saved // runs.in_flight
+    # Where no micro-batch follows the first backward, it may be fullest with one less of them.
+    return Held(kept, peak, kept - min(runs.in_flight, runs.count - 1) * each, each)

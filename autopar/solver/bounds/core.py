@@ -1,0 +1,202 @@
+"""The core of a wide graph: what is left when every node is eliminated whose bag is small.
+
+Parameters, chains and blocks around a residual stream go, and equal layers share the work (`elimination`). Between the
+nodes of the core lie edges and messages over two to four of them; what lies between the same ones is added up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.deadline import NEVER
+from autopar.solver.elimination.bucket_elimination import Bucket, Elimination, EliminationStep
+from autopar.solver.elimination.distinct_tables import Tables
+from autopar.solver.elimination.evaluation import bag_sum, evaluate
+from autopar.solver.problem import Floats, Problem
+
+MAX_BAG = 6_000_000  # entries of a bag
+MAX_PAIR = 200_000  # entries of what a node leaves over two others at most
+SHAPES = ((12_000, 3), (130_000, 4))  # over more: entries, and how many others; which is better, cores show
+VISIT = 6_000  # entries that are passed in the time that a message takes beside its entries
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Nodes of the core, and the tables between them: number, and for each of its dims the place among the nodes."""
+
+    ends: tuple[int, ...]
+    tables: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Core:
+    """The nodes that are left, what each costs (numbers of tables), what they cost together, and the way back."""
+
+    nodes: tuple[int, ...]
+    own: tuple[tuple[int, ...], ...]
+    joints: tuple[Joint, ...]
+    constants: tuple[int, ...]
+    """Messages of parts of which no node is left."""
+    elimination: Elimination
+    """Elimination of the other nodes; its messages are numbered after the tables of the problem."""
+
+    def entries(self, sizes: Sequence[int]) -> int:
+        """Count the table entries that messages between all its nodes touch, including per-message overhead."""
+        passed = (math.prod([sizes[end] for end in joint.ends]) + VISIT for joint in self.joints)
+        return sum(len(joint.ends) * each for joint, each in zip(self.joints, passed, strict=True))
+
+    def extend(self, choices: list[int], tables: Sequence[Floats]) -> None:
+        """Fill in the best choices of the other nodes, given those of the core and all tables (`evaluated`)."""
+        best: dict[tuple[int, ...], int] = {}  # equal layers choose alike
+        for bucket in reversed(self.elimination.buckets):
+            given = (bucket.step, *[choices[other] for other in bucket.bag[1:]])
+            if given not in best:
+                row: Floats | float = 0.0
+                for table, axes in self.elimination.steps[bucket.step].inputs:
+                    row = row + tables[table][tuple(given[axis] if axis else slice(None) for axis in axes)]
+                best[given] = int(np.argmin(row))
+            choices[bucket.bag[0]] = best[given]
+
+    def evaluated(self, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
+        """The tables of the problem, and the messages."""
+        return evaluate(self.elimination, tables, deadline)
+
+    def spread(self, reached: list[Floats], tables: Sequence[Floats], most: float, bound: float) -> None:
+        """Fill in, for each strategy of the other nodes, a bound on the choices that take it.
+
+        `reached` has those of the core; what is above `most` may be infinite. `bound` is that of all choices.
+        """
+        for bucket in reversed(self.elimination.buckets):
+            around = [np.flatnonzero(reached[other] <= most) for other in bucket.bag[1:]]
+            step = self.elimination.steps[bucket.step]
+            if not all(map(len, around)):
+                reached[bucket.bag[0]] = np.full(step.sizes[0], np.inf)
+                continue
+            rows = (np.arange(step.sizes[0]), *around)
+            cut = [tables[table][np.ix_(*(rows[axis] for axis in axes))] for table, axes in step.inputs]
+            inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
+            total = bag_sum(EliminationStep(tuple(map(len, rows)), inputs), cut)
+            outside: Floats = np.full((1,) * len(around), bound)  # of a part that no node of the core is in
+            for axis, (other, near) in enumerate(zip(bucket.bag[1:], around, strict=True)):
+                shape = [-1 if axis == dim else 1 for dim in range(len(around))]
+                outside = (
+                    np.maximum(outside, reached[other][near].reshape(shape))
+                    if axis
+                    else reached[other][near].reshape(shape)
+                )
+            least = total.min(axis=0)
+            total += outside - np.where(np.isfinite(least), least, 0.0)
+            reached[bucket.bag[0]] = total.min(axis=tuple(range(1, total.ndim)))
+
+
+def core_of(problem: Problem, tables: Tables) -> Core:
+    """Eliminate nodes, those of the smallest bags first, as long as bags and messages are small.
+
+    How small is best depends on the graph: the core is taken through whose messages the way is the shortest.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
+    found = (_Shrinking(problem, tables, *shape).result() for shape in SHAPES)
+    return min(found, key=lambda core: core.entries(sizes))
+
+
+class _Shrinking:
+    def __init__(self, problem: Problem, tables: Tables, most: int, max_ends: int) -> None:
+        self.most, self.max_ends = most, max_ends
+        self.sizes = [node.num_strategies for node in problem.nodes]
+        self.num_tables = len(tables)
+        self.factors: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Factor → its table, and the nodes that it depends on."""
+        self.at: dict[int, dict[int, None]] = {node: {} for node in range(len(self.sizes))}
+        """Node → its factors."""
+        self.depth = [0] * len(self.sizes)
+        self.steps: dict[EliminationStep, int] = {}
+        self.buckets: list[Bucket] = []
+        self.constants: list[int] = []
+        for node, table in enumerate(tables.of_node):
+            self._add(table, (node,))
+        for edge, table in zip(problem.edges, tables.of_edge, strict=True):
+            self._add(table, edge.ends[:1] if edge.is_loop else edge.ends)
+
+    def result(self) -> Core:
+        current = {node: self._priority(node) for node in self.at}
+        heap = [each for each in current.values() if each is not None]
+        heapq.heapify(heap)
+        while heap:
+            entry = heapq.heappop(heap)
+            node = entry[-1]
+            if node in self.at and current[node] == entry:
+                for other in self._eliminate(node):
+                    current[other] = self._priority(other)
+                    if (new := current[other]) is not None:
+                        heapq.heappush(heap, new)
+        elimination = Elimination(tuple(self.steps), tuple(self.buckets), self.num_tables)
+        own = tuple(tuple(t for t, scope in map(self.factors.get, self.at[n]) if len(scope) == 1) for n in self.at)  # type: ignore[misc]
+        return Core(tuple(self.at), own, self._joints(), tuple(self.constants), elimination)
+
+    def _priority(self, node: int) -> tuple[int, int, int] | None:
+        """The entries of its bag; shallow nodes first, so that equal layers shrink alike. None: it stays."""
+        around: set[int] = set()
+        for factor in self.at[node]:
+            around.update(self.factors[factor][1])
+            if len(around) > self.max_ends + 1:
+                return None
+        around.discard(node)
+        left = math.prod([self.sizes[other] for other in around])
+        if len(around) > self.max_ends or left * self.sizes[node] > MAX_BAG:
+            return None
+        if left > (self.most if len(around) > 2 else MAX_PAIR):
+            return None
+        return left * self.sizes[node], self.depth[node], node
+
+    def _add(self, table: int, scope: tuple[int, ...]) -> None:
+        factor = len(self.factors)
+        self.factors[factor] = table, scope
+        for node in scope:
+            self.at[node][factor] = None
+
+    def _eliminate(self, node: int) -> list[int]:
+        factors = [self.factors[factor] for factor in self.at[node]]
+        bag = tuple(dict.fromkeys((node, *(member for _, scope in factors for member in scope))))
+        axis = {member: number for number, member in enumerate(bag)}
+        inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors]
+        inputs.sort(key=lambda entry: math.prod(self.sizes[bag[a]] for a in entry[1]))
+        step = EliminationStep(tuple(self.sizes[member] for member in bag), tuple(inputs))
+        number = self.steps.setdefault(step, len(self.steps))
+        self.buckets.append(Bucket(bag, number, ()))
+        for factor in self.at.pop(node):
+            for other in self.factors[factor][1]:
+                if other != node:
+                    del self.at[other][factor]
+        for other in bag[1:]:
+            self.depth[other] = max(self.depth[other], self.depth[node] + 1)
+        if len(bag) > 1:
+            self._add(self.num_tables + number, bag[1:])
+        else:
+            self.constants.append(self.num_tables + number)
+        return list(bag[1:])
+
+    def _joints(self) -> tuple[Joint, ...]:
+        """Join factors over the same nodes, or over a subset of them; sort the ends by their sizes.
+
+        The longest rows are then contiguous in memory: over short ones messages take several times as long.
+        """
+        left = dict.fromkeys(factor for factors in self.at.values() for factor in factors)
+        scopes: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        larger: dict[frozenset[int], tuple[int, ...]] = {}
+        shared = [self.factors[factor] for factor in left if len(self.factors[factor][1]) > 1]
+        for _, scope in sorted(shared, key=lambda each: -len(each[1])):
+            ends = tuple(sorted(scope, key=lambda end: (self.sizes[end], end)))
+            for count in range(2, len(ends) + 1) if frozenset(ends) not in larger else ():
+                for some in itertools.combinations(ends, count):
+                    larger.setdefault(frozenset(some), ends)
+        for table, scope in shared:
+            ends = larger[frozenset(scope)]
+            scopes[ends].append((table, tuple(ends.index(member) for member in scope)))
+        return tuple(Joint(ends, tuple(each)) for ends, each in scopes.items())

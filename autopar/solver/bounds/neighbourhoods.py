@@ -1,0 +1,100 @@
+"""A good solution of a problem whose graph is too wide for elimination: large neighbourhoods, each solved exactly.
+
+Some nodes with many neighbours are held at one strategy, so that the rest is narrow and solved to its optimum; then one
+of them after the other is let go, all others held where they are, as long as that finds something better (large
+neighbourhood search, Shaw 1998). The answer is no proof; the ILP begins with it and brings the bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.solver.deadline import is_over
+from autopar.solver.lagrangian import Point
+from autopar.solver.presolve.reduction import with_fixed
+from autopar.solver.problem import Problem
+
+NARROW = 2_000_000  # entries of a bag while all are held
+FEW = 3  # strategies of how a segment is computed again
+Solve = Callable[[Problem, float], Point | None]
+"""(narrow problem, deadline) → its best solution, None if there is none."""
+
+
+def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
+    """The best solution found; None where none was."""
+    held = separators(problem, NARROW)
+    best: Point | None = None
+    for start in _starts(problem, held):
+        best = solve(with_fixed(problem, start), deadline)
+        if best is not None:
+            break
+    if best is None:
+        return None
+    improved = True
+    while improved and not is_over(deadline):
+        improved = False
+        for node in held:
+            if is_over(deadline):
+                break
+            found = solve(
+                with_fixed(problem, {other: best.choices[other] for other in held if other != node}), deadline
+            )
+            if found is not None and found.seconds < best.seconds * (1 - 1e-9):
+                best, improved = found, True
+    return best
+
+
+def separators(problem: Problem, most: int) -> tuple[int, ...]:
+    """Nodes to hold, so that the rest is narrow: with bags of so many entries at most.
+
+    Nodes are eliminated, though no table is computed, the one of the smallest bag first. Where that is large, the node
+    that has the most neighbours then is held, and how a segment is computed again (`FEW` strategies) last.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
+    around: dict[int, set[int]] = {node: set() for node in range(len(sizes))}
+    for edge in problem.edges:
+        for end in edge.ends:
+            around[end] |= set(edge.ends) - {end}
+
+    def entries(node: int) -> tuple[int, int]:
+        return sizes[node] * math.prod([sizes[other] for other in around[node]]), node
+
+    current = {node: entries(node) for node in around}
+    heap = list(current.values())
+    heapq.heapify(heap)
+    held: list[int] = []
+    while heap:
+        entry = heapq.heappop(heap)
+        node = entry[-1]
+        if current.get(node) != entry:
+            continue
+        is_held = entry[0] > most
+        if is_held:
+            heapq.heappush(heap, entry)
+            node = max(around, key=lambda each: (sizes[each] > FEW, len(around[each]), sizes[each], -each))
+            held.append(node)
+        del current[node]
+        neighbours = around.pop(node)
+        for other in neighbours:
+            around[other].discard(node)
+            if not is_held:
+                around[other] |= neighbours - {other}
+            current[other] = entries(other)
+            heapq.heappush(heap, current[other])
+    return tuple(held)
+
+
+def _starts(problem: Problem, held: tuple[int, ...]) -> list[dict[int, int]]:
+    """Strategies to begin with: the fastest of each node with the best that its edges can do, and the smallest."""
+    bounds = [node.seconds.copy() for node in problem.nodes]
+    for edge in problem.edges:
+        for place, end in enumerate(edge.ends):
+            others = tuple(axis for axis in range(edge.seconds.ndim) if axis != place)
+            bounds[end] = bounds[end] + edge.seconds.min(axis=others)
+    fastest = {node: int(np.argmin(bounds[node])) for node in held}
+    sizes = [np.where(np.isfinite(b), n.num_bytes, np.inf) for b, n in zip(bounds, problem.nodes, strict=True)]
+    return [fastest, {node: int(np.argmin(sizes[node])) for node in held}]

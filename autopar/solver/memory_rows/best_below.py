@@ -1,0 +1,176 @@
+"""The best of what prices leave of a problem with several memory rows, below so many seconds.
+
+Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
+bound is counted first, within an ε that grows from round to round, or, where that is little, too, all that is below the
+best that is known. Labels (`labels`) find good choices where there is more. What takes longer is counted only where
+nothing known is near enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.solver.bounds.prices import OverElsewhere, best_prices, nowhere
+from autopar.solver.deadline import is_over
+from autopar.solver.lagrangian import is_closed
+from autopar.solver.low_treewidth import Enough
+from autopar.solver.memory_rows.priced_rows import Rows
+from autopar.solver.remaining.remaining_choices import Counted
+
+TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
+FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
+NEAR = 2e-3  # of the bound: all that is below choices that are so near may be little
+LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best choices that are within all budgets (None: none better than those known), a bound, and its prices."""
+
+    choices: tuple[int, ...] | None
+    bound: float
+    prices: tuple[float, ...]
+    is_searched: bool = True
+    """True if everything that could be better was searched; False if a count was broken off."""
+    reached: float = -math.inf
+    """Bound that the prices alone prove."""
+    is_over_elsewhere: bool = False
+    """True if nothing was searched, since the mixture at the prices exceeds a budget that is no row."""
+    met: tuple[tuple[int, ...], ...] = ()
+    """Choices near the best prices, over the budgets or not, of whose parts others may be made."""
+
+
+def best_below(
+    rows: Rows,
+    constant: float,
+    start: Sequence[float],
+    below: float,
+    deadline: float,
+    gap: float,
+    enough: Enough,
+    known: float,
+    is_over_elsewhere: OverElsewhere = nowhere,
+) -> Best:
+    """The best of what is left that is below some seconds; its bound holds for what is left.
+
+    `constant` are the seconds of what is decided, `start` prices that are near the best, and `known` seconds of choices
+    of the whole problem. Where the prices prove less than is to be found, the choices that they mix are asked whether
+    they are over a budget elsewhere: what is found here would be, too.
+    """
+    if math.isinf(constant):
+        return Best(None, math.inf, tuple(start))
+    search = _Search(rows, constant, tuple(start), below, deadline, gap, enough, known)
+    if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
+        return Best(None, search.bound + constant, search.prices, False, search.reached + constant, True)
+    is_searched = search.run()
+    return Best(search.best, search.bound + constant, search.prices, is_searched, search.reached + constant)
+
+
+class _Search:
+    """State of a search in the remaining problem; seconds exclude the constant, except in `known`."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        constant: float,
+        start: tuple[float, ...],
+        below: float,
+        deadline: float,
+        gap: float,
+        enough: Enough,
+        known: float,
+    ) -> None:
+        self.rows, self.constant, self.deadline, self.gap, self.enough = rows, constant, deadline, gap, enough
+        self.known, self.scale = known, abs(below)
+        priced = best_prices(rows, start, self.scale, constant, gap, deadline)
+        self.prices, self.best, self.seconds = priced.prices, priced.choices, priced.seconds
+        self.mixture = priced.mixture
+        self.bound = self.reached = priced.bound
+        self.most = min(self.seconds, below - constant)
+        """Seconds that a solution to be found must not exceed."""
+        self.epsilon = FIRST_EPSILON * self.scale
+
+    def run(self) -> bool:
+        """Search; whether all was looked at that could be better."""
+        is_proven = self._count_few()
+        if self.is_done():
+            return is_proven
+        if self._is_near_enough():
+            return False
+        for share in LABELLED:
+            limit = min(self.most, self.reached + share * self.scale)
+            if share * self.scale <= self.epsilon or self.is_done():
+                continue
+            found, is_small = self.rows.labelled(self.prices, limit, self._margin(limit))
+            self._meet(found, limit)
+            if self._is_near_enough():
+                if not is_small:
+                    return False
+                break
+        while not self.is_done():
+            if not self._count_further(only_few=False):
+                return False
+        return True
+
+    def _count_few(self) -> bool:
+        """Count as long as there is little to count; False where one of the counts was broken off."""
+        tried = math.inf
+        while not self.is_done():
+            if self.most < tried and is_closed(self.seconds, self.bound, NEAR):
+                tried = self.most
+                found = self._counted(self.most, only_few=True)
+                if found is not None:
+                    self._meet(found, self.most)
+                    continue
+            is_proven = self._count_further(only_few=True)
+            if is_proven is None:
+                break
+            if not is_proven:
+                return False
+        return True
+
+    def _count_further(self, only_few: bool) -> bool | None:
+        """Count within the margin that it has come to, and widen that; False where the count was broken off.
+
+        None where there is much to count, and only little is to be.
+        """
+        limit = min(self.most, self.reached + self.epsilon)
+        found = self._counted(limit, only_few)
+        assert found is not None or only_few, "a count of whatever there is"
+        if found is None:
+            return None
+        self._meet(found, limit)
+        if found.is_proven:
+            self.epsilon *= GROWTH
+        return found.is_proven
+
+    def is_done(self) -> bool:
+        """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
+        nothing_left = self.bound >= self.most - TOLERANCE * self.scale
+        return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
+
+    def _is_near_enough(self) -> bool:
+        """Return whether the incumbent is so near the bound that no long count is worth it."""
+        return is_closed(*self._of_the_whole(), self.enough.counted)
+
+    def _of_the_whole(self) -> tuple[float, float]:
+        """Seconds of the best of the whole problem that is known, and its bound."""
+        return min(self.seconds + self.constant, self.known), self.bound + self.constant
+
+    def _margin(self, limit: float) -> float:
+        return limit - self.reached + TOLERANCE * self.scale
+
+    def _counted(self, limit: float, only_few: bool) -> Counted | None:
+        effort = self.enough.effort(*self._of_the_whole())
+        return self.rows.counted(self.prices, limit, self._margin(limit), TOLERANCE / 2 * self.scale, effort, only_few)
+
+    def _meet(self, found: Counted, limit: float) -> None:
+        """Note what was found below a limit."""
+        if found.choices is not None:
+            seconds = self.rows.problems[0].seconds_of(found.choices)
+            if seconds < self.seconds:
+                self.best, self.seconds = found.choices, seconds
+                self.most = min(self.most, seconds)
+        self.bound = max(self.bound, min(found.bound, limit, self.most))

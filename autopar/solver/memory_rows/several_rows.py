@@ -1,0 +1,320 @@
+"""Several memory rows at once: a price for each, and an ILP with all rows over what is left.
+
+    L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)]  ≤  seconds of any x within all budgets         λ ≥ 0
+
+1. One evaluation at prices that are nearly right bounds the problem; strategies that no choices within a margin of that
+   bound take are left out (`min_marginals`), and little is left.
+2. The best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the next
+   prices lie halfway to those that are best against all of them. Where evaluations are cheap, they are looked for on
+   the whole, before anything is left out. Where they take seconds, on what is left: if these prove that nothing lies
+   within the margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and
+   what is within a margin there is kept beside the rest, until something may be found.
+3. Counts of what is left, with all rows, and labels where there is too much to count, give the best within the margin
+   (`residual.below`). Within the margin of the first step it is the best of all; else that is taken again, wider, at
+   the prices found.
+
+Where the graph is too wide for elimination, some nodes stay as they are in choices that are known, so that the rest is
+narrow (`neighbourhoods`): the best beside them is nearly the best of all, and so are its prices, found by elimination.
+From there messages bound the whole at prices (`relaxation`), which are looked for on it, by cutting planes again, where
+those to begin with are not near. What is left within a margin of the bound is narrow, if not too much is, and has
+better prices. Choices that fit are made of parts of those met on both sides of the budgets, until there are better
+ones.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.errors import TimeLimitError
+from autopar.solver.bounds.neighbourhoods import separators
+from autopar.solver.bounds.prices import NEARER, OverElsewhere, best_prices, nowhere
+from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
+from autopar.solver.elimination.min_marginals import cheapest
+from autopar.solver.lagrangian import is_closed
+from autopar.solver.low_treewidth import EFFORT, EXACT, Enough
+from autopar.solver.memory_rows.best_below import Best, best_below
+from autopar.solver.memory_rows.crossing import crossed
+from autopar.solver.memory_rows.priced_rows import Rows, WideRows, constant_of
+from autopar.solver.presolve.contraction import contract_each
+from autopar.solver.presolve.reduction import prune_each, with_fixed
+from autopar.solver.problem import Problem
+
+TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
+MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
+FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
+DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
+PRICED_WORK = 100_000_000  # entries of an elimination: prices are looked for on the whole where it has no more
+ASKED_WORK = 10_000_000  # entries of an elimination: with less a search takes no longer than to add rows
+MAX_STEPS = 6  # from prices to others, within one margin
+WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
+GROWTH = 3.0  # of a margin of a wide graph
+LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wide graph
+RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
+LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
+PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
+HELD_BAG = 20_000  # entries of a bag beside nodes that are held: with more it takes longer, and is hardly better
+HELD_ENTRIES = 30_000_000  # that messages pass: prices are sooner found by fewer than beside held nodes
+HELD_NEAR = 2.5e-3  # of the seconds: how near the best beside held nodes is enough, as better ones are elsewhere
+HELD_EFFORT = 0.2  # CP-SAT's deterministic seconds of each count beside held nodes
+HELD_SHARE = 0.5  # of the time, at most, goes to what is beside held nodes
+
+
+def solve_rows(
+    problems: Sequence[Problem],
+    prices: Sequence[float],
+    known: float,
+    time_limit: float,
+    gap: float = 0.0,
+    enough: Enough = EXACT,
+    met: Sequence[Sequence[int]] = (),
+    is_wide: bool | None = None,
+    limit: float = math.inf,
+    is_over_elsewhere: OverElsewhere = nowhere,
+) -> Best:
+    """The best choice per node within all budgets, or better than `known` seconds.
+
+    The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
+    near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
+    the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
+    are choices that are known, over the budgets or not, of whose parts others may be made. A graph that `is_wide` is
+    not tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None:
+    either is tried). A bound on the whole as high as the cut-off of `enough` ends the search. Choices of more than
+    `limit` seconds are not looked for; the bound is no higher than that where they may be better than what is known.
+
+    Where a search takes long, it is first asked of the choices that the best prices mix, or nearly the best, whether
+    these are over a budget that is no row of the problems: then nothing more is searched, as one with that row is to
+    be. Where there is a cut-off, prices are first looked for to the end: they may prove as much.
+    """
+    deadline = after(time_limit)
+    pruned = prune_each(problems)
+    contracted = contract_each([each.problem for each in pruned])
+    smaller = [each.problem for each in contracted]
+    whole = None if is_wide else Rows.of(smaller, deadline, MAX_WORK)
+    if whole is None and is_wide is False:
+        return Best(None, -math.inf, tuple(prices), is_searched=False)
+    allowed = [each for each in met if problems[0].seconds_of(each) < math.inf]
+    seen = [contracted[0].restrict(pruned[0].restrict(each)) for each in allowed]
+    ask = _asking(is_over_elsewhere, lambda each: pruned[0].extend(contracted[0].extend(each)))
+    if whole is None:
+        gap = max(gap, enough.dear, TOLERANCE)
+        found = _best_of_wide(smaller, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
+    else:
+        ask = ask if whole.elimination.work > ASKED_WORK else nowhere
+        found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
+    choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
+    if choices is not None and problems[0].seconds_of(choices) >= known:
+        choices = None  # what is known already: its sum in another order is less
+    near = tuple([pruned[0].extend(contracted[0].extend(each)) for each in found.met])
+    return replace(found, choices=choices, met=near)
+
+
+def _best_of_narrow(
+    whole: Rows,
+    prices: tuple[float, ...],
+    seen: Sequence[tuple[int, ...]],
+    known: float,
+    limit: float,
+    deadline: float,
+    gap: float,
+    enough: Enough,
+    is_over_elsewhere: OverElsewhere,
+) -> Best:
+    """Evaluations of the whole are exact: within a margin of what one proves, little is left."""
+    is_dear = whole.elimination.work > CHEAP_WORK
+    gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
+    best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
+    met = list(seen)
+    dearest = (1 + TOLERANCE) * whole.problems[0].dearest
+    try:
+        reached, _ = whole.at(prices)
+        if math.isinf(reached):
+            return Best(None, reached, prices)  # pairs that are allowed contradict each other
+        if whole.elimination.work <= PRICED_WORK:
+            soon = is_over_elsewhere if enough.cutoff >= sys.float_info.max else nowhere
+            priced = best_prices(
+                whole, prices, abs(reached), 0.0, gap, deadline, cutoff=enough.cutoff, is_over_elsewhere=soon
+            )
+            reached, prices = priced.bound, priced.prices
+            if priced.seconds < known:
+                best, known = priced.choices, priced.seconds
+            if reached >= enough.cutoff:
+                return Best(best, reached, prices, is_searched=False)
+            is_open = not is_closed(known, reached, gap) and not is_over(deadline)
+            if priced.is_over_elsewhere or (is_open and is_over_elsewhere(priced.mixture)):
+                return Best(best, reached, prices, is_searched=False, is_over_elsewhere=True)
+        scale, near, steps = abs(reached), None, 0
+        while True:
+            bound = max(bound, reached)
+            widest = math.inf if share > WIDEST else (share + TOLERANCE) * scale
+            near = near or whole.excesses(prices, widest)
+            margin = min(widest, min(known, limit) - reached + TOLERANCE * scale)
+            below = reached + margin
+            left = whole.left(near, margin)
+            start, constant = prices, constant_of(left)
+            rows, is_mixed = None if math.isinf(constant) else whole.on(left), False
+            ask = _asking(is_over_elsewhere, left[0].extend)
+            if is_dear and rows is not None:
+                priced = best_prices(rows, prices, scale, constant, gap, deadline, is_over_elsewhere=ask)
+                start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
+                met += [left[0].extend(each) for each in priced.met]
+                is_mixed = bound < below and not is_closed(known, bound, gap)
+                if priced.is_over_elsewhere or (is_mixed and not is_over(deadline) and ask(priced.mixture)):
+                    return Best(best, bound, prices, False, is_over_elsewhere=True, met=tuple(met))
+            is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
+            if is_closed(known, bound, gap) or is_over(deadline):
+                break
+            # Where counts take long, a wider margin may have choices that are near enough.
+            counting = enough if is_widest and not is_dear else replace(enough, longest=min(EFFORT, enough.longest))
+            if rows is None:
+                found = Best(None, math.inf, prices)
+            else:
+                found = best_below(rows, constant, start, below, deadline, gap, counting, known, ask)
+                if found.is_over_elsewhere:
+                    return replace(found, choices=best, bound=max(bound, min(found.bound, below)), met=tuple(met))
+            made = None if found.choices is None else left[0].extend(found.choices)
+            best, known = _faster(whole.problems[0], made, best, known)
+            bound = max(bound, min(found.bound, below, known))
+            # To make choices of those that were met takes longer than to count what is near.
+            if is_mixed and not is_closed(known, bound, gap) and not is_over(deadline):
+                made = crossed(whole, met, start, bound, known, gap)
+                best, known = _faster(whole.problems[0], made, best, known)
+            is_within = found.is_searched and found.bound < below - 2 * TOLERANCE * abs(below)
+            is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
+            if bound > dearest:  # no choices are within the budgets: prices of no end prove ever more
+                return Best(None, math.inf, prices)
+            if is_closed(known, bound, gap) or is_stopped or is_within or is_widest or is_over(deadline):
+                break
+            if found.reached >= below and steps < MAX_STEPS:  # at other prices, which may prove less of the whole
+                steps += 1
+                others = tuple((NEARER * np.array(found.prices) + (1 - NEARER) * np.array(prices)).tolist())
+                there, _ = whole.at(others)
+                near = cheapest(near, whole.excesses(others, widest))
+                if there > reached:
+                    reached, prices = there, others
+            else:
+                share, near, steps = WIDER * share, None, 0
+    except TimeLimitError:
+        pass
+    return Best(best, bound, prices, met=tuple(met))
+
+
+def _best_of_wide(
+    problems: Sequence[Problem],
+    start: tuple[float, ...],
+    met: Sequence[tuple[int, ...]],
+    known: float,
+    limit: float,
+    deadline: float,
+    gap: float,
+    enough: Enough,
+    is_over_elsewhere: OverElsewhere,
+) -> Best:
+    """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide.
+
+    Before that the best beside held nodes is looked for, but not where it is only to be proven that nothing is faster
+    than a cut-off. What is left has prices of its own, at which more may be proven of the whole, and less is within a
+    margin.
+    """
+    best, bound, prices, near, last = None, -math.inf, start, gap, gap
+    whole, dearest = WideRows(problems, deadline), (1 + TOLERANCE) * problems[0].dearest
+    if met and enough.cutoff >= sys.float_info.max and whole.num_entries > HELD_ENTRIES:
+        beside = _best_beside(problems, start, met, min(known, limit), deadline, gap)
+        if beside.choices is not None:
+            best, known = _faster(problems[0], beside.choices, best, known)
+            if is_over_elsewhere(((beside.choices, 1.0),)):
+                return Best(best, bound, beside.prices, is_searched=False, is_over_elsewhere=True)
+            met, prices = [beside.choices, *met], beside.prices
+            near, last = max(gap, enough.counted), max(gap, enough.widely)
+    try:
+        scale = min((problems[0].seconds_of(each) for each in met), default=math.inf)
+        finely = best is None and any(prices) and scale < math.inf
+        if finely:
+            whole.finely()
+        if finely or math.isinf(scale):
+            bound, _ = whole.at(prices, enough=enough.cutoff)
+            if math.isinf(bound):
+                return Best(None, bound, start)
+            if bound >= enough.cutoff:
+                return Best(best, bound, prices, is_searched=False)
+        # Prices that prove more than the fastest choices take that were met are near the best.
+        if not (finely and bound > scale):
+            scale = abs(bound) if math.isinf(scale) else scale
+            priced = best_prices(
+                whole, prices, scale, 0.0, near, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff, last
+            )
+            bound, prices = priced.bound, priced.prices
+            if priced.seconds < known:
+                best, known = priced.choices, priced.seconds
+            if is_closed(known, bound, last) or bound >= enough.cutoff:
+                return Best(best, bound, prices)
+        whole.finely()
+        at, share, widest = prices, FIRST_MARGIN, WIDE
+        reached, _ = whole.at(at, enough=(1 - gap) * known)
+        bound = max(bound, reached)
+        while not is_closed(known, bound, gap) and not is_over(deadline) and LEAST_MARGIN < share < widest:
+            if bound >= min(enough.cutoff, dearest):
+                break
+            most = min(known, limit)
+            margin = min(share * abs(reached), most - reached) + TOLERANCE * abs(reached)
+            left = whole.within(at, margin)
+            rows = Rows.of([each.problem for each in left], deadline, LEFT_WORK)
+            if rows is None:
+                share, widest = share / GROWTH, share
+                continue
+            # What is left may have the best answer that is found, though it is not within the margin.
+            below = min(most, reached + WIDER * margin)
+            found = best_below(rows, constant_of(left), at, below, deadline, gap, enough, known)
+            made = None if found.choices is None else left[0].extend(found.choices)
+            best, known = _faster(problems[0], made, best, known)
+            bound, share = max(bound, min(found.bound, reached + margin, known)), GROWTH * share
+            proves_more = found.reached > reached
+            prices = found.prices if proves_more else prices
+            if not found.is_searched or margin >= min(known, limit) - reached:
+                break
+            if proves_more:
+                there, _ = whole.at(prices)
+                bound = max(bound, there)
+                if there - reached > NEARER * (min(known, limit, found.reached) - reached):
+                    reached, at, widest = there, prices, WIDE
+    except TimeLimitError:
+        pass
+    # Where no choices are within the budgets, prices of no end prove ever more.
+    return Best(best, math.inf if bound > dearest else bound, prices)
+
+
+def _best_beside(
+    problems: Sequence[Problem],
+    prices: tuple[float, ...],
+    met: Sequence[tuple[int, ...]],
+    known: float,
+    deadline: float,
+    gap: float,
+) -> Best:
+    """The best beside some nodes that stay as in the fastest choices met, so that the rest is narrow.
+
+    Its bound is that of the rest.
+    """
+    fastest = min(met, key=problems[0].seconds_of)
+    held = {node: fastest[node] for node in separators(problems[0], HELD_BAG)}
+    rest, seconds = [with_fixed(each, held) for each in problems], HELD_SHARE * seconds_until(deadline)
+    near = max(gap, HELD_NEAR)
+    return solve_rows(rest, prices, known, seconds, near, Enough(near, near, longest=HELD_EFFORT), [fastest], False)
+
+
+def _faster(
+    problem: Problem, made: tuple[int, ...] | None, best: tuple[int, ...] | None, known: float
+) -> tuple[tuple[int, ...] | None, float]:
+    """The best choices so far and the seconds known, or others that were made, if they are faster."""
+    seconds = math.inf if made is None else problem.seconds_of(made)
+    return (made, seconds) if seconds < known else (best, known)
+
+
+def _asking(ask: OverElsewhere, extend: Callable[[tuple[int, ...]], tuple[int, ...]]) -> OverElsewhere:
+    """Adapt a predicate on mixtures of the original problem to mixtures of the presolved problem."""
+    return lambda mixture: ask(tuple([(extend(choices), weight) for choices, weight in mixture]))

@@ -1,0 +1,134 @@
+"""Fixing by excess: what no good choice takes is dropped, and nodes that are left with one strategy are decided.
+
+A strategy whose excess (`min_marginals`) is above what a solution may cost more than the bound is in no such solution.
+Most nodes of a problem are decided by that; what remains is a small problem over the others, beside a constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.problem import Edge, Floats, Integers, Node, Parts, Problem, cut_table
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """The problem over the nodes that are not decided, the seconds of the rest, and the way back."""
+
+    problem: Problem
+    constant: float
+    """Infinite where what is decided exceeds the memory limit, and where a node is left with nothing."""
+    kept: tuple[Integers, ...]
+    """Strategies that each node of the original problem is left with."""
+    undecided: tuple[int, ...]
+    """Position in the original problem of each node of the smaller one."""
+
+    def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the original problem from those of the smaller one."""
+        found = [int(kept[0]) for kept in self.kept]
+        for node, choice in zip(self.undecided, choices, strict=True):
+            found[node] = int(self.kept[node][choice])
+        return tuple(found)
+
+    def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the smaller problem from those of the original one, which are to be among what is left."""
+        return tuple([int(np.searchsorted(self.kept[node], choices[node])) for node in self.undecided])
+
+
+def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
+    """Return the problem without the strategies and pairs whose reduced cost is above `limit` seconds."""
+    return remaining_of_each((problem,), found, limit)[0]
+
+
+def remaining_of_each(
+    problems: Sequence[Problem], found: Excesses, limit: float, parts: Parts | None = None
+) -> list[Remaining]:
+    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once.
+
+    `parts` are those of the problems, where they are known.
+    """
+    rows, first, parts = _rows(found, limit), problems[0], parts or Parts(problems)
+    kept = tuple([each for _, each in rows])
+    if not all(map(len, kept)):
+        return [Remaining(Problem((), (), each.budget), math.inf, kept, ()) for each in problems]
+    decided = np.array([len(each) == 1 for each in kept], dtype=bool)
+    undecided = np.flatnonzero(~decided).tolist()
+    place = {node: number for number, node in enumerate(undecided)}
+    menus = [_menus(each, kept, undecided) for each in problems]
+    edges: list[list[Edge]] = [[] for _ in problems]
+    pairs: dict[object, tuple[Floats, list[Integers | None]]] = {}  # equal edges stay one array
+    for number in parts.edges_at(~decided):
+        edge, excess = first.edges[number], found.of_edge[number]
+        held = [each.edges[number].num_bytes for each in problems]
+        ends = [rows[end] for end in edge.ends]
+        key = (id(edge.seconds), id(excess), *map(id, held), *[id(each) for _, each in ends])
+        if key not in pairs:
+            pairs[key] = _cut(edge, held, excess, ends, limit)
+        cost, cut = pairs[key]
+        left = [end for end in edge.ends if end in place]
+        if len(left) > 1:
+            places = tuple([place[end] for end in left])
+            for of_problem, each in zip(edges, cut, strict=True):
+                of_problem.append(Edge(places, cost, each))
+            continue
+        node = left[0]
+        for (seconds, num_bytes), each in zip(menus, cut, strict=True):
+            seconds[node] = seconds[node] + cost
+            if each is not None:
+                num_bytes[node] = num_bytes[node] + each
+    constant, taken = parts.cost_of([int(each[0]) for each in kept], among=decided)
+    left_of: list[Remaining] = []
+    for problem, (seconds, num_bytes), of_problem, of_decided in zip(problems, menus, edges, taken, strict=True):
+        nodes = tuple([Node(problem.nodes[node].name, seconds[node], num_bytes[node]) for node in undecided])
+        budget = None if problem.budget is None else problem.budget - of_decided
+        fits = budget is None or budget >= 0
+        left = Problem(nodes, tuple(of_problem), budget if fits else 0, is_sound=True)
+        left_of.append(Remaining(left, constant if fits else math.inf, kept, tuple(undecided)))
+    return left_of
+
+
+def _rows(found: Excesses, limit: float) -> list[tuple[Integers, Integers]]:
+    """Return the strategies of each node below the limit: their positions among the alive ones, and among all."""
+    shared: dict[tuple[int, int], tuple[Integers, Integers]] = {}
+    for excess, alive in zip(found.of_node, found.alive, strict=True):
+        if (id(excess), id(alive)) not in shared:
+            near = np.flatnonzero(excess[alive] <= limit)
+            shared[id(excess), id(alive)] = near, alive[near]
+    return [shared[id(excess), id(alive)] for excess, alive in zip(found.of_node, found.alive, strict=True)]
+
+
+def _menus(
+    problem: Problem, kept: Sequence[Integers], nodes: Sequence[int]
+) -> tuple[dict[int, Floats], dict[int, Integers]]:
+    """Seconds and bytes of some nodes over what they have left; equal menus stay one array."""
+    shared: dict[tuple[int, int], Floats | Integers] = {}
+
+    def cut(array: Floats | Integers, node: int) -> Any:
+        key = id(array), id(kept[node])
+        if key not in shared:
+            shared[key] = array[kept[node]]
+        return shared[key]
+
+    seconds = {node: cut(problem.nodes[node].seconds, node) for node in nodes}
+    return seconds, {node: cut(problem.nodes[node].num_bytes, node) for node in nodes}
+
+
+def _cut(
+    edge: Edge,
+    held: Sequence[Integers | None],
+    excess: Floats,
+    ends: Sequence[tuple[Integers, Integers]],
+    limit: float,
+) -> tuple[Floats, list[Integers | None]]:
+    """Seconds of an edge, and its bytes in each problem, over what its ends have left; none of what is decided."""
+    near, kept = zip(*ends, strict=True)
+    shape = tuple(len(each) for each in kept if len(each) > 1)
+    seconds = np.where(cut_table(excess, near) <= limit, cut_table(edge.seconds, kept), np.inf)
+    cut = [None if each is None else cut_table(each, kept).reshape(shape) for each in held]
+    return seconds.reshape(shape), cut

@@ -1,0 +1,187 @@
+"""Counting ILP over the steps of an elimination: it counts how often each choice is made, with equal layers as one.
+
+Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). It makes no difference
+which of them takes which choice, so it is sufficient to count. A bucket's bag, with all that is folded into it, has a
+folded label w (`ways`). Let y_s(w) be the number of buckets of step s with w, and x what w gives the bag's neighbours:
+
+    min   Σ seconds_s(w) y_s(w)
+    s.t.  Σ_{w at a root} y_s(w) = number of roots of step s
+          Σ_{w with x} y_c(w) = Σ_{parents s, w that give x} y_s(w)      for each x, and each child step c that is apart
+          Σ bytes_s(w) y_s(w) ≤ budget                                   for each memory row
+
+The part below a bucket depends on its neighbours' choices alone, so any numbers that satisfy this can be handed down
+from the roots. Choices whose reduced cost (`min_marginals`) at the memory price exceeds the margin have no variable. If
+there is much to count, neither have those that other prices exclude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from autopar.solver.deadline import check, seconds_until
+from autopar.solver.elimination.min_marginals import children_of
+from autopar.solver.ilp import solved
+from autopar.solver.remaining.folded_labels import Ways, occurrences, ways_of
+from autopar.solver.remaining.remaining_choices import Counted, Residual, TooManyChoicesError
+
+MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
+FIRST_EFFORT = 0.1  # CP-SAT's deterministic seconds: mostly the best is found in that, and is yet to be proven
+MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The ways of a step that stays apart, with a variable that counts them, and how many buckets have it."""
+
+    ways: Ways
+    variables: list[cp_model.IntVar]
+    count: int
+
+
+def best_counts(residual: Residual, tolerance: float, effort: float = math.inf) -> Counted:
+    """The choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
+
+    The ILP ends with what it has after so much `effort`, which is counted in CP-SAT's deterministic seconds: the answer
+    is the same on every machine. Where little is to be counted, a short search comes first: what it finds leaves less.
+    Raises TooManyChoicesError.
+    """
+    if math.isinf(effort) and not residual.is_small:
+        residual = residual.sharpened()
+    if effort <= FIRST_EFFORT or not residual.is_small:
+        return _Counting(residual).solve(tolerance, effort)
+    first = _Counting(residual).solve(tolerance, FIRST_EFFORT)
+    if first.is_proven or first.choices is None:
+        return first if first.is_proven else _Counting(residual).solve(tolerance, effort)
+    known = residual.seconds_of(first.choices)
+    found = _Counting(residual.below(min(known, residual.limit))).solve(tolerance, effort)
+    is_better = found.choices is not None and residual.seconds_of(found.choices) < known
+    bound = max(first.bound, found.bound)
+    return Counted(found.choices if is_better else first.choices, bound, found.is_proven)
+
+
+class _Counting:
+    def __init__(self, residual: Residual) -> None:
+        self.residual = residual
+        self.elimination, self.limit = residual.elimination, residual.limit
+        self.model = cp_model.CpModel()
+        self.ways: list[Ways] = []
+        self.steps: dict[int, _Step] = {}
+        """Steps that stay apart, by their number."""
+
+    def solve(self, tolerance: float, effort: float) -> Counted:
+        if self.residual.margin < 0 or not self._state():
+            return Counted(None, self.limit, True)
+        if not self.elimination.buckets:
+            return Counted((), min(0.0, self.limit), True)
+        constant, unit = self._minimise(tolerance)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.linearization_level = 2
+        solver.parameters.random_seed = 0
+        # Counts have neither symmetries nor much to probe for: looking takes longer than the search.
+        solver.parameters.symmetry_level = 0
+        solver.parameters.cp_model_probing_level = 0
+        solver.parameters.max_presolve_iterations = 1
+        solver.parameters.max_time_in_seconds = seconds_until(self.residual.deadline)
+        solver.parameters.max_deterministic_time = effort
+        solver.parameters.relative_gap_limit = 0.0
+        solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
+        status = solved(solver, self.model)
+        assert status != cp_model.MODEL_INVALID, self.model.validate()
+        if status == cp_model.INFEASIBLE:
+            return Counted(None, self.limit, True)
+        if status == cp_model.UNKNOWN:
+            return Counted(None, -math.inf, False)
+        bound = min(constant + solver.best_objective_bound * unit, self.limit)
+        return Counted(self._handed_out(solver), bound, status == cp_model.OPTIMAL or bound >= self.limit)
+
+    def _state(self) -> bool:
+        """Make the variables and say how they hang together; False where nothing is left for some bucket."""
+        if not all(len(entries) for entries, _ in self.residual.choices):
+            return False
+        self.ways = ways_of(self.residual)
+        counts = occurrences(self.residual, self.ways)
+        if sum(len(each) for each, count in zip(self.ways, counts, strict=True) if count) > MAX_VARIABLES:
+            raise TooManyChoicesError
+        for step, (ways, count) in enumerate(zip(self.ways, counts, strict=True)):
+            if count:
+                check(self.residual.deadline)
+                variables = [self.model.new_int_var(0, count, "") for _ in range(len(ways))]
+                self.steps[step] = _Step(ways, variables, count)
+        if not all(each.variables for each in self.steps.values()):
+            return False
+        for step, count in self.residual.roots.items():
+            self.model.add(cp_model.LinearExpr.sum(self.steps[step].variables) == count)
+        for step, asked in self._asked().items():
+            given: dict[tuple[int, ...], list[cp_model.IntVar]] = defaultdict(list)
+            child = self.steps[step]
+            for entry, variable in zip(child.ways.entries.tolist(), child.variables, strict=True):
+                given[tuple(entry[1:])].append(variable)
+            for around in given.keys() | asked.keys():
+                taken = cp_model.LinearExpr.sum(given.get(around, []))
+                self.model.add(taken == cp_model.LinearExpr.sum(asked.get(around, [])))
+        return True
+
+    def _asked(self) -> dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]]:
+        """Child step → its neighbours' choices → the variables of parents that give them, as often as they do."""
+        asked: dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]] = {}
+        for parent in self.steps.values():
+            for child, axes in parent.ways.apart:
+                of_child = asked.setdefault(child, defaultdict(list))
+                places = parent.ways.entries[:, list(axes)].tolist()
+                for around, variable in zip(places, parent.variables, strict=True):
+                    of_child[tuple(around)].append(variable)
+        return asked
+
+    def _minimise(self, tolerance: float) -> tuple[float, float]:
+        """Set the objective and the limits; returns what every solution costs, and the unit of the rest, in seconds."""
+        num_buckets = len(self.elimination.buckets)
+        unit = max(tolerance, MIN_TOLERANCE * abs(self.limit)) / (4 * num_buckets) or 1.0
+        constant = 0.0
+        costs: list[int] = []
+        for each in self.steps.values():
+            least = float(each.ways.seconds.min())
+            constant += least * each.count
+            # Rounded down, so that the bound holds for the true seconds too.
+            costs += np.floor((each.ways.seconds - least) / unit).astype(np.int64).tolist()
+        variables = [variable for each in self.steps.values() for variable in each.variables]
+        self.model.minimize(cp_model.LinearExpr.weighted_sum(variables, costs))
+        for row, budget in enumerate(self.residual.budgets):
+            if budget is not None:
+                self._limit_memory(row, budget, variables)
+        return constant, unit
+
+    def _limit_memory(self, row: int, budget: int, variables: list[cp_model.IntVar]) -> None:
+        bytes_of = [each.ways.num_bytes[:, row] for each in self.steps.values()]
+        least = [int(each.min()) for each in bytes_of]
+        held = [num for each, less in zip(bytes_of, least, strict=True) for num in (each - less).tolist()]
+        left = budget - sum(less * each.count for less, each in zip(least, self.steps.values(), strict=True))
+        common = math.gcd(*held) or 1
+        whole = cp_model.LinearExpr.weighted_sum(variables, [each // common for each in held])
+        self.model.add(whole <= left // common)
+
+    def _handed_out(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
+        """A choice per node: each bucket takes one of the ways that are counted for its neighbours' choices, or the one
+        that its parent's way is made with."""
+        left: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for step, each in self.steps.items():
+            left[step] = defaultdict(list)
+            for way, (entry, variable) in enumerate(zip(each.ways.entries.tolist(), each.variables, strict=True)):
+                left[step][tuple(entry[1:])] += [way] * solver.value(variable)
+        buckets, children = self.elimination.buckets, children_of(self.elimination)
+        taken: dict[int, int] = {}
+        chosen: dict[int, int] = {}
+        for place in reversed(range(len(buckets))):
+            bucket = buckets[place]
+            ways = self.ways[bucket.step]
+            if place not in taken:
+                taken[place] = left[bucket.step][tuple(chosen[member] for member in bucket.bag[1:])].pop()
+            chosen[bucket.bag[0]] = int(ways.entries[taken[place], 0])
+            below = [(child, int(way[taken[place]])) for child, way in ways.below]
+            taken |= self.residual.handed_down(place, children[place], below)
+        return tuple(chosen[node] for node in range(len(chosen)))

@@ -1,0 +1,164 @@
+"""Ways to have what is left: choices of a bag of an elimination, together with what is below them that is folded in.
+
+Two choices of a bag that look the same from its neighbours and from its children that stay apart differ in seconds and
+bytes alone. One that has no fewer seconds than another, and no fewer bytes in any memory row, need not be looked at
+(dominance). A bag without children that stay apart thus mostly has one way for each choice of its neighbours, or a few.
+It is folded into the bag of its parent then: each choice there is taken with each way of the child that it leads to,
+and again only the ways are kept that no other dominates.
+
+    ways(x) = Pareto( { choice of the bag that gives x, with a way of each child that is folded in } )
+
+That is what labels are (`labels`), in every memory row, and only as long as there are few: where a child has many ways,
+it stays apart, and is left to counts (`counting_ilp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solver.deadline import check
+from autopar.solver.problem import Floats, Integers
+from autopar.solver.remaining.remaining_choices import Residual, TooManyChoicesError
+
+MAX_CHOICES = 1_000_000  # of all bags together: more are not looked at
+FOLDED = 2.0  # times the ways of a bag and of the children folded into it: as many as folding one may come to
+ROUNDS = 500  # ways of a group that others are compared with, best first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """The ways of a step, a row each, those of one choice of the neighbours (a group) beside each other."""
+
+    entries: Integers
+    """Choices of the bag."""
+    excess: Floats
+    seconds: Floats
+    """Seconds, including those of folded children."""
+    num_bytes: Integers
+    """A row for each way, a column for each memory row."""
+    apart: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Children that stay apart: their step, and the axes of the bag that their neighbours are on."""
+    below: tuple[tuple[tuple[int, tuple[int, ...]], Integers], ...] = ()
+    """Children that are folded in, and their way in each of these ways."""
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def taken(self, rows: Integers) -> Ways:
+        return replace(
+            self,
+            entries=self.entries[rows],
+            excess=self.excess[rows],
+            seconds=self.seconds[rows],
+            num_bytes=self.num_bytes[rows],
+            below=tuple([(child, way[rows]) for child, way in self.below]),
+        )
+
+
+def ways_of(residual: Residual) -> list[Ways]:
+    """The ways of every step; those of steps that are folded in wherever they are needed, too.
+
+    Raises TooManyChoicesError, and TimeLimitError where that takes until the deadline.
+    """
+    if residual.num_choices > MAX_CHOICES:
+        raise TooManyChoicesError
+    found: list[Ways] = []
+    groups: list[_Groups] = []
+    for step, (entries, excess) in enumerate(residual.choices):
+        check(residual.deadline)
+        seconds, num_bytes = residual.own(step)
+        ways = Ways(entries, excess, seconds, num_bytes.T, tuple(residual.messages(step)))
+        ways, apart = _best(ways), len(ways)
+        for child, axes in ways.apart:
+            if found[child].apart:
+                continue
+            at = groups[child].of(ways.entries[:, list(axes)])
+            if groups[child].sizes(at).sum() <= FOLDED * (apart + len(found[child])):
+                ways = _best(_folded(ways, (child, axes), found[child], groups[child], at, residual.margin))
+                apart += len(found[child])
+        ordered = ways.taken(np.lexsort((ways.excess, *ways.entries[:, :0:-1].T)))
+        found.append(ordered)
+        groups.append(_Groups(ordered.entries[:, 1:], ordered.excess, residual.outside[step]))
+    return found
+
+
+class _Groups:
+    """The ways of a step by what the neighbours take."""
+
+    def __init__(self, around: Integers, excess: Floats, outside: Floats) -> None:
+        is_first = np.ones(len(around), dtype=bool)
+        is_first[1:] = (around[1:] != around[:-1]).any(axis=1)
+        firsts = np.flatnonzero(is_first)
+        self.starts = np.append(firsts, len(around))
+        self._number = {tuple(each): number for number, each in enumerate(around[firsts].tolist())}
+        self.above = excess - outside[tuple(around.T)]
+        """Cost of each way above the best way for the same neighbours, at the prices."""
+
+    def of(self, around: Integers) -> Integers:
+        """The group of each choice of neighbours, or -1."""
+        known = self._number
+        return np.array([known.get(tuple(each), -1) for each in around.tolist()], dtype=np.intp)
+
+    def sizes(self, at: Integers) -> Integers:
+        """Return the number of ways in each of some groups; 0 for no group (-1)."""
+        return np.where(at < 0, 0, np.diff(self.starts, append=0)[at])
+
+
+def _folded(
+    ways: Ways, child: tuple[int, tuple[int, ...]], of_child: Ways, groups: _Groups, at: Integers, margin: float
+) -> Ways:
+    """Each way with each of a child's that it leads to, within a margin."""
+    sizes = groups.sizes(at)
+    rows = np.repeat(np.arange(len(ways)), sizes)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + groups.starts[at][rows]
+    excess = ways.excess[rows] + groups.above[places]
+    near = excess <= margin
+    rows, places = rows[near], places[near]
+    apart = list(ways.apart)
+    apart.remove(child)
+    taken = ways.taken(rows)
+    return replace(
+        taken,
+        excess=excess[near],
+        seconds=taken.seconds + of_child.seconds[places],
+        num_bytes=taken.num_bytes + of_child.num_bytes[places],
+        apart=tuple(apart),
+        below=(*taken.below, (child, places)),
+    )
+
+
+def _best(ways: Ways) -> Ways:
+    """Return the undominated ways among those that look alike to the neighbours and to the children that stay apart."""
+    seen = sorted({*range(1, ways.entries.shape[1]), *[axis for _, axes in ways.apart for axis in axes]})
+    if not len(ways) or (len(seen) == ways.entries.shape[1] and not ways.below):
+        return ways
+    _, group = np.unique(ways.entries[:, seen], axis=0, return_inverse=True)
+    return ways.taken(_undominated(group.reshape(-1), ways))
+
+
+def _undominated(group: Integers, ways: Ways) -> Integers:
+    """Places, by group and excess; among equal ways the first."""
+    kept = np.lexsort((ways.excess, group))
+    group, cost = group[kept], np.column_stack((ways.seconds, ways.num_bytes))[kept]
+    for rank in range(ROUNDS):
+        starts = np.flatnonzero(np.diff(group, prepend=-1))
+        sizes = np.diff(starts, append=len(group))
+        if not (sizes > rank).any():
+            break
+        other = np.minimum(np.repeat(starts, sizes) + rank, len(group) - 1)
+        is_after = np.arange(len(group)) > other
+        stays = ~(is_after & (cost[other] <= cost).all(axis=1))  # none is after one of another group
+        kept, group, cost = kept[stays], group[stays], cost[stays]
+    return kept
+
+
+def occurrences(residual: Residual, ways: Sequence[Ways]) -> list[int]:
+    """Return the number of buckets of each step that stay apart, that is, are folded into none."""
+    found = [residual.roots.get(step, 0) for step in range(len(ways))]
+    for step in reversed(range(len(ways))):
+        for child, _ in ways[step].apart if found[step] else ():
+            found[child] += found[step]
+    return found

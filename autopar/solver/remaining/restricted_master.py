@@ -1,0 +1,165 @@
+"""Choices made of pieces of others: each piece of a graph as one of those that are known has it, or an equal piece.
+
+What prices mix is within all budgets on average alone. The choices that are mixed differ in most layers, and at every
+price equal layers choose alike: which of them are to have one way, and which another, prices do not say. Here it is
+asked of pieces in place of nodes. What is undecided between the known choices falls apart where a single node separates
+parts (`order.separators`); each part, and each such node, is a piece, and what any of the known choices takes in it, or
+in a piece of equal nodes, is a way to have it. So a problem of thousands of nodes is one of a few hundred with a few
+strategies each, which the plain ILP solves with many memory rows.
+
+With the known choices as columns, and layers as what they are made for, that is a restricted master heuristic (Joncour
+et al. 2010).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import networkx as nx
+import numpy as np
+
+from autopar.solver.elimination.distinct_tables import Tables
+from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.elimination.order import separators
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
+from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
+
+MAX_PAIRS = 100_000  # of ways to have pieces beside each other: more take the ILP minutes
+
+_Sums = dict[tuple[int, ...], np.ndarray]
+"""Pieces → what they cost together, by the ways to have each."""
+
+
+class Pieces:
+    """Restricted master problem: choices recombined from pieces of known choices, within memory rows.
+
+    Rows are added one after the other. The problems of rows are equal except for their bytes and budgets, and for the
+    edges that these lie on.
+    """
+
+    def __init__(self, problem: Problem, known: Sequence[Sequence[int]]) -> None:
+        self._kinds = _kinds_of(problem)
+        taken: dict[int, set[int]] = defaultdict(set)
+        for choices in known:
+            for kind, choice in zip(self._kinds, choices, strict=True):
+                taken[kind].add(choice)
+        self._taken = {kind: sorted(each) for kind, each in taken.items()}
+        self._left = self._left_of((problem,))[0]
+        parts = _members(self._left.problem)
+        self._place = {node: (piece, axis) for piece, nodes in enumerate(parts) for axis, node in enumerate(nodes)}
+        self._parts, self._ways = parts, self._ways_of(known, parts)
+        self._seconds = self._summed(self._left.problem, lambda part: part.seconds)
+        self._rows: list[tuple[_Sums, int | None]] = []
+        self._is_full = False
+        """True if the choices that all known ones have in common exceed a budget."""
+
+    def add(self, problems: Sequence[Problem]) -> None:
+        """Have what is made be within these budgets, too."""
+        for left in self._left_of(problems):
+            self._is_full |= math.isinf(left.constant)
+            self._rows.append((self._summed(left.problem, lambda part: part.num_bytes), left.problem.budget))
+
+    def best(self, effort: float, tolerance: float, start: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        """The fastest choices within all budgets that are found with so much effort (`solve_ilp`); None: none.
+
+        What may be faster by no more than a tolerance (in seconds) is not looked for. `start` are known choices, from
+        which it is looked for better ones.
+        """
+        first, *others = self._problems()
+        if self._is_full or sum(edge.seconds.size for edge in first.edges) > MAX_PAIRS:
+            return None
+        hint = None if start is None else self._ways_in(start)
+        found = solve_ilp(first, effort, hint, tolerance=tolerance, rows=others, repeatable=True).choices
+        if found is None:
+            return None
+        chosen = np.zeros(len(self._left.undecided), dtype=np.intp)
+        for nodes, ways, choice in zip(self._parts, self._ways, found, strict=True):
+            chosen[nodes] = ways[choice]
+        return self._left.extend(chosen.tolist())
+
+    def _left_of(self, problems: Sequence[Problem]) -> list[Remaining]:
+        """Return the remaining problems over nodes on which known choices differ; nodes of a kind are treated alike."""
+        excess: dict[int, Floats] = {}
+        every: dict[int, Integers] = {}
+        nothing: dict[tuple[int, ...], Floats] = {}
+        for node, kind in zip(problems[0].nodes, self._kinds, strict=True):
+            if kind not in excess:
+                excess[kind] = np.full(node.num_strategies, np.inf)
+                excess[kind][self._taken[kind]] = 0.0
+            every.setdefault(node.num_strategies, np.arange(node.num_strategies))
+        of_edge = [nothing.setdefault(edge.seconds.shape, np.zeros(edge.seconds.shape)) for edge in problems[0].edges]
+        alive = [every[node.num_strategies] for node in problems[0].nodes]
+        found = Excesses(tuple(alive), tuple([excess[kind] for kind in self._kinds]), tuple(of_edge))
+        return remaining_of_each(problems, found, 0.0)
+
+    def _ways_of(self, known: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[Integers]:
+        """Return the known choices of each piece's nodes, a row each, including those of equal pieces."""
+        left = np.array([self._left.restrict(choices) for choices in known], dtype=np.intp)
+        kinds = [tuple([self._kinds[self._left.undecided[node]] for node in nodes]) for nodes in parts]
+        of_kind: dict[tuple[int, ...], list[Integers]] = defaultdict(list)
+        for kind, nodes in zip(kinds, parts, strict=True):
+            of_kind[kind].append(left[:, nodes])
+        ways = {kind: np.unique(np.concatenate(each), axis=0) for kind, each in of_kind.items()}
+        return [ways[kind] for kind in kinds]
+
+    def _ways_in(self, known: Sequence[int]) -> list[int]:
+        """Return the row in `_ways` that known choices have for each piece."""
+        left = np.array(self._left.restrict(known), dtype=np.intp)
+        each = zip(self._parts, self._ways, strict=True)
+        return [int((ways == left[nodes]).all(axis=1).argmax()) for nodes, ways in each]
+
+    def _summed(self, problem: Problem, cost: Callable[[Node | Edge], np.ndarray | None]) -> _Sums:
+        """Return the cost of each piece, and of pieces together, by the ways to have each."""
+        sums: _Sums = {}
+        made: dict[object, np.ndarray] = {}  # of equal parts: equal pieces have the same ways
+        nodes = ((node, (number,)) for number, node in enumerate(problem.nodes))
+        for part, ends in itertools.chain(nodes, ((edge, edge.ends) for edge in problem.edges)):
+            array = cost(part)
+            if array is None:
+                continue
+            pieces = tuple(sorted({self._place[end][0] for end in ends}))
+            at = [(pieces.index(piece), axis) for piece, axis in map(self._place.__getitem__, ends)]
+            ways = [self._ways[piece] for piece in pieces]
+            key = (id(array), *at, *map(id, ways))
+            if key not in made:
+                dims = range(len(pieces))
+                index = [ways[dim][:, axis].reshape([-1 if each == dim else 1 for each in dims]) for dim, axis in at]
+                made[key] = np.broadcast_to(array[tuple(index)], [len(each) for each in ways])
+            sums[pieces] = sums[pieces] + made[key] if pieces in sums else made[key]
+        return sums
+
+    def _problems(self) -> list[Problem]:
+        """Build one problem per memory row, with a node for each piece, and its ways as strategies."""
+        together = dict.fromkeys(itertools.chain(self._seconds, *(held for held, _ in self._rows)))
+        shapes = {pieces: [len(self._ways[piece]) for piece in pieces] for pieces in together}
+        seconds = {pieces: self._seconds.get(pieces, np.zeros(shape)) for pieces, shape in shapes.items()}
+        nothing = {pieces: np.zeros(shape, dtype=np.int64) for pieces, shape in shapes.items()}
+        found = []
+        for held, budget in self._rows:
+            of_row = {**nothing, **held}
+            nodes = [Node(f"piece {n}", seconds[n,], of_row[n,]) for n in range(len(self._parts))]
+            edges = [Edge(pieces, seconds[pieces], of_row[pieces]) for pieces in together if len(pieces) > 1]
+            found.append(Problem(tuple(nodes), tuple(edges), budget, is_sound=True))
+        return found
+
+
+def _kinds_of(problem: Problem) -> list[int]:
+    """A number per node, the same for nodes that are alike but for their bytes, and so are their surroundings."""
+    nothing = {node.num_strategies: np.zeros(node.num_strategies, dtype=np.int64) for node in problem.nodes}
+    nodes = [Node(node.name, node.seconds, nothing[node.num_strategies]) for node in problem.nodes]
+    plain = Problem(tuple(nodes), tuple([Edge(edge.ends, edge.seconds) for edge in problem.edges]))
+    return Tables(plain).kinds(plain)
+
+
+def _members(problem: Problem) -> list[list[int]]:
+    """The nodes of each piece: parts that single nodes separate, and these."""
+    apart = separators(problem)
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(problem.nodes)))
+    for edge in problem.edges:
+        graph.add_edges_from(itertools.combinations([end for end in edge.ends if end not in apart], 2))
+    return sorted(sorted(each) for each in nx.connected_components(graph))

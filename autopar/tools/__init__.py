@@ -1,0 +1,1 @@
+"""Tools around the compiler: benchmarks, calibration, the demo, and checks of rules."""

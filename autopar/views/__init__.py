@@ -1,0 +1,1 @@
+"""Views of a plan: reports, questions, formulas, and translations for other systems."""

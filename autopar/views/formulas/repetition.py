@@ -1,0 +1,164 @@
+"""Layers: the stacks of equal numbered modules of a model, and how often each part of a plan's cost stands in them.
+
+layers      what every layer has: one more layer adds the mean of those that are there
+layers - 1  what stands between two layers, or in all but one of them
+1           what stands in one layer alone, or in none
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from autopar.costs.space.space import Space, Wire
+from autopar.ir.program.calls import module_of
+from autopar.ir.program.paths import split_at_number
+from autopar.ir.program.program import Program
+from autopar.views.formulas.symbols import LAYERS, Polynomial
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """`model.layers.0` to `model.layers.31`: the modules below `prefix` whose parameters are alike."""
+
+    prefix: str
+    numbers: tuple[str, ...]
+
+    def place(self, name: str) -> tuple[int, str] | None:
+        """Return the layer of a module or parameter, and its name inside the layer; None if it is outside the stack."""
+        found = split_at_number(name)
+        if found is None or found[0] != self.prefix or found[1] not in self.numbers:
+            return None
+        return self.numbers.index(found[1]), found[2]
+
+
+def stacks_of(program: Program) -> tuple[Stack, ...]:
+    """The longest stacks (an encoder and a decoder, if they are equally long), each of two layers at least.
+
+    Modules are layers of one stack where most of them have the same parameters, and these are most of a layer's.
+    """
+    below: dict[str, dict[str, set[Hashable]]] = defaultdict(lambda: defaultdict(set))
+    placeholders = program.placeholders()
+    for name, placeholder in program.parameters.items():
+        found = split_at_number(name)
+        if found is not None:
+            prefix, number, inside = found
+            shape = placeholders[placeholder].meta["tensor"].shape
+            below[prefix][number].add((inside, shape))
+    stacks = [Stack(prefix, tuple(layers)) for prefix, layers in below.items() if len(layers) > 1 and _alike(layers)]
+    longest = max((len(stack.numbers) for stack in stacks), default=0)
+    return tuple(stack for stack in stacks if len(stack.numbers) == longest)
+
+
+def _alike(layers: dict[str, set[Hashable]]) -> bool:
+    common = set.intersection(*layers.values())
+    return all(2 * len(common) > len(each) for each in layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Position of a decision: its layer (None: in no stack), and a name that is equal in every layer."""
+
+    layer: int | None
+    name: Hashable
+
+
+class Repetition:
+    """Counts of decisions and edges: one of three polynomials in `layers` that equal one at the current depth."""
+
+    def __init__(self, space: Space, stacks: Sequence[Stack]) -> None:
+        self._space = space
+        length = self._length = len(stacks[0].numbers) if stacks else 0
+        if length:
+            self._each = Polynomial.symbol(LAYERS) * Fraction(1, length)
+            self._between = (Polynomial.symbol(LAYERS) + -1) * Fraction(1, length - 1)
+        self._targets: dict[int, list[Wire]] = defaultdict(list)
+        for wire in space.wires:
+            self._targets[wire.source].append(wire)
+        self._places: dict[int, _Place] = {}
+        self._place_all(stacks)
+        self._seen: dict[Hashable, set[int]] = defaultdict(set)
+        for place in self._places.values():
+            if place.layer is not None:
+                self._seen[place.name].add(place.layer)
+        for wire in space.wires:
+            layer, name, _ = self._wire(wire)
+            if layer is not None:
+                self._seen[name].add(layer)
+
+    def of_decision(self, number: int) -> Polynomial:
+        place = self._places[number]
+        return _ONCE if place.layer is None else self._count(place.name, between=False)
+
+    def of_wire(self, wire: Wire) -> Polynomial:
+        layer, name, between = self._wire(wire)
+        return _ONCE if layer is None else self._count(name, between)
+
+    def _count(self, name: Hashable, between: bool) -> Polynomial:
+        here, length = len(self._seen[name]), self._length
+        if here == length:
+            return self._each
+        if between or here == length - 1 > 1:
+            return self._between
+        return _ONCE if here == 1 else self._each
+
+    def _wire(self, wire: Wire) -> tuple[int | None, Hashable, bool]:
+        """The layer a wire belongs to, its name, and whether it stands between two layers of one stack."""
+        source, target = self._places[wire.source], self._places[wire.target]
+        ends = (wire.source_output, wire.target_input)
+        if target.layer is None:
+            return source.layer, (source.name, wire.target, ends), False
+        if source.layer is None or _stack(source) != _stack(target):
+            return target.layer, (wire.source, target.name, ends), False
+        return target.layer, (source.name, target.name, ends), source.layer != target.layer
+
+    def _place_all(self, stacks: Sequence[Stack]) -> None:
+        parameters = self._space.program.parameter_names
+        counts: Counter[Hashable] = Counter()
+        hubs = []
+        for number, decision in enumerate(self._space.decisions):
+            if decision.kind == "hub":
+                hubs.append(number)
+                continue
+            module = parameters.get(decision.node.name) or module_of(decision.node)
+            place = next(((stack.prefix, at) for stack in stacks if (at := stack.place(module))), None)
+            if place is None:
+                self._places[number] = _Place(None, number)
+                continue
+            prefix, (layer, inside) = place
+            kind = (prefix, inside, decision.menu.call.name if decision.menu.call else decision.kind)
+            counts[kind, layer] += 1
+            self._places[number] = _Place(layer, (prefix, kind, counts[kind, layer]))
+        for number in reversed(hubs):  # a hub's consumers first, which may be hubs themselves
+            self._places[number] = self._of_hub(number)
+
+    def _of_hub(self, number: int) -> _Place:
+        """A hub stands where its consumers do, if that is one layer; else where the tensor was made."""
+        wires = self._targets[number]
+        places = [self._places[wire.target] for wire in wires]
+        inside = all(place.layer is not None for place in places)
+        if inside and len({(_stack(place), place.layer) for place in places}) == 1:
+            consumers = tuple((place.name, wire.target_input) for place, wire in zip(places, wires, strict=True))
+            return _Place(places[0].layer, (_stack(places[0]), "hub", consumers))
+        origin = self._origin(number)
+        if origin.layer is None:
+            return _Place(None, number)
+        decision = self._space.decisions[number]
+        suffix = decision.name.removeprefix(decision.node.name)
+        return _Place(origin.layer, (_stack(origin), "hub", origin.name, suffix))
+
+    def _origin(self, number: int) -> _Place:
+        wire = self._space.inbound[number, 0]
+        while self._space.decisions[wire.source].kind == "hub":
+            wire = self._space.inbound[wire.source, 0]
+        return self._places[wire.source]
+
+
+def _stack(place: _Place) -> Hashable:
+    assert isinstance(place.name, tuple)
+    return place.name[0]
+
+
+_ONCE = Polynomial.of(1)

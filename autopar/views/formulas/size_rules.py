@@ -1,0 +1,90 @@
+"""Effects of operations on dims that their rules call whole: joins, cuts, margins, and attention's sequences.
+
+Slices are related if all slices of a dim are known (see `symbolic_shapes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.operation import Call
+from autopar.views.formulas.equations import Equation, Equations
+
+Dims = Sequence[Sequence[int]]
+"""A variable per dim of every tensor."""
+SizeRule = Callable[[Equations, Call, Dims, Dims, str], None]
+"""(equations, call, dims of its inputs, dims of its outputs, name for errors) adds equations."""
+
+
+def _shifted(equations: Equations, whole: int, part: int, where: str) -> None:
+    """`whole` is `part` and the difference that they have now."""
+    difference = equations.numbers[whole] - equations.numbers[part]
+    equations.add(Equation(whole, (part,), False, difference, where))
+
+
+def padded(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """Stated margins are added."""
+    for before, after in zip(inputs[0], outputs[0], strict=True):
+        _shifted(equations, after, before, where)
+
+
+def joined(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """The sizes along one dim are added."""
+    dim = call["dim"] % len(outputs[0])
+    equal_rank = [dims for dims in inputs if len(dims) == len(outputs[0])]
+    equations.add(Equation(outputs[0][dim], tuple(dims[dim] for dims in equal_rank), False, 0, where))
+
+
+def cut(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """The sizes of the pieces along one dim make the whole."""
+    dim = call["dim"] % len(inputs[0])
+    pieces = tuple(dims[dim] for dims in outputs)
+    if sum(equations.numbers[piece] for piece in pieces) == equations.numbers[inputs[0][dim]]:
+        equations.add(Equation(inputs[0][dim], pieces, False, 0, where))
+
+
+def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """Queries (s, d), keys (t, d), values (t, e), a mask (s, t) and outputs (s, e)."""
+    query, key, value, *masks = inputs
+    pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
+    mask = call["attn_mask"]
+    if isinstance(mask, TensorInfo) and len(mask.shape) > 1:
+        pairs += [(masks[0][-1], key[-2]), (masks[0][-2], query[-2])]
+    for left, right in pairs:
+        equations.equal(left, right, where)
+
+
+def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """Relate sizes like `attended`, with vectors of keys (…, t) and of queries (…, s, 1) instead of a mask.
+
+    The sinks follow these vectors.
+    """
+    query, key, value, *vectors = inputs
+    pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
+    for dims, info in zip(vectors, call["vectors"], strict=False):
+        if info.shape and info.shape[-1] > 1:
+            pairs.append((dims[-1], key[-2]))
+        elif len(info.shape) > 1 and info.shape[-2] > 1:
+            pairs.append((dims[-2], query[-2]))
+    for left, right in pairs:
+        equations.equal(left, right, where)
+
+
+def unrelated(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """Whole dims that happen to have one size are not the same."""
+
+
+SIZE_RULES: dict[str, SizeRule] = {
+    "constant_pad_nd": padded,
+    "pad": padded,
+    "cat": joined,
+    "concat": joined,
+    "split": cut,
+    "split_with_sizes": cut,
+    "chunk": cut,
+    "scaled_dot_product_attention": attended,
+    "attention_by_mask": attended_by_mask,
+    **dict.fromkeys(("slice", "index", "index_put", "gather", "stack", "unbind", "select"), unrelated),
+}
+"""Size rules by operation name; whole dims of all other operations are equal at the same position (see the walk)."""

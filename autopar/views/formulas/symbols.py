@@ -1,0 +1,190 @@
+"""Sizes that remember how they were computed: ints with a polynomial in batch, sequence, hidden and the mesh axes.
+
+A `Size` is an int in every comparison, so that code written for numbers takes the same way on it as on the number;
+sums, products and quotients also keep the polynomial:
+
+    Size.symbol("batch", 8) * 16 // Size.symbol("dp", 2)    is 64 and remembers 16*batch/dp
+
+A quotient that is whole is kept as a monomial with negative exponents; one that is not becomes a rounded atom, as in
+`ceiling(257/tp)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from autopar.ir.sharding.mesh import Mesh
+
+BATCH, SEQUENCE, HIDDEN, LAYERS = "batch", "sequence", "hidden", "layers"
+Number = int | float | Fraction
+Monomial = tuple[tuple[str, int], ...]
+"""(symbol, exponent) pairs in the order of the symbols; () is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A sum of coefficients times monomials; exponents may be negative. Printed as text that sympy reads."""
+
+    terms: tuple[tuple[Monomial, Number], ...] = ()
+
+    @classmethod
+    def of(cls, value: Polynomial | Number) -> Polynomial:
+        """A number as a polynomial; the polynomial of a Size."""
+        if isinstance(value, Size):
+            return value.polynomial
+        if isinstance(value, Polynomial):
+            return value
+        return cls((((), value),)) if value else ZERO
+
+    @classmethod
+    def symbol(cls, name: str, exponent: int = 1) -> Polynomial:
+        return cls(((((name, exponent),), 1),))
+
+    @classmethod
+    def sum(cls, parts: Iterable[Polynomial]) -> Polynomial:
+        found: dict[Monomial, Number] = {}
+        for part in parts:
+            for monomial, coefficient in part.terms:
+                found[monomial] = found.get(monomial, 0) + coefficient
+        return _polynomial(found)
+
+    def __add__(self, other: Polynomial | Number) -> Polynomial:
+        return Polynomial.sum((self, Polynomial.of(other)))
+
+    def __mul__(self, other: Polynomial | Number) -> Polynomial:
+        other = Polynomial.of(other)
+        if len(self.terms) == len(other.terms) == 1:  # what nearly all sizes are
+            (left, a), (right, b) = self.terms[0], other.terms[0]
+            return Polynomial(((_product(left, right), _plain(a * b)),))
+        found: dict[Monomial, Number] = {}
+        for left, a in self.terms:
+            for right, b in other.terms:
+                monomial = _product(left, right)
+                found[monomial] = found.get(monomial, 0) + a * b
+        return _polynomial(found)
+
+    def __truediv__(self, other: Polynomial | Number) -> Polynomial:
+        """The quotient by a monomial, which is all that tensors are divided by."""
+        ((monomial, coefficient),) = Polynomial.of(other).terms
+        inverse = coefficient if coefficient == 1 else Fraction(1, coefficient)  # type: ignore[arg-type]
+        return self * Polynomial(((tuple((name, -exponent) for name, exponent in monomial), inverse),))
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The symbols and rounded atoms that it depends on."""
+        return frozenset(name for monomial, _ in self.terms for name, _ in monomial)
+
+    @property
+    def is_fraction(self) -> bool:
+        """True if the polynomial may not be whole at other values of its symbols."""
+        return any(
+            (isinstance(coefficient, Fraction) and coefficient.denominator > 1) or any(e < 0 for _, e in monomial)
+            for monomial, coefficient in self.terms
+        )
+
+    def __str__(self) -> str:
+        return " + ".join(_term(monomial, value) for monomial, value in sorted(self.terms)).replace("+ -", "- ") or "0"
+
+
+ZERO = Polynomial()
+
+
+def _polynomial(found: Mapping[Monomial, Number]) -> Polynomial:
+    return Polynomial(tuple((m, _plain(c)) for m, c in sorted(found.items(), key=lambda item: item[0]) if c))
+
+
+def _plain(value: Number) -> Number:
+    """A fraction that is whole as an int."""
+    return value.numerator if type(value) is Fraction and value.denominator == 1 else value
+
+
+@functools.lru_cache(maxsize=65536)
+def _product(left: Monomial, right: Monomial) -> Monomial:
+    exponents = dict(left)
+    for name, exponent in right:
+        exponents[name] = exponents.get(name, 0) + exponent
+    return tuple(sorted((name, exponent) for name, exponent in exponents.items() if exponent))
+
+
+def _term(monomial: Monomial, coefficient: Number) -> str:
+    """A product as text: "3*batch*hidden/(8*tp)"."""
+    whole = coefficient if isinstance(coefficient, float) else Fraction(coefficient).numerator
+    part = 1 if isinstance(coefficient, float) else Fraction(coefficient).denominator
+    above = [_power(name, exponent) for name, exponent in monomial if exponent > 0]
+    below = [str(part)] * (part != 1) + [_power(name, -exponent) for name, exponent in monomial if exponent < 0]
+    if whole == -1 and above:
+        text = "-" + "*".join(above)
+    else:
+        text = "*".join([repr(whole)] * (whole != 1 or not above) + above)
+    if not below:
+        return text
+    return f"{text}/{below[0]}" if len(below) == 1 else f"{text}/({'*'.join(below)})"
+
+
+def _power(name: str, exponent: int) -> str:
+    return name if exponent == 1 else f"{name}**{exponent}"
+
+
+class Size(int):
+    """An int with the polynomial it is the value of."""
+
+    polynomial: Polynomial
+
+    @classmethod
+    def make(cls, value: int, polynomial: Polynomial) -> Size:
+        size = cls(value)
+        size.polynomial = polynomial
+        return size
+
+    @classmethod
+    def symbol(cls, name: str, value: int) -> Size:
+        """A symbol with the value that it has now."""
+        return cls.make(value, Polynomial.symbol(name))
+
+    @classmethod
+    def of(cls, value: int) -> Size:
+        """A number, which depends on nothing; a Size is itself."""
+        return value if isinstance(value, Size) else cls.make(value, Polynomial.of(value))
+
+    def __add__(self, other: int) -> Size:
+        return Size.make(int(self) + int(other), self.polynomial + Polynomial.of(other))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Size:
+        return Size.make(-int(self), self.polynomial * -1)
+
+    def __sub__(self, other: int) -> Size:
+        return Size.make(int(self) - int(other), self.polynomial + Polynomial.of(other) * -1)
+
+    def __rsub__(self, other: int) -> Size:
+        return -self + other
+
+    def __mul__(self, other: int) -> Size:
+        return Size.make(int(self) * int(other), self.polynomial * Polynomial.of(other))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: int) -> Size:
+        """The quotient; where it is rounded now, it is rounded at all values."""
+        value, divisor = int(self) // int(other), Polynomial.of(other)
+        if int(self) % int(other) == 0 and len(divisor.terms) == 1:
+            return Size.make(value, self.polynomial / divisor)
+        if self.polynomial == divisor:
+            return Size.of(1)
+        if value < 0:  # -(-a // b), as ceilings are written
+            return -Size.symbol(f"ceiling(({self.polynomial * -1})/({divisor}))", -value)
+        return Size.symbol(f"floor(({self.polynomial})/({divisor}))", value)
+
+    def __rfloordiv__(self, other: int) -> Size:
+        return Size.of(other) // self
+
+
+def axis_symbols(mesh: Mesh) -> dict[str, str]:
+    """The symbols of a mesh's axes, each with its axis: the axis's name, unless that is a size or a word of Python."""
+    reserved = {BATCH, SEQUENCE, HIDDEN, LAYERS, "bytes"}
+    return {f"{axis}_axis" if axis in reserved or keyword.iskeyword(axis) else axis: axis for axis in mesh.names}

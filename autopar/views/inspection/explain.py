@@ -1,0 +1,296 @@
+"""Why a plan chose a strategy: its cost in parts, the best plan without it, and what other roles would take.
+
+The runner-up forbids the chosen strategy of one decision and plans everything again: p* = min over plans with another
+strategy there. What it takes more than the plan is the least that giving up the strategy costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.console.progress import progress, stages
+from autopar.console.units import format_bytes
+from autopar.costs.hardware.collectives import rearranging_seconds, transfer_seconds
+from autopar.costs.plans.decision_rows import Moved
+from autopar.costs.plans.difference import Amount
+from autopar.costs.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Decision, Space, Wire
+from autopar.errors import InfeasibleError
+from autopar.ir.program.calls import module_of
+from autopar.planning.annotations.matching import Catalog, operation_of
+from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.planner import answer_of, bounds_near, formulations_of, replan
+from autopar.planning.settings import PlanContext, context_of
+from autopar.solver.low_treewidth import unsaid
+from autopar.views.inspection.breakdown import parting, places
+from autopar.views.inspection.compare import choice_words, difference, layout_words
+from autopar.views.inspection.names import decision_named
+
+NO_PLAN = "without this strategy there is no plan: "
+
+
+def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Plan]:
+    """Explain the decision that a name means (see `names`).
+
+    `alternatives` adds what every other role on every axis would take. Raises InputError for a name that means none.
+    """
+    context = context_of(plan, "explain")
+    space = context.space
+    number = decision_named(space, name)
+    decision, row = space.decisions[number], plan.rows[number]
+    strategy = decision.menu.strategies[context.choices[number]]
+    running = context.memory_model.second_forward.running(number, context.choices, plan.recompute)
+    with stages("explain", 2) as step:
+        step("runner-up")
+        runner_up, reason = _runner_up(plan, context, number)
+        step("without the limit")
+        without_limit = _without_limit(context, number)
+    allowed = _allowed(context, number)
+    is_parameter = decision.kind == "parameter"
+    share = space.share(space.rows.get(number), context.choices)
+    return Explanation(
+        name=label(space, number),
+        decision=decision.name,
+        operation=row.operation,
+        strategy=choice_words(plan, row),
+        inputs=tuple(
+            (_tensor(space, space.inbound[number, position]), layout_words(str(layout), space.mesh.names))
+            for position, layout in enumerate(strategy.inputs)
+            if (number, position) in space.inbound
+        ),
+        outputs=tuple(layout_words(str(layout), space.mesh.names) for layout in strategy.outputs),
+        num_strategies=len(allowed),
+        num_allowed=int(allowed.sum()),
+        pinned_by=_annotations_about(context, number),
+        forward_seconds=row.forward_seconds,
+        backward_seconds=row.backward_seconds,
+        recompute_seconds=row.recompute_seconds,
+        mode=plan.recompute.get(context.memory_model.lifetimes.segment[number], "none"),
+        optimizer_seconds=_own_seconds(decision, context.choices[number]) if is_parameter else 0.0,
+        own=tuple(
+            Moved(t.collective, t.axis, t.num_bytes, wait * share, t.backward)
+            for t, wait in zip(running.transfers, running.waits, strict=True)
+        ),
+        reshards=(*_inbound(context, number), *_outbound(context, number)),
+        saved_bytes=row.saved_bytes,
+        stored_bytes=row.stored_bytes,
+        seconds=plan.seconds,
+        runner_up=runner_up,
+        reason=reason,
+        without_limit=without_limit,
+        alternatives=tuple(_alternatives(plan, context, number, runner_up and runner_up.plan, reason))
+        if alternatives
+        else (),
+    )
+
+
+def _own_seconds(decision: Decision, choice: int) -> float:
+    """Seconds of an optimizer's step without its collectives."""
+    return float(decision.menu.seconds[choice]) - sum(decision.menu.strategies[choice].waits)
+
+
+def label(space: Space, number: int) -> str:
+    """A decision as people know it: the path of its parameter or module, or its name in the graph."""
+    decision = space.decisions[number]
+    parameters = space.program.parameter_names
+    if decision.kind == "parameter":
+        return parameters[decision.node.name]
+    return module_of(decision.node) or decision.name if decision.kind == "call" else decision.name
+
+
+# What it costs.
+
+
+def _tensor(space: Space, wire: Wire) -> str:
+    """The tensor on a wire, by what made it."""
+    while space.decisions[wire.source].kind == "hub":
+        wire = space.inbound[wire.source, 0]
+    source = space.decisions[wire.source]
+    if source.kind != "call":
+        return label(space, wire.source)
+    return f"{operation_of(source)} of {module_of(source.node) or 'the model'}"
+
+
+def _inbound(context: PlanContext, number: int) -> Iterator[Reshard]:
+    """The reshards on the way from what made its inputs; those before a hub serve all of its consumers."""
+    space = context.space
+    for position in range(len(space.decisions[number].menu.strategies[context.choices[number]].inputs)):
+        wire = space.inbound.get((number, position))
+        consumers = 1
+        while wire is not None:
+            yield from _reshard(context, wire, True, consumers)
+            if space.decisions[wire.source].kind != "hub":
+                break
+            consumers = len(_consumers(space, wire.source))
+            wire = space.inbound[wire.source, 0]
+
+
+def _outbound(context: PlanContext, number: int) -> Iterator[Reshard]:
+    """The reshards on the way to whatever takes its outputs."""
+    space = context.space
+    for wire in space.wires:
+        if wire.source == number:
+            target = space.decisions[wire.target]
+            yield from _reshard(
+                context, wire, False, len(_consumers(space, wire.target)) if target.kind == "hub" else 1
+            )
+            if target.kind == "hub":
+                yield from _outbound(context, wire.target)
+
+
+def _consumers(space: Space, hub: int) -> set[int]:
+    """The calls behind a hub, other hubs looked through."""
+    found: set[int] = set()
+    for wire in space.wires:
+        if wire.source == hub:
+            inner = space.decisions[wire.target].kind == "hub"
+            found |= _consumers(space, wire.target) if inner else {wire.target}
+    return found
+
+
+def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int) -> Iterator[Reshard]:
+    space = context.space
+    path, share = space.path(wire, context.choices), space.share(space.rows_on(wire), context.choices)
+    if path.moves:
+        moved = tuple(
+            Moved(
+                t.collective,
+                t.axis,
+                t.num_bytes,
+                transfer_seconds(t, space.mesh, space.hardware, message) * share,
+                t.backward,
+            )
+            for t, message in zip(path.transfers, path.messages, strict=True)
+        )
+        before = layout_words(str(path.moves[0].before), space.mesh.names)
+        after = layout_words(str(path.moves[-1].after), space.mesh.names)
+        alone = [t for t, message in zip(path.transfers, path.messages, strict=True) if message is None]
+        copied = sum(rearranging_seconds(t, space.hardware) for t in alone) * share
+        seconds = path.seconds * share
+        yield Reshard(_tensor(space, wire), before, after, seconds, moved, inbound, num_consumers, copied)
+
+
+# What else there is.
+
+
+def _allowed(context: PlanContext, number: int) -> np.ndarray:
+    """The strategies of a decision that the pins leave."""
+    every = np.ones(len(context.space.decisions[number].menu.strategies), dtype=bool)
+    return context.pins.get(number, every) & np.isfinite(context.space.decisions[number].menu.seconds)
+
+
+def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
+    """The pins of a plan in which the decision keeps to a mask too."""
+    return {**context.pins, number: _allowed(context, number) & mask}
+
+
+def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[Plan] | None, str]:
+    decision = context.space.decisions[number]
+    others = np.arange(len(decision.menu.strategies)) != context.choices[number]
+    if not others.any():
+        return None, "there is no other strategy" + (f" ({decision.menu.reason})" if decision.menu.reason else "")
+    if not (_allowed(context, number) & others).any():
+        pinned = " and ".join(_annotations_about(context, number)) or "the mode or the layout in which it is stored"
+        return None, f"pinned by {pinned}, which leaves this strategy alone"
+    try:
+        with unsaid():
+            second = replan(context, _restricted(context, number, others))
+    except InfeasibleError as error:
+        return None, f"{NO_PLAN}{error}"
+    parts = parting(plan, second)
+    found = RunnerUp(
+        strategy=choice_words(second, second.rows[number]),
+        plan=second,
+        step=Amount(plan.seconds, second.seconds),
+        memory=Amount(plan.peak_bytes, second.peak_bytes),
+        parts=parts,
+        places={part: where for part in parts if (where := places(plan, second, part))},
+        difference=difference(plan, second),
+    )
+    return found, ""
+
+
+def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | None:
+    """The strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
+    if context.settings.memory is None:
+        return None
+    with unsaid():
+        free = replan(context, context.pins, replace(context.settings, memory=None))
+    if context_of(free).choices[number] == context.choices[number]:
+        return None
+    return choice_words(free, free.rows[number]), free.seconds
+
+
+def _annotations_about(context: PlanContext, number: int) -> tuple[str, ...]:
+    catalog = Catalog(context.space)
+    found = ((annotation, catalog.find(annotation)) for annotation in context.annotations)
+    return tuple(
+        str(annotation)
+        for annotation, each in found
+        if each and number in (*each.calls, *each.outputs, *each.parameters)
+    )
+
+
+def _alternatives(
+    plan: Plan, context: PlanContext, number: int, second: Plan | None, reason: str
+) -> Iterator[Alternative]:
+    """Yield what the plan would take if the decision had another role on an axis, for each axis and role.
+
+    `second` is the best plan with another strategy; None if there is none, for a `reason`. Under a memory limit a
+    search per role would take several times as long as the plan: roles that `second` does not have get a lower bound.
+    """
+    decision, names = context.space.decisions[number], context.space.mesh.names
+    asked = [
+        (axis, role)
+        for axis in range(len(names))
+        for role in _roles(decision, axis)
+        if role != decision.role(context.choices[number], axis)
+    ]
+    formulations = formulations_of(context.memory_model, context.settings)
+    for axis, role in progress(asked, "alternatives"):
+        count = len(decision.menu.strategies)
+        mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])
+        blank = Alternative(names[axis], role, None)
+        if not (_allowed(context, number) & mask).any():
+            yield replace(blank, reason="ruled out by annotations")
+        elif second is None:
+            yield replace(blank, reason=_brief(reason.removeprefix(NO_PLAN)))
+        elif mask[context_of(second).choices[number]]:
+            yield replace(blank, seconds=second.seconds, peak_bytes=second.peak_bytes)
+        else:
+            yield _alternative(plan, formulations, _restricted(context, number, mask), second, blank)
+
+
+def _alternative(
+    plan: Plan, formulations: Sequence[Formulation], pins: Pins, second: Plan, blank: Alternative
+) -> Alternative:
+    """Return the alternative with what the best plan under pins takes, which is no better than `second`."""
+    context = context_of(plan)
+    limit = context.settings.tensor_limit
+    try:
+        with unsaid():
+            free = answer_of(formulations, pins, replace(context.settings, memory=None))
+        if limit is None or free.peak_bytes <= limit:
+            return replace(blank, seconds=free.seconds, peak_bytes=free.peak_bytes)
+        bounds = bounds_near(plan, formulations[-1], pins, limit)
+    except InfeasibleError as error:
+        return replace(blank, reason=_brief(str(error)))
+    if bounds.num_bytes > limit:
+        least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
+        said = format_bytes(context.settings.memory or 0)
+        return replace(blank, reason=f"the memory limit is {said}, and {least}")
+    return replace(blank, seconds=max(bounds.seconds, free.bound, second.bound), is_bound=True)
+
+
+def _brief(reason: str) -> str:
+    """Return the first statement of a reason."""
+    return reason.partition(";")[0].partition(". ")[0]
+
+
+def _roles(decision: Decision, axis: int) -> tuple[str, ...]:
+    """The distinct roles that a decision offers on an axis, in the order of its menu."""
+    return tuple(dict.fromkeys(decision.role(number, axis) for number in range(len(decision.menu.strategies))))

@@ -1,0 +1,227 @@
+"""Mesh axes at run time, found by name, and the count of what moves over them.
+
+Graphs name an axis, or joined ones ("dp_tp"); `use_mesh` says which process group that is, so that one graph serves
+every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step. What a group runs
+stands in one queue: where weights are gathered while gradients are reduced, gathers have groups of their own
+(`gathering_groups`), so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+from autopar.ir.sharding.mesh import joined_axes, joined_name
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A mesh axis (or joined ones) at run time: its process group, its size, and where this rank stands on it."""
+
+    name: str
+    group: str
+    size: int
+    rank: Any  # an int; under LocalTensorMode a SymInt with a value per simulated rank
+    gathering: str = ""
+    """The group of the same ranks that gathers weights; "" where that is the same one."""
+
+
+_axes: dict[str, Axis] = {}
+_traffic: list[Traffic] = []
+
+
+Groups = Mapping[str, str]
+"""Axes, or joined ones → the name of the process group that this rank is in."""
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, tuple[int, ...]], str]] = WeakKeyDictionary()
+"""World → whether it gathers weights, and ranks → the name of the group made of them, for all meshes and graphs."""
+
+
+def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
+    """The process groups of those names that are joined axes of the mesh; all its ranks call this, in no step.
+
+    A group is made once, and of all ranks it is the world's own.
+    """
+    joined = joined_axes(mesh.mesh_dim_names or ())
+    return {name: _group_of(_ranks_of(mesh, joined[name])) for name in names if name in joined}
+
+
+def gathering_groups(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
+    """Second groups of the ranks on axes, or joined ones, to gather weights in; to be called as `join_axes`."""
+    axes = mesh.mesh_dim_names or ()
+    positions = {**{name: (position,) for position, name in enumerate(axes)}, **joined_axes(axes)}
+    return {name: _made_of(_ranks_of(mesh, positions[name]), True) for name in names}
+
+
+def _ranks_of(mesh: DeviceMesh, positions: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that stand with this one on some axes, outer axis first."""
+    others = [position for position in range(mesh.ndim) if position not in positions]
+    size = math.prod(map(mesh.size, positions))
+    lines = mesh.mesh.permute(*others, *positions).reshape(-1, size).tolist()
+    near, *_ = dist.get_process_group_ranks(mesh.get_group(positions[0]))
+    return next(tuple(line) for line in lines if near in line)
+
+
+def _group_of(ranks: tuple[int, ...]) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks == tuple(range(world.size())):
+        return world.group_name
+    return _made_of(ranks, False)
+
+
+def _made_of(ranks: tuple[int, ...], gathers: bool) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    if (gathers, ranks) not in made:
+        # Other ranks of the world may be on other stages of a pipeline, or not on the mesh.
+        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        assert isinstance(group, dist.ProcessGroup)
+        made[gathers, ranks] = group.group_name
+    return made[gathers, ranks]
+
+
+def made_groups() -> list[dist.ProcessGroup]:
+    """Every group that was made beside those of the mesh."""
+    made = _made.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
+    return [_resolve_process_group(name) for name in made.values()]
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | None = None) -> Iterator[None]:
+    """Resolve axis names on `mesh` inside the block, and those of joined axes, which `join_axes` gives.
+
+    Weights are gathered in the groups that `gathering_groups` gives, where there are any.
+    """
+    with use_axes(axes_on(mesh, joined, gathering)):
+        yield
+
+
+def axes_on(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | None = None) -> dict[str, Axis]:
+    """The axes that `use_mesh` resolves, by name."""
+    names = mesh.mesh_dim_names or ()
+    axes: dict[str, Axis] = {}
+    for position, name in enumerate(names):
+        group = mesh.get_group(position).group_name
+        axes[name] = Axis(name, group, mesh.size(position), mesh.get_local_rank(position))
+    for name, group in (joined or {}).items():
+        parts = [axes[names[position]] for position in joined_axes(names)[name]]
+        axes[name] = Axis(name, group, num_parts_of(parts), part_of(parts))
+    for name, group in (gathering or {}).items():
+        axes[name] = replace(axes[name], gathering=group)
+    return axes
+
+
+def current_axes() -> Mapping[str, Axis]:
+    """The axes of the current mesh by name, for `use_axes`."""
+    return dict(_axes)
+
+
+@contextlib.contextmanager
+def use_axes(axes: Mapping[str, Axis]) -> Iterator[None]:
+    """Have these axes inside the block, and no others."""
+    before = dict(_axes)
+    _axes.clear()
+    _axes.update(axes)
+    try:
+        yield
+    finally:
+        _axes.clear()
+        _axes.update(before)
+
+
+def axis_of(name: str) -> Axis:
+    """The axis of that name on the current mesh."""
+    if name not in _axes:
+        axes = ", ".join(_axes) or "none"
+        raise MeshError(
+            f"no axis {name!r} on the current mesh (axes: {axes}); run inside use_mesh(mesh) with such an axis."
+        )
+    return _axes[name]
+
+
+Axes = Mapping[str, tuple[str, ...]]
+"""Factor → the mesh axes that split it, outer first."""
+IN_ORDER: Axes = MappingProxyType({})
+"""Factor → the mesh axes that deal it by zigzag, if none does."""
+
+
+def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
+    """Several axes, without those of size one, which do nothing."""
+    return tuple(axis for axis in map(axis_of, names) if axis.size > 1)
+
+
+def one_axis_of(names: Iterable[str]) -> Axis | None:
+    """Several axes as one, in the order of the mesh, without those of size one; None where none is left."""
+    wanted = set(names)
+    found = [name for name, axis in _axes.items() if name in wanted and axis.size > 1]
+    return axis_of(joined_name(found, range(len(found)))) if found else None
+
+
+def part_of(axes: Sequence[Axis]) -> Any:
+    """Return the number of this rank's part of a dim that the axes split, outer axis first.
+
+    It is a SymInt if ranks are simulated.
+    """
+    part: Any = 0
+    for axis in axes:
+        part = part * axis.size + axis.rank
+    return part
+
+
+def on_rank(number: Any, rank: int) -> int:
+    """Return the value of a number on a simulated rank; each rank may have a value of its own."""
+    ints = getattr(getattr(number, "node", None), "_local_ints", None)
+    return int(number) if ints is None else ints[rank]
+
+
+def num_parts_of(axes: Sequence[Axis]) -> int:
+    """Into how many parts the axes split a dim."""
+    parts = 1
+    for axis in axes:
+        parts *= axis.size
+    return parts
+
+
+@dataclass(slots=True, eq=False)
+class Traffic:
+    """Every collective that ran: (collective, axis) → bytes in NCCL's convention, and how often."""
+
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def by_collective(self) -> dict[tuple[str, str], int]:
+        return dict(self.num_bytes)
+
+
+@contextlib.contextmanager
+def record_traffic() -> Iterator[Traffic]:
+    """Count every collective that runs inside the block, forward and backward."""
+    traffic = Traffic()
+    _traffic.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _traffic.remove(traffic)
+
+
+def count(collective: str, axis: Axis, num_bytes: int) -> None:
+    """Note a collective in every open record; what runs inside a compiled region is not seen."""
+    if not _traffic or torch.compiler.is_compiling():
+        return
+    for traffic in _traffic:
+        traffic.num_bytes[collective, axis.name] += num_bytes
+        traffic.calls[collective, axis.name] += 1

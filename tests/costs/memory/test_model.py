@@ -1,0 +1,354 @@
+"""Predicted memory: what autograd really holds for each family, and what each storage and optimizer takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import autopar
+from autopar.capture.export import capture, skeleton
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Link
+from autopar.costs.memory.microbatches import Phase
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import (
+    COMPUTING,
+    GATHERING,
+    REDUCING,
+    MemoryRow,
+    Moment,
+    moment_of,
+    node_bytes,
+    wire_bytes,
+)
+from autopar.costs.memory.peak import memory_use
+from autopar.costs.memory.tensor_bytes import TensorBytes
+from autopar.costs.pricing import message_sizes as messages
+from autopar.costs.pricing.optimizer import Optimizer
+from autopar.costs.space.build import build_space
+from autopar.costs.space.space import Space, Wire
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.settings import context_of
+from autopar.runtime.module.inputs import canonical_arguments
+from tests.support.eager import run
+from tests.support.families import FAMILIES, Family
+from tests.support.parity import SLOW_DEVICES
+from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
+
+
+def whole(space: Space) -> tuple[int, ...]:
+    """The choices that leave everything whole on every device."""
+    found = []
+    for decision in space.decisions:
+        names = [set(s.choices) | {str(p) for layout in s.outputs for p in layout} for s in decision.menu.strategies]
+        found.append(
+            next(i for i, name in enumerate(names) if not any(each.startswith(("S", "Z", "P")) for each in name))
+        )
+    return tuple(found)
+
+
+def held_for_the_backward(family: Family) -> tuple[Space, int]:
+    """The space of a family on one device, and the bytes its program really keeps besides parameters and inputs."""
+    model, (args, kwargs) = family.build(), family.inputs(0)
+    arguments = canonical_arguments(inspect.signature(model.forward), args, kwargs)
+    program = capture(skeleton(model), *arguments)
+    leaves = pytree.tree_leaves(arguments)
+    there = (*model.parameters(), *model.buffers(), *program.constants.values(), *leaves)
+    known = {each.untyped_storage()._cdata for each in there if isinstance(each, torch.Tensor)}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            held[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = run(program, dict(model.named_parameters()), dict(model.named_buffers()), leaves)
+    del outputs
+    space = build_space(program, Mesh({"dp": 1}), load("cpu"))
+    return space, sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_predicted_activations_are_what_autograd_holds(name: str) -> None:
+    space, held = held_for_the_backward(FAMILIES[name])
+    memory = MemoryModel(space)
+    choices = whole(space)
+    _, use, _ = memory_use(memory, choices, {})
+    own = sum(int(arrays[0][c]) for n, c in enumerate(choices) if (arrays := memory.own(n)) is not None)
+    wires = sum(
+        int(arrays[0][choices[w.source], choices[w.target]])
+        for w in space.wires
+        if (arrays := memory.wire(w)) is not None
+    )
+    # A statistic or a mask may be counted at both ends of a chain of views.
+    assert held <= own + wires <= held * 1.006
+    assert use.parts.get("activations", 0) <= own + wires
+
+
+def test_the_timeline_rises_to_the_loss_and_ends_with_all_gradients() -> None:
+    space, _ = held_for_the_backward(FAMILIES["mlp"])
+    peak, use, _ = memory_use(MemoryModel(space), whole(space), {})
+    forward = [each.num_bytes for each in use.timeline if not each.backward]
+    assert forward == sorted(forward)
+    assert peak == max(each.num_bytes for each in use.timeline)
+    parameters = sum(p.numel() for p in FAMILIES["mlp"].build().parameters()) * 4
+    assert use.parts["parameters"] == parameters and use.parts["optimizer"] == 2 * parameters
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "state", "master"),
+    [
+        (Optimizer("adamw"), torch.float32, 8.0, 0),
+        (Optimizer("adamw"), torch.bfloat16, 4.0, 0),
+        (Optimizer("adamw", master_copies=True), torch.bfloat16, 8.0, 4),
+        (Optimizer("adamw", master_copies=True), torch.float32, 8.0, 0),
+        (Optimizer("adamw-8bit"), torch.float32, 2.03125, 0),
+        (Optimizer("sgd"), torch.float32, 0.0, 0),
+        (Optimizer("none"), torch.float32, 0.0, 0),
+    ],
+)
+def test_an_optimizer_takes_its_bytes_per_element(
+    optimizer: Optimizer, dtype: torch.dtype, state: float, master: int
+) -> None:
+    info = TensorInfo((4,), dtype, True)
+    assert (optimizer.state_bytes(info), optimizer.master_bytes(info)) == (state, master)
+    assert optimizer.state_bytes(TensorInfo((4,), dtype)) == 0
+
+
+def test_moments_of_8_bits_are_whole_where_a_device_has_few_elements_or_no_full_blocks() -> None:
+    info, elements = TensorInfo((4,), torch.bfloat16, True), np.array([4095, 4096, 4097, 8192, 256])
+    found = Optimizer("adamw-8bit").kept_bytes("optimizer", info, elements)
+    tables = 2 * 256 * 4
+    assert found.tolist() == [4 * 4095, 4096 * 65 // 32 + tables, 4 * 4097, 8192 * 65 // 32 + tables, 4 * 256]
+    beside = Optimizer("adamw-8bit", master_copies=True)
+    assert beside.kept_bytes("optimizer", info, elements)[0] == 8 * 4095
+    assert beside.kept_bytes("master copies", info, elements)[0] == 4 * 4095
+
+
+def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:
+    space = space_of(TwoLinears(), (X_BD,))
+    memory = MemoryModel(space)
+    number = space.index["relu_default"]
+    strategies = space.decisions[number].menu.strategies
+    own = memory.own(number)
+    assert own is not None
+    by_layout = {str(s.outputs[0]): int(b) for s, b in zip(strategies, own[0], strict=True)}
+    assert by_layout["I"] == 4 * 16 * 4
+    assert by_layout["S(0)"] == by_layout["S(1)"] == 4 * 16 * 2
+    assert (
+        memory.own(space.index["linear_default"]) is None
+    )  # relu keeps its output, so nobody needs what it was made of
+    (wire,) = (w for w in space.wires if w.source == number)
+    arrays = memory.wire(wire)
+    assert arrays is not None
+    rows, columns = ([str(x) for x in layouts] for layouts in (space.source_layouts(wire), space.target_layouts(wire)))
+    moved = arrays[0][rows.index("S(0)"), columns.index("I")]
+    assert (moved, arrays[0][rows.index("S(0)"), columns.index("S(0)")]) == (4 * 16 * 4, 0)
+
+
+def _stored(sizes: dict[str, int], layout: str, kept: bool) -> tuple[Space, list[int], int]:
+    """Attention with its query weight stored in a layout, everything else whole, and the number of that parameter."""
+    program = capture(skeleton(Attention(False)), (IDS_BS,), {})
+    space = build_space(program, Mesh(sizes), load("cpu"))
+    number = space.index[program.parameters["query.weight"]]
+    choices = list(whole(space))
+    strategies = space.decisions[number].menu.strategies
+    choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.kept == kept)
+    split_samples(space, choices, number)
+    return space, choices, number
+
+
+def split_samples(space: Space, choices: list[int], weight: int) -> None:
+    """Let the call that takes a weight split its samples: gradients that are equal everywhere need no reduction."""
+    (wire,) = (w for w in space.wires if w.source == weight)
+    strategies = space.decisions[wire.target].menu.strategies
+    wanted = next(i for i, s in enumerate(strategies) if set(map(str, s.inputs[wire.target_input])) == {"R"})
+    choices[wire.target] = wanted
+
+
+def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
+    space, choices, number = _stored({"dp": 2}, "S(0)", kept=False)
+    (wire,) = (w for w in space.wires if w.source == number)
+    memory = MemoryModel(space)
+    arrays, again = memory.wire(wire), memory.weights.gathered_again(wire)
+    assert arrays is not None and again is not None
+    found = {}
+    for target in (choices[wire.target], whole(space)[wire.target]):
+        choices[wire.target] = target
+        ends = choices[number], target
+        found[str(space.path(wire, choices))] = (
+            int(arrays[0][ends]),
+            int(again[ends]),
+            any(space.path(wire, choices).regathered),
+        )
+    assert found == {"S(0) → R": (0, 256, True), "S(0) → I": (256, 0, False)}
+
+
+def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_layer_runs() -> None:
+    size = 8 * 8 * 4
+    used = {}
+    for kept in (False, True):
+        space, choices, number = _stored({"dp": 2}, "S(0)", kept)
+        memory = MemoryModel(space)
+        (wire,) = (w for w in space.wires if w.source == number)
+        ends = choices[wire.source], choices[wire.target]
+        arrays, gathered, unreduced = memory.wire(wire), memory.weights.gathered(wire), memory.weights.unreduced(wire)
+        assert arrays is not None and gathered is not None and unreduced is not None
+        used[kept] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
+        assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
+    assert used == {False: (0, size, size), True: (size, 0, size)}
+
+
+@pytest.mark.parametrize(("rows", "large", "copied"), [(8, 1, 0), (8, messages.LARGE, 8), (7, 1, 7)])
+def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone(
+    rows: int, large: int, copied: int
+) -> None:
+    """Check the bytes of a gradient's copy for sending; it is padded if rows do not divide over ranks."""
+    with mock.patch.object(messages, "LARGE", large):
+        space = space_of(nn.Linear(8, rows, bias=False), (torch.randn(4, 8),), SLOW_DEVICES, dp=2)
+        weights = MemoryModel(space).weights
+        (wire,) = (w for w in space.wires if w.tensor.requires_grad and space.is_weight(w.source))
+        stored = next(
+            n for n, s in enumerate(space.decisions[wire.source].menu.strategies) if str(s.outputs[0]) == "S(0)"
+        )
+        used = next(n for n, s in enumerate(space.decisions[wire.target].menu.strategies) if str(s.inputs[1]) == "R")
+        last_made, sent_off = weights.last_made(wire), weights.sent_off(wire)
+    assert last_made is not None and sent_off is not None
+    assert int(last_made[stored, used]) == rows * 8 * 4
+    assert int(sent_off[stored, used]) == copied * 8 * 4
+
+
+def test_of_every_pair_of_layouts_it_is_told_whether_a_weight_is_gathered_alone() -> None:
+    """On two axes of different links, with weights on both sides of every limit."""
+    links = Link("near", 4, 1e-9, 1e12), Link("far", None, 1.0, 1e9)
+    hardware, model = replace(SLOW_DEVICES, links=links), nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
+    with mock.patch.object(messages, "LARGE", 16 * 64 * 4):
+        space = space_of(model, (torch.randn(8, 16),), hardware, dp=2, tp=4)
+        tensors, found = TensorBytes(space), list[float]()
+        for wire in space.wires:
+            if space.is_weight(wire.source):
+                sources, targets = space.source_layouts(wire), space.target_layouts(wire)
+                sizes = tensors.wire_ends(wire)[1].tolist()
+                ends, where = list(zip(targets, sizes, strict=True)), (space.mesh, hardware)
+                each = [[messages.gathered_alone(s, t, size, *where) for t, size in ends] for s in sources]
+                assert tensors.gathered_alone(wire).tolist() == each
+                found.append(float(np.mean(each)))
+    assert found[0] < found[2] and found[2] > 0 and found[1] == 0  # a bias is small
+
+
+def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:
+    """The log-probabilities of a loss: their bytes times their elements are beyond 64 bits."""
+
+    class Loss(nn.Module):
+        def forward(self, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(logits_NV * self.scale, labels_N)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), device="meta"))
+
+    shape = (64 * 4096, 128256)
+    inputs = torch.empty(shape, device="meta"), torch.empty(shape[0], dtype=torch.int64, device="meta")
+    space = space_of(Loss(), inputs)
+    number = space.index["cross_entropy_loss_default"]
+    own = MemoryModel(space).own(number)
+    assert own is not None
+    assert own[0].max() >= shape[0] * shape[1] * 4 and own[0].min() > 0
+
+
+def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequence[int]]:
+    """A layer of two matrices and a layer of one, on two devices."""
+    layer = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model = nn.Sequential(layer, nn.Linear(8, 8, bias=False))
+    context = context_of(autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy=strategy))
+    return MemoryModel(context.space), context.choices
+
+
+def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> int:
+    """Bytes of a wire while the call at that place runs backward."""
+    found = wire_bytes(memory, wire, MemoryRow(((place, 1),)))
+    return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
+
+
+def test_a_gradient_to_be_reduced_is_held_after_its_calls_backward_to_the_end_of_the_layers() -> None:
+    memory, choices = _three_linears()
+    weights = [wire for wire in memory.space.wires if memory.space.is_weight(wire.source)]
+    size = 8 * 8 * 4
+    by_call = [[_at(memory, wire, choices, place) for wire in weights] for place in range(3)]
+    assert by_call == [[0, size, 0], [0, 0, 0], [0, 0, 0]]  # the call's own gradient is in its working set
+
+
+def _moments(memory: MemoryModel) -> dict[int, list[int]]:
+    """Kind of moment → the places that have one."""
+    return {
+        COMPUTING: list(range(len(memory.lifetimes.calls))),
+        GATHERING: list(memory.weights.last_gather.values()),
+        REDUCING: list(memory.weights.first_reduction.values()),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "zero3"])
+def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
+    memory, choices = _three_linears(strategy)
+    count = len(memory.lifetimes.calls)
+    timeline = memory_use(memory, choices, {})[1].timeline
+    backward = [each.num_bytes for each in timeline if each.backward][::-1]
+    rows: dict[int, list[int]] = defaultdict(list)
+    for kind, places in _moments(memory).items():
+        for place in places:
+            row = MemoryRow(((place + kind * count, 1),))
+            nodes = (node_bytes(memory, n, row)[0][choice] for n, choice in enumerate(choices))
+            wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
+            held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in wires if found is not None)
+            rows[place].append(int(sum(nodes)) + sum(held))
+    assert [max(rows[place]) for place in range(count)] == backward
+
+
+def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_while_they_are_reduced() -> None:
+    """Three layers of one matrix each, a fourth that is kept: of 2 devices, each stores half of them."""
+    size = 8 * 8 * 4
+    memory, choices = _three_linears("zero3")
+    peak, use, moment = memory_use(memory, choices, {})
+    whole = {"parameters": 3 * size // 2, "optimizer": 3 * size}
+    assert {name: use.parts[name] for name in whole} == whole
+    assert moment_of(memory, moment) == Moment(0, Phase(0, True), REDUCING)
+    # As they were made and as they are sent, those of the first layer; in parts, all.
+    assert use.parts["gradients"] == 2 * 2 * size + 3 * size // 2
+    assert peak == sum(use.parts.values())
+    row = MemoryRow(((2 + GATHERING * 3, 1),))
+    weights = [w for w in memory.space.wires if memory.space.is_weight(w.source)]
+    found = [wire_bytes(memory, w, row) for w in weights]
+    gathered = [
+        0 if f is None else int(f[0][choices[w.source], choices[w.target]]) for w, f in zip(weights, found, strict=True)
+    ]
+    assert gathered == [0, 0, 2 * size]
+
+
+def test_the_backward_of_a_loss_works_on_the_gradient_of_its_probabilities() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, x_BD: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.head(x_BD), labels_B)
+
+    space = space_of(Loss(), (X_BD, torch.zeros(len(X_BD), dtype=torch.int64)))
+    modes = MemoryModel(space).working(space.index["cross_entropy_loss_default"])
+    assert modes is not None
+    (working,) = modes
+    assert working is not None
+    assert working.max() == 2 * len(X_BD) * 32 * 4 + 2 * 4  # the logits', too; the loss and what it was divided by

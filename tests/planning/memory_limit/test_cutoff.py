@@ -1,0 +1,142 @@
+"""A search within a limit ends where it proves that no plan is faster than one that is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.costs.hardware.load import load
+from autopar.costs.hardware.profile import Link
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow, Priced
+from autopar.costs.space.space import Space
+from autopar.errors import CutOffError
+from autopar.planning.memory_limit import memory_limit
+from autopar.planning.planner import Statements, best_plan_of, make_plan, seconds_of_microbatch
+from autopar.planning.settings import Settings, context_of
+from autopar.solver import lagrangian
+from autopar.solver import low_treewidth as narrow
+from tests.support.planned import space_of
+
+WIDTH, LAYERS = 32, 4
+SHARES = (0.9, 0.8, 0.7, 0.6)
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    """Equal layers whose weights are best whole and split where memory is short."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+    hardware = replace(load("cpu"), links=(Link("wire", None, 0.0, 1e9),))  # bytes alone cost time
+    return space_of(nn.Sequential(*layers), (torch.zeros(32, WIDTH),), hardware, dp=4)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("share", SHARES)
+def test_it_ends_at_the_best_plan_and_not_just_above_it(space: Space, share: float) -> None:
+    limit = int(share * make_plan(space, {})[0].peak_bytes)
+    best, choices = make_plan(space, {}, limit)
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, limit, cutoff=best.bound)
+    assert best.bound >= caught.value.seconds >= best.bound * (1 - 1e-9)
+    above, same = make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf))
+    assert (above.seconds, same) == (best.seconds, choices)
+
+
+def test_the_first_bound_ends_it_where_that_is_enough(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0]
+    limit = int(0.7 * free.peak_bytes)
+    for module, name in ((narrow, "_close_the_gap"), (memory_limit, "solve_rows"), (memory_limit, "solve")):
+        monkeypatch.setattr(module, name, None)  # whoever goes on fails
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, limit, cutoff=free.seconds)
+    assert caught.value.seconds >= free.seconds
+
+
+def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0]
+    limit = int(0.7 * free.peak_bytes)
+    seen: list[float] = []
+    least = lagrangian.LeastByElimination.__call__
+    monkeypatch.setattr(
+        lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
+    )
+    with pytest.raises(CutOffError):
+        make_plan(space, {}, limit, cutoff=free.seconds)
+    assert len(seen) == 2, "one without a price, and one at the first"
+
+
+def test_none_at_all_where_nothing_may_be_paid_for_memory(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0]
+    monkeypatch.setattr(memory_limit, "solve_narrow", None)  # whoever looks for a price fails
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, int(0.7 * free.peak_bytes), cutoff=0.0)
+    assert caught.value.seconds == free.seconds
+
+
+def test_what_pays_nothing_for_memory_is_an_answer_whatever_the_cutoff(space: Space) -> None:
+    free = make_plan(space, {})[0]
+    assert make_plan(space, {}, free.peak_bytes, cutoff=0.0)[0].seconds == free.seconds
+
+
+def test_where_nothing_fits_nothing_is_as_fast(space: Space) -> None:
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, 100, cutoff=1e9)
+    assert caught.value.seconds == math.inf
+
+
+def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> None:
+    ways = [Microbatches(4, reduce_each=each) for each in (False, True)]
+    limit = int(0.9 * make_plan(space, {}, microbatches=ways[0])[0].peak_bytes)
+    one, other = (make_plan(space, {}, limit, microbatches=each)[0] for each in ways)
+    settings = Settings(limit)
+    best, _ = best_plan_of(ways, Statements(space), {}, settings)
+    least = min(map(seconds_of_microbatch, (one, other)))
+    assert seconds_of_microbatch(best) == least
+    assert context_of(best).settings == settings
+    with pytest.raises(CutOffError):
+        best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 - 1e-6)))
+    above, _ = best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 + 1e-6)))
+    assert above.choices == best.choices
+
+
+def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_faster(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of a plan of the model captured otherwise: its calls have the same names."""
+    free = make_plan(space, {})[0]
+    limit = int(0.9 * free.peak_bytes)
+    best = make_plan(space, {}, limit)[0]
+    stated, seen = Statements(space), []
+    stated.of(Settings(limit))
+    stated.begin_at_prices_of(best)
+    least = lagrangian.LeastByElimination.__call__
+    monkeypatch.setattr(
+        lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
+    )
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, limit, cutoff=0.8 * free.seconds + 0.2 * best.bound, stated=stated)
+    assert seen == [best.multiplier] and caught.value.seconds <= best.bound * (1 + 1e-9)
+    assert make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf), stated=stated)[0].seconds == (
+        best.seconds
+    )
+
+
+def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backward_begins(space: Space) -> None:
+    longer = space_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), (torch.zeros(32, WIDTH),), dp=4)
+    own, other = MemoryModel(space), MemoryModel(longer)
+    names = [[each.space.decisions[n].name for n in each.lifetimes.calls] for each in (own, other)]
+    assert set(names[0]) - set(names[1]) and set(names[0]) & set(names[1])
+    for place, name in enumerate(names[0]):
+        for kind in (0, 2):
+            row = MemoryRow(((kind * len(names[0]) + place, 3),))
+            same = len(names[1]) - 1
+            if name in names[1]:
+                same = kind * len(names[1]) + names[1].index(name)
+            assert Priced(row, 2.0).of_the_same_calls(own, other) == Priced(MemoryRow(((same, 3),)), 2.0)
+    several = MemoryModel(longer, Microbatches(4, reduce_each=True))
+    assert Priced(MemoryRow(((0, 1),)), 2.0).of_the_same_calls(own, several) is None

@@ -1,0 +1,164 @@
+"""The time limit holds under a memory limit: the best plan found by then, or that none was."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.capture.export import Traced, trace
+from autopar.compiler import offline_planner
+from autopar.costs.hardware.load import load
+from autopar.costs.space.space import Space
+from autopar.errors import TimeLimitError
+from autopar.planning import planner
+from autopar.planning.memory_limit import memory_limit
+from autopar.planning.memory_limit.answers import Answer
+from autopar.planning.memory_limit.memory_limit import best_within
+from autopar.planning.planner import make_plan
+from autopar.solver import deadline
+from autopar.solver.prepared import Prepared
+from autopar.solver.problem import Solution
+from tests.planning.memory_limit.test_cutoff import space as equal_layers
+from tests.support.expert_models import Decoder, token_batches
+from tests.support.planned import X_BD, TwoLinears, space_of
+
+__all__ = ["equal_layers"]
+
+TICK = 0.05  # seconds that pass with every look at the clock
+LEAST = 232_000  # bytes: between what no plan of four layers is below and the least that is found
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    """Layers with experts on two axes."""
+    return _layers(4)
+
+
+def _layers(count: int) -> Space:
+    return space_of(Decoder("sorted", count), token_batches(1, 8, 16)[0], load("cpu"), dp=2, ep=2)
+
+
+def _clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on with every look, however fast the machine is; returns what it shows."""
+    shown = [0.0]
+
+    def look() -> float:
+        shown[0] += TICK
+        return shown[0]
+
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
+    return shown
+
+
+def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = make_plan(space, {})[0].peak_bytes // 2
+    shown = _clock(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="the time limit passed: the plan is within the limit at every moment"):
+        plan, _ = make_plan(space, {}, limit, time_limit=100.0)
+    assert plan.peak_bytes <= limit and 0 < plan.gap < 1
+    assert 100.0 < shown[0] < 110.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (4.0, "the time limit passed before any choice of strategies was found"),
+        pytest.param(
+            200.0,
+            "before a plan within the memory limit, 232.00 kB per device, was found: the least that was found is",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_where_no_plan_was_found_by_then_the_error_says_so(
+    space: Space, monkeypatch: pytest.MonkeyPatch, seconds: float, said: str
+) -> None:
+    shown = _clock(monkeypatch)
+    with pytest.raises(TimeLimitError, match=said):
+        make_plan(space, {}, LEAST, time_limit=seconds)
+    assert seconds < shown[0] < 1.1 * seconds + deadline.GRACE
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "until"), [(100.0, 100.0 * deadline.ENDING), (10.0, 40.0 + 10.0 * deadline.LEAST)]
+)
+def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, time_limit: float, until: float) -> None:
+    shown, ends = [0.0], []
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: shown[0]))
+
+    def slowly(*args: Any, **options: Any) -> Traced:
+        shown[0] += 40.0
+        return trace(*args, **options)
+
+    def within(*args: Any) -> Answer:
+        ends.append(deadline.after(1000.0))
+        return best_within(*args)
+
+    monkeypatch.setattr(offline_planner, "trace", slowly)
+    monkeypatch.setattr(planner, "best_within", within)
+    autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), time_limit=time_limit)
+    assert ends == [until]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_fits_is_taken_where_there_is_no_time_for_better(
+    equal_layers: Space, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
+    best, _ = make_plan(equal_layers, {}, limit)
+    asked, solve_narrow = [], memory_limit.solve_narrow
+
+    def once(prepared: Prepared, time_limit: float, gap: float, *given: Any) -> Solution | None:
+        asked.append(gap)
+        if len(asked) == 1:
+            return solve_narrow(prepared, time_limit, gap, *given)
+        if is_late:
+            raise TimeLimitError
+        return None
+
+    monkeypatch.setattr(memory_limit, "solve_narrow", once)
+    monkeypatch.setattr(memory_limit, "solve", None)  # whoever goes on fails
+    with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
+        plan, _ = make_plan(equal_layers, {}, limit)
+    assert asked == [memory_limit.FIRST_GAP, 0.0] and plan.peak_bytes <= limit
+    assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.ENOUGH
+
+
+def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
+    equal_layers: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, _ = make_plan(equal_layers, {})
+    limit = int(0.7 * free.peak_bytes)
+    met, solve_narrow = [], memory_limit.solve_narrow
+
+    def far_over(prepared: Prepared, *given: Any) -> Solution | None:
+        found = solve_narrow(prepared.within(None) if met else prepared, *given)
+        met.append(found)
+        return found
+
+    monkeypatch.setattr(memory_limit, "solve_narrow", far_over)
+    monkeypatch.setattr(memory_limit._Search, "by_all_rows", lambda *args: True)
+    monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
+    with pytest.warns(RuntimeWarning, match="not proven best"):
+        plan, _ = make_plan(equal_layers, {}, limit)
+    first, second = met
+    assert second.num_bytes > first.num_bytes, "what is found again is over the limit"
+    assert plan.seconds == first.seconds and plan.peak_bytes <= limit
+
+
+@pytest.mark.slow
+def test_it_holds_for_many_layers() -> None:
+    space = _layers(24)
+    limit = make_plan(space, {})[0].peak_bytes // 3
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        plan, _ = make_plan(space, {}, limit, time_limit=20.0)
+    assert plan.peak_bytes <= limit and time.monotonic() - start < 25.0

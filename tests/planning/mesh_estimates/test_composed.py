@@ -1,0 +1,68 @@
+"""Steps composed of what blocks take: cuts, micro-batches in flight, and mixtures of plans within a limit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autopar.planning.mesh_estimates.composed import even_cuts, in_flight, mixed, schedules_of
+from autopar.planning.pipeline.schedules.schedule import Schedule
+
+
+@pytest.mark.parametrize("seconds", [(1, 1, 1, 1, 1, 1), (5, 1, 1, 1, 1, 3), (1, 2, 3, 4, 5, 6), (9, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+def test_the_slowest_stage_of_an_even_cut_takes_least_of_all_cuts(seconds: tuple[int, ...], num_stages: int) -> None:
+    def slowest(starts: tuple[int, ...]) -> int:
+        ends = (*starts[1:], len(seconds))
+        return max(sum(seconds[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    found = even_cuts(np.array(seconds, dtype=float), num_stages)
+    every = [(0, *rest) for rest in itertools.combinations(range(1, len(seconds)), num_stages - 1)]
+    assert slowest(found) == min(map(slowest, every))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule("1f1b", 4, 8),
+        Schedule("gpipe", 4, 8),
+        Schedule("interleaved_1f1b", 4, 8, 2),
+        Schedule("interleaved_1f1b", 4, 4, 3),
+        Schedule("interleaved_1f1b", 2, 8, 4),
+        Schedule("interleaved_zero_bubble", 4, 8, 2),
+        Schedule("zbv", 4, 12, 2),
+    ],
+    ids=str,
+)
+def test_micro_batches_in_flight_are_those_of_the_order_in_which_ranks_run(schedule: Schedule) -> None:
+    for rank in range(schedule.num_ranks):
+        assert tuple(in_flight(schedule, rank)) in schedule.in_flight_at_once(rank)
+
+
+def test_of_two_plans_as_much_of_the_faster_one_is_taken_as_fits() -> None:
+    seconds, num_bytes = np.array([[1.0], [3.0]]), np.array([[100.0], [20.0]])
+    found = mixed(seconds, num_bytes, 65.0, [4])
+    assert found is not None and np.allclose(found, [[0.5, 0.5]])
+
+
+def test_every_column_has_a_mixture_of_its_own_and_none_has_one_where_one_has_no_room() -> None:
+    seconds, num_bytes = np.array([[1.0, 1.0], [3.0, 3.0]]), np.array([[100.0, 50.0], [20.0, 30.0]])
+    found = mixed(seconds, num_bytes, 60.0, [2, 2])
+    assert found is not None and np.allclose(found, [[0.5, 0.5], [1.0, 0.0]])
+    assert mixed(seconds, num_bytes, 25.0, [2, 2]) is None
+
+
+def test_without_a_limit_the_fastest_plan_is_taken() -> None:
+    found = mixed(np.array([[2.0], [1.0]]), np.array([[1.0], [9.0]]), math.inf, [2])
+    assert found is not None and np.allclose(found, [[0.0, 1.0]])
+
+
+def test_schedules_have_as_many_stages_a_rank_as_there_are_blocks_for() -> None:
+    names = ("1f1b", "interleaved_1f1b")
+    found = {(each.name, each.chunks) for each in schedules_of(names, 4, 8, 34, None)}
+    assert found == {("1f1b", 1), ("interleaved_1f1b", 8), ("interleaved_1f1b", 4), ("interleaved_1f1b", 2)}
+    assert [each.chunks for each in schedules_of(names, 4, 8, 34, 3)] == [3]
+    assert not list(schedules_of(names, 64, 64, 34, None))

@@ -1,0 +1,196 @@
+"""Estimates of steps beside exact plans, and what mesh="auto" makes of them."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.compiler.offline import subject_of
+from autopar.compiler.offline_planner import OfflinePlanner
+from autopar.compiler.plan_cache import PlanCache
+from autopar.costs.hardware.profile import Link
+from autopar.errors import AutoparError, InfeasibleError, TimeLimitError
+from autopar.ir.sharding.mesh import Mesh
+from autopar.models.catalogue import built_in
+from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estimates
+from autopar.planning.mesh_estimates.planned import Exact
+from autopar.planning.mesh_search.search import Turn
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.request import PlanRequest
+from autopar.planning.settings import Settings
+from tests.support.parity import SLOW_DEVICES
+
+LAYERS, BATCH, SEQUENCE = 9, 16, 64
+LIMIT = 35_000_000
+WITHIN, BYTES_WITHIN = 0.12, 0.2
+
+
+def estimates_of(
+    memory: int | None,
+    schedule: str | None = None,
+    batch: int = BATCH,
+    sequence: int = SEQUENCE,
+    devices: int = 4,
+    **asked: Any,
+) -> tuple[Estimates, Exact]:
+    settings = Settings(memory=memory, time_limit=1000)
+    request = PlanRequest(**{"hardware": SLOW_DEVICES, "pipeline": "pp", **asked}, settings=settings, schedule=schedule)
+    planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
+    assert planner.is_estimated
+    subject, exact = subject_of(planner, "auto", devices, 2)
+    return Estimates(subject, float("inf")), exact
+
+
+def planned(exact: Exact, estimate: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return exact(estimate, Turn(100))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("memory", [None, LIMIT], ids=["no limit", "limit"])
+@pytest.mark.parametrize(
+    ("axes", "count"), [({"dp": 4}, 1), ({"dp": 2, "tp": 2}, 1), ({"pp": 2, "dp": 2}, 8), ({"pp": 4}, 8)], ids=str
+)
+def test_an_estimate_is_near_the_exact_plan(axes: dict[str, int], count: int, memory: int | None) -> None:
+    estimates, exact = estimates_of(memory, "1f1b" if "pp" in axes else None)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == axes)
+    if memory is not None and "pp" not in axes:
+        count = 2
+    found = estimates.estimate(Candidate(mesh, count))
+    assert found is not None
+    made = planned(exact, found)
+    assert found.seconds == pytest.approx(made.seconds, rel=WITHIN)
+    assert found.num_bytes == pytest.approx(made.plan.peak_bytes, rel=BYTES_WITHIN)
+
+
+def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_they_take() -> None:
+    estimates, exact = estimates_of(None, "interleaved_zero_bubble", sequence=2048, chunks=2)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    found = estimates.estimate(Candidate(mesh, 1))
+    assert found is not None
+    assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=0.03)
+
+
+def test_positions_of_causal_attention_are_dealt_in_an_estimate_as_in_a_plan() -> None:
+    estimates, exact = estimates_of(None, batch=2, devices=8)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 8})
+    found = estimates.estimate(Candidate(mesh, 1))
+    levels = [level for inner in estimates._inner.values() for each in inner for level in each._levels.values()]
+    assert {each.memory.space.dealing for each in levels} == {planned(exact, found).plan.dealing} == {("dp",)}
+
+
+def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
+    beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)
+    estimates, exact = estimates_of(None, "interleaved_1f1b", hardware=beside, strategy="zero3", chunks=5)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    found = estimates.estimate(Candidate(mesh, 2))
+    assert found is not None
+    assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=WITHIN)
+
+
+@pytest.mark.slow
+def test_no_candidate_is_better_than_the_answer() -> None:
+    """Every mesh and number of micro-batches of four devices is planned exactly, as far as it has an estimate."""
+    estimates, exact = estimates_of(LIMIT)
+    every = [Candidate(mesh, count) for mesh in estimates.subject.meshes for count in estimates.counts(mesh)]
+    least = float("inf")
+    for each in every:
+        estimate = estimates.estimate(each)
+        try:
+            least = min(least, planned(exact, estimate).seconds if estimate else least)
+        except AutoparError:
+            continue
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+    found = autopar.plan(
+        model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT, pipeline="pp", max_axes=2
+    )
+    workload = found.workload
+    assert workload is not None
+    seconds = found.seconds if isinstance(found, PipelinePlan) else workload.seconds
+    assert seconds <= 1.01 * least
+
+
+def test_the_same_question_has_the_same_answer_and_a_count_of_what_was_estimated() -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+    first, second = (
+        autopar.plan(model, "auto", inputs, devices=2, hardware=SLOW_DEVICES, memory=2 * LIMIT) for _ in range(2)
+    )
+    assert (first.mesh, first.seconds, first.comparison) == (second.mesh, second.seconds, second.comparison)
+    assert first.comparison is not None and first.comparison.estimated and first.comparison.planned[0].apart is not None
+
+
+@pytest.mark.slow
+def test_without_a_plan_in_time_the_best_estimate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+
+    def late(*arguments: object) -> None:
+        monkeypatch.setattr("autopar.planning.mesh_estimates.planned.is_over", lambda deadline: True)
+        monkeypatch.setattr("autopar.compiler.offline.is_over", lambda deadline: True)
+        raise TimeLimitError("too late")
+
+    monkeypatch.setattr(OfflinePlanner, "exact", late)
+    monkeypatch.setattr("autopar.planning.mesh_estimates.estimates.EXPANDED", 0)
+    with pytest.raises(
+        TimeLimitError, match=r"by estimates the best candidate is \w+=\d.*, with a step of about .*longer"
+    ):
+        autopar.plan(model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT)
+
+
+def test_a_limit_below_what_is_stored_names_the_devices_that_would_do() -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+    with pytest.raises(
+        InfeasibleError, match=r"on each of 2 devices, and the memory limit leaves .* for tensors"
+    ) as raised:
+        autopar.plan(model, "auto", inputs, devices=2, hardware=SLOW_DEVICES, memory="1MB")
+    found = re.search(r"use at least (\d+) devices", str(raised.value))
+    stored = 16 * sum(each.numel() for each in model.parameters())
+    assert found is not None and 0.5 * stored / 1e6 < int(found[1]) < 1.5 * stored / 1e6
+
+
+@pytest.mark.slow
+def test_a_plan_comes_within_the_time_limit() -> None:
+    model, inputs = built_in("tiny-llama", 64, SEQUENCE, 24)
+    start = time.monotonic()
+    found = autopar.plan(model, "auto", inputs, devices=64, hardware=SLOW_DEVICES, memory=LIMIT, time_limit=40)
+    assert time.monotonic() - start < 1.2 * 40
+    assert found.mesh.num_devices == 64
+
+
+def test_a_mesh_of_one_axis_joins_those_that_split_the_same() -> None:
+    estimates, _ = estimates_of(None)
+    one, two = (
+        estimates.estimate(Candidate(Mesh(axes, SLOW_DEVICES.name), 1)) for axes in ({"dp": 4}, {"dp": 2, "tp": 2})
+    )
+    assert one is not None and two is not None
+    assert one.seconds <= two.seconds * 1.2
+
+
+@pytest.mark.parametrize("best", [{"dp": 2, "tp": 2, "sp": 4}, {"pp": 4, "dp": 2, "tp": 2}], ids=str)
+def test_neighbours_of_the_best_are_estimated_before_those_of_others(
+    best: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds grow with the distance of a mesh from the best one; three axes do not wait for all of two."""
+    request = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(memory=LIMIT, time_limit=1000), pipeline="pp")
+    planner = OfflinePlanner(*built_in("tiny-llama", BATCH, SEQUENCE, LAYERS), request, PlanCache())
+    estimates = Estimates(subject_of(planner, "auto", 16, 3)[0], float("inf"))
+
+    def away(mesh: Mesh) -> float:
+        sizes = ((mesh.axes.get(axis, 1), best.get(axis, 1)) for axis in ("pp", "dp", "tp", "sp"))
+        return sum(abs(one.bit_length() - other.bit_length()) for one, other in sizes)
+
+    def estimate(candidate: Candidate, below: float) -> Estimate:
+        return Estimate(*candidate, 100 + away(candidate.mesh) + candidate.microbatches / 1000, 0.0, None)
+
+    monkeypatch.setattr(estimates, "estimate", estimate)
+    estimates.search()
+    order = list(estimates.found)
+    assert estimates.best()[0].mesh.axes == best
+    found = next(place for place, each in enumerate(order) if each.mesh.axes == best)
+    assert found < 0.45 * len(order)

@@ -1,0 +1,88 @@
+"""Candidates that are planned exactly: in which order, until when, and what the note says."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from autopar.errors import InfeasibleError
+from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.mesh_estimates.estimates import Estimate
+from autopar.planning.mesh_estimates.planned import Planned
+from autopar.planning.mesh_search.search import Candidate, Turn
+from tests.support.meshes import candidate, plans_of
+
+BOUNDED, LARGE = Mesh({"dp": 64}), Mesh({"dp": 128})
+
+
+def search(*pairs: tuple[float, float | None], num_bytes: int = 100, apart: float = 50.0) -> tuple[Planned, list[str]]:
+    """Estimates and exact seconds of some meshes, None for one that does not fit; and the meshes that were planned."""
+    plans = plans_of(*((exact or estimate, num_bytes) for estimate, exact in pairs))
+    meshes, made = list(plans), []
+    exact = dict(zip(meshes, (seconds for _, seconds in pairs), strict=True))
+    every = [
+        Estimate(mesh, 1, estimate, 100 + apart * number, None)
+        for number, (mesh, (estimate, _)) in enumerate(zip(meshes, pairs, strict=True))
+    ]
+
+    def make(estimate: Estimate, turn: Turn) -> Candidate[Any]:
+        made.append(str(estimate.mesh))
+        if exact[estimate.mesh] is None:
+            raise InfeasibleError("no room")
+        return candidate(plans[estimate.mesh], exact[estimate.mesh])
+
+    estimates: Any = SimpleNamespace(
+        best=lambda: sorted(every, key=lambda each: each.seconds),
+        of=lambda mesh: [each for each in every if each.mesh == mesh],
+        subject=SimpleNamespace(
+            axis="pp", meshes=meshes, at_least=lambda mesh: 9.0 if mesh == BOUNDED else 0.0, limit=lambda mesh: 1e9
+        ),
+        slower_at=lambda mesh, count: None,
+        found={(each.mesh, 1): each for each in every} | {(BOUNDED, 1): None, (LARGE, 2): None},
+    )
+    return Planned(estimates, make, math.inf), made
+
+
+def test_nothing_is_planned_that_is_worse_by_its_estimate_less_the_error_so_far() -> None:
+    planned, made = search((1.0, 1.0), (1.005, 1.2), (1.3, 1.3), (2.0, 0.1))
+    found = planned.best()
+    assert found is not None and found.lines[0][0].found.seconds == 1.0  # type: ignore[union-attr]
+    # The second was 19% off, so that the third may be better than it looks.
+    assert len(made) == 2
+    assert round(planned.error, 2) == 0.19
+
+
+def test_what_is_further_from_its_estimate_is_followed_by_more() -> None:
+    planned, made = search((1.0, 1.4), (1.3, 1.2), (1.5, 1.5), (9.0, 9.0))
+    planned.best()
+    assert len(made) == 3
+
+
+def test_the_next_candidate_follows_one_without_room() -> None:
+    planned, made = search((1.0, None), (1.5, 1.5), (1.6, 1.6))
+    found = planned.best()
+    assert found is not None and len(made) == 2
+    compared = planned.comparison(found)
+    assert [(each.seconds, each.estimate, each.is_planned) for each in compared.contenders[:2]] == [
+        (1.5, 1.5, True),
+        (1.6, 1.6, False),
+    ]
+    assert [(each.excluded, each.estimate) for each in compared.excluded] == [
+        ("room", 1.0),
+        ("bound", None),
+        ("room", None),
+    ]
+    assert compared.excluded[0].reason == "no room" and compared.excluded[2].microbatches == 2
+
+
+def test_estimates_of_the_same_plan_are_one_candidate() -> None:
+    planned, _ = search((1.0, 1.0), (2.0, 2.0), (2.001, 2.0), apart=0.0)
+    found = planned.best()
+    assert found is not None
+    compared = planned.comparison(found)
+    assert [(each.seconds, len(each.same_on)) for each in compared.contenders[:2]] == [(1.0, 0), (2.0, 1)]
+
+
+def test_where_nothing_has_room_there_is_no_answer() -> None:
+    assert search((1.0, None), (1.5, None))[0].best() is None

@@ -1,0 +1,244 @@
+"""Memory budgets of the stages of a rank: stages take turns, and memory goes to those that gain the most by it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.console.units import format_share
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.errors import PipelineError
+from autopar.planning.pipeline.plan import PipelinePlan
+from autopar.planning.pipeline.planned_blocks import planned_blocks
+from autopar.planning.pipeline.planner import plan_pipeline
+from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.stage_search import Known, StageSearch
+from autopar.planning.pipeline.stages.cheapest_cut import cheapest_cut
+from autopar.planning.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, step_seconds
+from autopar.planning.pipeline.stages.held import Held, Limit, Room, as_much, held_by
+from autopar.planning.pipeline.stages.rooms import Sample, fastest, rooms_of_least, shared_rooms, thought_in_rooms
+from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings, context_of
+from autopar.solver.deadline import NEVER
+from tests.planning.pipeline.test_planner import Layered, planned, request
+from tests.support.planned import IDS_BS, Attention, space_of
+
+SCHEDULES = (Schedule("interleaved_1f1b", 2, 8, 2), Schedule("zbv", 2, 8, 2), Schedule("interleaved_1f1b", 2, 6, 3))
+
+
+def _samples(source: random.Random, count: int) -> list[Sample]:
+    def one() -> Sample:
+        return Sample(source.random(), source.randint(1, 40), source.randint(0, 30), source.randint(0, 4))
+
+    return [one() for _ in range(count)]
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_the_samples_of_a_rank_are_the_fastest_that_fit(source: random.Random, num_stages: int) -> None:
+    options, memory = [_samples(source, 4) for _ in range(num_stages)], source.randint(20, 120)
+    at_once = [tuple(source.randint(0, 8) for _ in range(num_stages)) for _ in range(2)]
+
+    def takes(chosen: tuple[Sample, ...]) -> float:
+        kept = max(sum(each.kept(n) for each, n in zip(chosen, numbers, strict=True)) for numbers in at_once)
+        return kept + max(each.running for each in chosen)
+
+    fitting = [each for each in itertools.product(*options) if takes(each) <= memory]
+    found = fastest(options, memory, at_once)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None and takes(found) <= memory
+    assert sum(each.seconds for each in found) == pytest.approx(min(sum(e.seconds for e in each) for each in fitting))
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(SCHEDULES))
+@settings(max_examples=50, deadline=None)
+def test_stages_that_keep_to_their_rooms_fit_together(source: random.Random, schedule: Schedule) -> None:
+    memory, samples = 100, [_samples(source, 3) for _ in range(schedule.num_stages)]
+    rooms = shared_rooms(schedule, memory, samples.__getitem__)
+    for rank in range(schedule.num_ranks):
+        stages = schedule.stages_of(rank)
+        for numbers in schedule.in_flight_at_once(rank):
+            own = [_limit(rooms[stage], number) for stage, number in zip(stages, numbers, strict=True)]
+            whole = sum(each.kept for each in own)
+            assert all(0 <= each.kept <= each.peak and each.peak + whole - each.kept <= memory for each in own)
+
+
+def _limit(room: Room, in_flight: int) -> Limit:
+    """Return the memory limit of a stage with this number of micro-batches in flight."""
+    fewer = [each for each in room.fewer if each.in_flight == in_flight] or [Limit(in_flight, room.peak, room.kept)]
+    return Limit(in_flight, min(each.peak for each in fewer), min(each.kept for each in fewer))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("interleaved_1f1b", 4, 8, 2)], ids=str)
+def test_no_moment_of_a_rank_has_more_in_flight_than_those_that_are_looked_at(schedule: Schedule) -> None:
+    for rank in range(schedule.num_ranks):
+        stages, at_once = schedule.stages_of(rank), schedule.in_flight_at_once(rank)
+        for place, stage in enumerate(stages):
+            assert max(numbers[place] for numbers in at_once) == schedule.in_flight(stage)
+        for each in itertools.product((1, 2, 5), repeat=len(stages)):
+            most = max(sum(n * weight for n, weight in zip(numbers, each, strict=True)) for numbers in at_once)
+            assert most == schedule.most_waiting(rank, dict(zip(stages, each, strict=True)))
+
+
+def test_stages_of_a_rank_are_not_at_their_most_at_once() -> None:
+    schedule = Schedule("interleaved_1f1b", 4, 8, 2)
+    assert schedule.in_flight_at_once(2) == ((4, 3), (7, 0)) and schedule.in_flight(2) + schedule.in_flight(6) == 10
+    sample = Sample(1.0, 10, 5, saved=4)  # seven micro-batches in all take 28, and ten of them would take 40
+    assert fastest([[sample]] * 2, 53, schedule.in_flight_at_once(2)) == (sample, sample)
+    assert fastest([[sample]] * 2, 52, schedule.in_flight_at_once(2)) is None
+    first, second = (shared_rooms(schedule, 53, lambda stage: [sample])[stage] for stage in (2, 6))
+    held = [Held(10 + number * 4, 15 + number * 4, 10, 4) for number in (7, 3)]
+    assert first.excess(held[0]) == second.excess(held[1]) == 0 < first.excess(replace(held[0], lasting=11))
+
+
+def test_memory_goes_to_the_stage_that_gains_by_it() -> None:
+    schedule = Schedule("interleaved_1f1b", 2, 8, 2)
+    dear, cheap = [Sample(1.0, 10, 5), Sample(0.2, 60, 5)], [Sample(1.0, 10, 5), Sample(0.9, 60, 5)]
+    rooms = shared_rooms(schedule, 100, lambda stage: dear if stage < 2 else cheap)
+    assert rooms[0].kept >= 60 > rooms[2].kept >= 10
+
+
+def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batches_are_in_flight() -> None:
+    schedule = Schedule("interleaved_1f1b", 4, 8, 2)
+    problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 32, (0.0,) * 32, schedule)
+
+    def samples(stage: int) -> list[Sample]:
+        return [Sample(12.0, 0, 10, 20), Sample(24.0, 0, 20, 4)]
+
+    def cut(memory: int) -> tuple[int, ...] | None:
+        table, rooms = thought_in_rooms(problem, memory, samples, 12.0)
+        assert len(rooms) == 8
+        return cheapest_cut(problem.fill(table), table, 4, problem.pace)
+
+    within = cut(180)
+    assert within is not None and cut(10**6) == best_cuts(problem).starts
+    lengths = [end - start for start, end in itertools.pairwise((*within, 32))]
+    assert lengths[0] < lengths[3] and cut(10) is None
+
+
+def test_stages_of_one_block_are_not_mixed_of_two_plans() -> None:
+    """A rank of two stages has no memory for the fast plan of one of them, but for half of it."""
+    schedule = Schedule("interleaved_1f1b", 2, 1, 2)
+    problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 4, (0.0,) * 4, schedule)
+
+    def seconds(num_blocks: int) -> list[float]:
+        samples = [Sample(3.0, 100, 0), Sample(6.0, 20, 0)]
+        table, _ = thought_in_rooms(problem, 110, lambda stage: samples, 3.0, num_blocks)
+        return sorted(float(table[stage, stage, stage + 1]) for stage in (0, 2))
+
+    assert seconds(1) == [6.0, 6.0]
+    assert seconds(2) == [4.5, 6.0]
+
+
+def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_rooms() -> None:
+    schedule, least = Schedule("interleaved_1f1b", 2, 8, 2), {0: 30, 1: 20, 2: 60, 3: 10}
+    rooms = rooms_of_least(schedule, 100, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage])
+    assert rooms is not None and all(rooms[stage].peak >= least[stage] <= rooms[stage].kept for stage in least)
+    assert rooms_of_least(schedule, 89, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage]) is None
+
+
+def test_nothing_is_asked_of_stages_behind_one_that_does_not_fit() -> None:
+    schedule, asked = Schedule("interleaved_1f1b", 2, 8, 2), list[int]()
+
+    def least(first: int, end: int, stage: int) -> int:
+        asked.append(stage)
+        return 60
+
+    assert rooms_of_least(schedule, 100, (0, 1, 2, 3), 4, least) is None and asked == [0, 2]
+
+
+def test_a_room_is_as_large_as_another_by_all_of_its_limits() -> None:
+    assert as_much(None, Room(1, 1)) and as_much(Room(5, 2), Room(5, 2)) and not as_much(Room(5, 2), None)
+    assert not as_much(Room(5, 2), Room(4, 3)) and not as_much(Room(5, 2), Room(6, 1))
+    less = Room(5, 3, (Limit(2, 4, 2),))
+    assert as_much(Room(5, 3), less) and as_much(less, less) and not as_much(less, Room(5, 3))
+    assert as_much(less, Room(5, 3, (Limit(3, 4, 2),))) and not as_much(less, Room(5, 3, (Limit(1, 4, 2),)))
+
+
+@pytest.mark.parametrize("runs", [Microbatches(6, 3), Microbatches(4, 4), Microbatches(4, 1)], ids=str)
+def test_a_stage_keeps_what_waits_and_what_lasts_while_others_run(runs: Microbatches) -> None:
+    space = space_of(Attention(False), (IDS_BS,), dp=2, tp=2)
+    plan, choices = make_plan(space, {}, microbatches=runs)
+    found = held_by(context_of(plan).memory_model, choices, plan.recompute)
+    assert plan.memory is not None
+    parts = plan.memory.parts
+    waiting = runs.in_flight * sum(row.saved_bytes for row in plan.rows)
+    lasting = sum(parts.get(name, 0) for name in ("parameters", "optimizer", "buffers and inputs"))
+    assert lasting + waiting < found.kept <= found.peak == plan.peak_bytes
+    for in_flight in range(1, runs.in_flight):
+        memory = MemoryModel(space, replace(runs, in_flight=in_flight))
+        less, most = held_by(memory, choices, plan.recompute), found.with_fewer(in_flight)
+        assert less.kept <= most.kept <= found.kept and less.peak <= most.peak <= found.peak
+
+
+def test_stages_of_one_micro_batch_keep_all_that_they_hold() -> None:
+    space = space_of(Attention(False), (IDS_BS,), dp=2)
+    plan, choices = make_plan(space, {})
+    found = held_by(context_of(plan).memory_model, choices, plan.recompute)
+    assert found == Held(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes)
+
+
+def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
+    """Check that a stage saves no more than its budget allows while other stages run.
+
+    Its peak may be higher, because the stages of a rank take turns.
+    """
+    asked = request({"pp": 2}, Schedule("interleaved_1f1b", 2, 4, 2), num_layers=4)
+    blocks = planned_blocks(asked, 4)
+
+    def ask(room: Room | None) -> tuple[Known, Held | None]:
+        search = StageSearch(blocks, NEVER, (room,) * 4, (0.0,) * (len(blocks.blocks) + 1))
+        known = search.ask(0, 3, 0, 0.02)
+        return known, None if known.made is None else search.holding(known, search.runs[0])
+
+    free, whole = ask(Room(2**40, 2**40))
+    assert whole is not None and whole.kept < whole.peak
+    same, holding = ask(Room(whole.peak, whole.kept))
+    assert same.seconds == free.seconds and holding == whole
+    less, holding = ask(Room(whole.peak, int(0.9 * whole.kept)))
+    assert holding is not None and holding.kept <= 0.9 * whole.kept < holding.peak
+    assert less.seconds > free.seconds and less.least <= less.seconds
+    assert ask(Room(whole.peak, 1))[0].seconds == math.inf
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "share"), [("1f1b", None), ("1f1b", 0.95), ("zbv", None)])
+def test_no_cut_is_below_the_bound_of_a_plan(name: str, share: float | None) -> None:
+    schedule = Schedule(name, 2, 4, 1 if name == "1f1b" else 2)
+    asked = request({"pp": 2}, schedule, num_layers=3, vocabulary=256)
+    blocks = planned_blocks(asked, schedule.num_stages)
+    problem = CutProblem(blocks.costs, blocks.cut_seconds, schedule)
+    limit = None if share is None else int(share * plan_pipeline(asked).peak_bytes)
+
+    def plan(*names: str) -> PipelinePlan:
+        wanted = replace(asked.wanted, settings=Settings(limit), stages=names or None)
+        return plan_pipeline(replace(asked, wanted=wanted))
+
+    def by_formula(found: PipelinePlan) -> float:
+        return step_seconds(problem, found.starts, [stage.seconds for stage in found.stages])
+
+    found, starts = plan(), itertools.combinations(range(1, len(blocks.blocks)), schedule.num_stages - 1)
+    assert 0 < found.bound <= found.seconds and found.gap == pytest.approx(1 - found.bound / found.seconds)
+    assert f"gap {format_share(found.gap)}" in str(found)
+    bound = (1 - found.gap) * by_formula(found)
+    for each in starts:
+        with contextlib.suppress(PipelineError):
+            assert bound <= by_formula(plan(*(blocks.blocks[start].name for start in each))) * (1 + 1e-9)
+
+
+def test_of_a_plan_that_was_saved_without_a_bound_nothing_is_known() -> None:
+    values = json.loads(planned(model=Layered(2), schedule="1f1b", microbatches=4).to_json())
+    assert values.pop("bound") > 0
+    plan = PipelinePlan.from_json(json.dumps(values))
+    assert plan.bound == 0 and plan.gap == 1 and "gap" not in str(plan)

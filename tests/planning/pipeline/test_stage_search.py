@@ -1,0 +1,76 @@
+"""Stages of a pipeline, planned within a memory limit: how much of the time they get, and what is said of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.planning.pipeline import stage_search
+from autopar.planning.pipeline.planned_blocks import planned_blocks
+from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.stage_search import ROUGHLY, TOLERANCE, StageSearch
+from autopar.planning.pipeline.stages.held import Room
+from autopar.planning.settings import Settings
+from autopar.solver.deadline import after
+from tests.planning.pipeline.test_planner import request
+
+
+def _search() -> StageSearch:
+    """Build the stage search of a two-stage pipeline with an ample memory budget."""
+    asked = request({"pp": 2}, Schedule("1f1b", 2, 4), num_layers=3)
+    blocks = planned_blocks(asked, 2)
+    nothing_known = (0.0,) * (len(blocks.blocks) + 1)
+    return StageSearch(blocks, after(1000.0), (Room(2**40, 2**40),) * 2, nothing_known)
+
+
+def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, given = _search(), list[float]()
+
+    def solved(space: Any, pins: Any, settings: Settings, *more: Any) -> None:
+        given.append(settings.time_limit)
+        raise InfeasibleError("nothing is looked for")
+
+    monkeypatch.setattr(stage_search, "solved", solved)
+    search.ask(0, 2, 0, ROUGHLY)
+    search.ask(0, 2, 0, TOLERANCE)
+    roughly, closely = given
+    assert 50 < roughly < 70
+    assert closely == pytest.approx(200, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_is_known_to_fit_fits_and_is_not_proven_where_nothing_else_is_found(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """Check that choices known for the first stage, with two micro-batches in flight, fit the last one with one.
+
+    They are not proven best if the search finds nothing else.
+    """
+    search = _search()
+    known = replace(search.ask(0, 2, 0, ROUGHLY), least=1e-9)
+    search.by_structure = defaultdict(list, {0: [known]})
+
+    def nothing(*arguments: Any) -> None:
+        raise InfeasibleError("no choices that were found keep as little as they may")
+
+    monkeypatch.setattr(StageSearch, "_solved", nothing)
+    again = search.ask(0, 2, stage, TOLERANCE)
+    assert again.seconds == known.seconds
+    assert again.least < known.seconds
+
+
+def test_the_least_bytes_of_equal_stages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, asked = _search(), list[int]()
+
+    def least_peak(formulation: Any, *more: Any) -> SimpleNamespace:
+        asked.append(len(formulation.memory.space.decisions))
+        return SimpleNamespace(peak_bytes=7 + len(asked))
+
+    monkeypatch.setattr(stage_search, "least_peak", least_peak)
+    assert [search.least(first, first + 1, 1) for first in (1, 2, 1)] == [8, 8, 8] and len(asked) == 1
+    assert search.least(1, 3, 1) == 9 and search.least(1, 2, 0) == 10, "longer, and with more micro-batches in flight"
