@@ -77,7 +77,7 @@ class Row:
     num_bytes: float
     exact_bytes: float
     seconds: float
-    """Of a processor, for the estimate."""
+    """Processor seconds of the estimate."""
     exact_seconds: float
 
     @property

@@ -160,7 +160,7 @@ class Case:
     any_number: bool = True
     """True if the case also runs on more than TENSOR ranks."""
     recomputes: bool = True
-    """Whether it is counted with full recomputation, too."""
+    """True if it is counted with full recomputation, too."""
     layers: int = 1
     """Times as many layers as are asked for."""
 

@@ -14,11 +14,11 @@
     keep_on_first_both          R → P     zeros elsewhere  zeros elsewhere
     replicated_to_invariant     R → I     -                zeros elsewhere
 
-An axis is named; `use_mesh` says which process group that is, so that one graph serves every rank. A dim that does not
+Axes have names, and `use_mesh` gives their process groups, so that one graph serves every rank. A dim that does not
 divide is padded with zeros to equal parts; functions that gather take the dim's true size and cut the padding off.
-Functions of a split dim take `zigzag`, which says that it is dealt so: Z(dim) in place of S(dim).
-Messages are views where the parts of ranks lie one after the other in memory (`ir.sharding.rearranged`), else one copy.
-Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its backward uses what its forward resolved.
+Functions of a split dim take `zigzag` for Z(dim) in place of S(dim). Messages are views if the parts of ranks lie one
+after the other in memory (`ir.sharding.rearranged`), else one copy. Each function is an `autograd.Function` over
+`torch.ops._c10d_functional`; its backward uses what its forward resolved.
 """
 
 # pyright: reportIncompatibleMethodOverride=false

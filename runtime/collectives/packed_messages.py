@@ -24,7 +24,7 @@ from autopar.runtime.collectives.rank_parts import by_rank
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """How a rank's part of a whole is sent: as it is, or with the dim `first` that is split moved to the front.
+    """Form in which a rank's part of a whole is sent: as it is, or with the split dim `first` moved to the front.
 
     The latter if the part lies in memory that way: the parts of all ranks, one behind the other, are then the whole.
     """

@@ -51,8 +51,7 @@ from autopar.runtime.recompute.random_state import RandomState
 class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
     """A module that gets its parameters when its first inputs are known, as `lay_out` stores them.
 
-    Its submodules are copies of the model's own, in a `Tree`; the tree's root stands beside it and has the same
-    parameters, buffers, submodules and state-dict hooks.
+    Its submodules copy the model's own, in a `Tree` whose root has the same parameters, buffers and state-dict hooks.
     """
 
     FIRST_CALL = "call it once"

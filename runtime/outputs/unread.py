@@ -51,7 +51,7 @@ class Unread(Tensor):
     _reading: Reading
     _plain: Tensor | None
     _start: Tensor | None
-    """Where a backward may begin that needs no values: at this rank's part of a sum."""
+    """This rank's part of a sum, at which a backward that needs no values may begin."""
 
     @property
     def plain(self) -> Tensor:

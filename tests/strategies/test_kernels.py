@@ -224,7 +224,7 @@ XFORMERS = _function(
 
 
 class LowerTriangularMask:
-    """Of the name that xformers gives its causal mask."""
+    """Stand-in with the name of xformers' causal mask."""
 
 
 def test_the_functions_of_flash_attention_are_split() -> None:

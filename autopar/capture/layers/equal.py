@@ -90,7 +90,7 @@ class Comparison:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute is a value, or a list, tuple or dict of values: the name of a layer that adapters note."""
+    """Return whether an attribute is a value, or a list, tuple or dict of values, as adapters keep a layer's name."""
     if isinstance(value, dict):
         return all(map(_is_plain, (*value.keys(), *value.values())))
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, ATOMS)

@@ -58,7 +58,7 @@ class Accumulation:
         return self.space.decisions[number].name in self.space.weight_casts
 
     def once(self, number: int) -> bool:
-        """Whether a decision costs its seconds once a step: an optimizer's step, a weight's cast, or a loss's sum."""
+        """Return whether a decision costs seconds once a step: an optimizer's step, a weight's cast, a loss's sum."""
         return self.space.decisions[number].kind in ("parameter", "output") or self.is_cast(number)
 
     def each_time(self, wire: Wire) -> np.ndarray:

@@ -8,11 +8,10 @@ autograd, see `ir.program.saved_tensors`):
     its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
-A view counts where its memory was made. `weights` counts weights and their gradients in transit. Under recomputation
+Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
 (`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
 outside, results of collectives unless these run again, and, if selective, results of products. A segment keeps its
 offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next segment.
-
 A program without gradients saves nothing; `live` says what is alive in it.
 
 All this is for one micro-batch. If a step has several, `accumulation` says what is resident in addition, and instead.

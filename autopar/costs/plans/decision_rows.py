@@ -75,15 +75,15 @@ class KeptWhole:
     first: str
     """The first of its calls."""
     module: str
-    """The module of that."""
+    """Module of that call."""
     seconds: float
-    """Of all its calls in a step, forward and backward."""
+    """Seconds of all its calls in a step, forward and backward."""
     seconds_share: float
-    """Of the sum of costs."""
+    """Share of the sum of costs."""
     num_bytes: int
     """Bytes of the inputs and outputs of all its calls."""
     flops_share: float | None = None
-    """Of the FLOPs of a forward; None if unknown: no weight among the inputs says how many there are."""
+    """Share of the FLOPs of a forward; None if unknown: no weight among the inputs says how many there are."""
 
 
 def advice_on_rules(operation: str) -> str:

@@ -1,4 +1,4 @@
-"""What calls compute and move themselves, as tasks.
+"""Computation and communication of calls themselves, as tasks.
 
 What a call's own implementation moves beside its computing runs beside it; what is begun ahead of it is issued in front
 of the forward, and waited for here. A loss that ranks have parts of is summed beside the backward, which does not wait.
@@ -52,7 +52,7 @@ class Calls:
                     self.tasks.issue(each, decision.name)
 
     def run(self, number: int, backward: bool) -> None:
-        """What a call computes in a pass, beside or before what it moves itself."""
+        """Add the tasks of a call in one pass: what it computes, and what it moves overlapped with or after that."""
         decision, choice = self.space.decisions[number], self.choices[number]
         strategy = self.memory.second_forward.running(number, self.choices, self.modes)
         call, op = decision.menu.call, decision.menu.op

@@ -199,7 +199,7 @@ OF_LIBRARIES = {
 
 
 def fault_of_form(tensor: Tensor) -> str:
-    """What a tensor is instead of dense and plain, and what to give in its place; "" where it is both.
+    """Return what a tensor is instead of dense and plain, and what to pass in its place; "" if it is both.
 
     >>> fault_of_form(torch.eye(2).to_sparse_csr())
     'is a sparse_csr tensor, and autopar splits dense ones only; give x.to_dense() in its place'

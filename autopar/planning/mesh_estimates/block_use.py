@@ -57,9 +57,9 @@ class BlockUse:
     """Seconds of each block's forward for one micro-batch."""
     backward: Floats
     weights: Floats
-    """Of a backward, in which calls compute gradients of weights."""
+    """Seconds of a backward in which calls compute gradients of weights."""
     entering: Floats
-    """More than `forward`, of a stage's first block."""
+    """Seconds beyond `forward` of a stage's first block."""
     turning: Floats
     """More than `backward`, of a stage's last block."""
     leaving: Floats

@@ -143,7 +143,7 @@ class Part:
     forward: Floats
     backward: Floats
     weights: Floats
-    """Of a backward, in which calls compute gradients of weights."""
+    """Seconds of a backward in which calls compute gradients of weights."""
     once: Floats
     reductions: Floats
     sending: Floats

@@ -41,7 +41,7 @@ from autopar.solver.solve import solve
 PRICES = (1e-4, 0.1, 2.0)
 """Prices of the whole memory limit, as multiples of the least seconds that a micro-batch can take."""
 FEW_AXES = 2
-"""Of a stage, on which all that may be chosen is looked at."""
+"""Most mesh axes of a stage for which all choices are searched."""
 GAP = 1e-3
 """Relative optimality gap at which the search of the shorter model may stop."""
 
@@ -83,7 +83,7 @@ class Inner:
     known: Choices
     """Choices of plans so far: on more than FEW_AXES axes no others are looked at."""
     like: Inner | None = None
-    """Of the same model in another form: the same computes beside moves of weights, which are priced once for both."""
+    """Plans of the same model in another form; the overlap of moves of weights is priced once for both."""
     _space: Space | None = None
     _dealing: frozenset[str] = frozenset()
     """Axes over which attention divides its queries, so that positions are dealt by zigzag."""
@@ -171,7 +171,7 @@ class Inner:
 
     @property
     def beside(self) -> Beside:
-        """What computes beside moves of weights."""
+        """Computation that may be overlapped with moves of weights."""
         return self._laid_out()[0].space.beside
 
 

@@ -60,7 +60,7 @@ class _Tiles:
     number: int
 
     def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-        """Of each tile the maximum of every row, then two sums, over classes; over rows, a mean's count."""
+        """Return the collectives of all tiles: maxima of rows and two sums over classes, a mean's count over rows."""
         itemsize = wide(call["hidden"].dtype).itemsize
         each = [
             Collective("all_reduce", CLASSES, times * itemsize * rows)

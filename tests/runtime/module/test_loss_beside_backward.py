@@ -22,7 +22,7 @@ IGNORED = -100
 
 
 def _labels() -> Tensor:
-    """Of which the samples of some ranks have many more to ignore."""
+    """Return labels of which the samples of some ranks have many more to ignore."""
     labels = torch.randint(0, TOKENS, (SAMPLES, POSITIONS), generator=torch.Generator().manual_seed(1))
     labels[:3, 1:] = IGNORED
     return labels
@@ -135,7 +135,7 @@ def test_a_loop_on_two_axes_trains_as_one_process(ranks: Ranks, kind: type[Mean]
 
 
 def _issued() -> list[bool]:
-    """Whether the sum of the loss has been waited for: before the backward, behind it, and when it is read."""
+    """Return whether the sum of the loss has been waited for: before the backward, behind it, and when it is read."""
     model = _compiled(Divided(), {"dp": 2}, strategy="data_parallel")
     with record_traffic() as traffic:
         loss: Any = model(torch.zeros(SAMPLES, POSITIONS, dtype=torch.int64), _labels())

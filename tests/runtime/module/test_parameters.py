@@ -41,7 +41,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _every_way(model: nn.Module) -> dict[str, Any]:
-    """What the gradients are, however a backward is asked for them."""
+    """Return the gradients, by each way to request them of a backward."""
     one, _, last = parameters = list(model.parameters())
     found: dict[str, Any] = {}
     for step in range(3):

@@ -74,7 +74,7 @@ def test_steps_run_the_same_operations_and_none_of_the_host(
 
 
 def _on_ranks() -> tuple[list[str], bool]:
-    """What needs the host where ranks agree on calls; and whether two steps were the same."""
+    """Return what needs the host where ranks agree on calls, and whether two steps were the same."""
     model = autopar.compile(transformer(SIZE), mesh((2,), ("dp",)), _batch(0), strategy="zero3", recompute="full")
     one, other = _recorded(model, lambda *inputs: model(*inputs).backward())
     return one.of_host, one.operations == other.operations

@@ -19,7 +19,7 @@ ATTENTION = ("attention_by_mask", "scaled_dot_product_attention", "_safe_softmax
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What training came to."""
+    """Results of training."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a mask is made of, as an expression in vectors: `bitwise_and(le(v1, v0), eq(v3, v2))`.
+"""Attention masks and scores as expressions in vectors: `bitwise_and(le(v1, v0), eq(v3, v2))`.
 
 A vector has no dim of queries, or none of keys, and is broadcast to the scores [batch, heads, queries, keys]. The
 functions work on every element alone, so that an expression says any block of the mask from parts of its vectors. They
@@ -137,12 +137,12 @@ def with_derivative(expression: Expression, vectors: Sequence[Tensor], score: Te
 
 
 def of_keys(vector: Tensor) -> bool:
-    """Whether a vector has a dim of keys, not of queries."""
+    """Return whether a vector has a dim of keys, not of queries."""
     return vector.ndim > 0 and vector.shape[-1] > 1
 
 
 def part_of(vector: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """What a vector has for some queries and keys."""
+    """Return the part of a vector for a range of queries and a range of keys."""
     if of_keys(vector):
         return vector[..., slice(*keys)]
     return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
@@ -325,5 +325,5 @@ DERIVATIVES: Mapping[str, Callable[[Tensor, list[Any], list[Any]], Any]] = {
     "masked_fill": lambda y, x, d: aten.masked_fill(d[0], x[1], 0.0),
     "to": lambda y, x, d: d[0],
 }
-"""What a function gives, its arguments, and their derivatives by the scores (0.0 of what does not read these) → its own
-derivative."""
+"""Function name → its derivative by the scores, from result, arguments and their derivatives (0.0 for an argument that
+does not read scores)."""

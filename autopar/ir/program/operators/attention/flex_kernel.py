@@ -37,11 +37,11 @@ BLOCK = 128
 """Queries, and keys, of a block, as the kernel has them by default."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST_FEATURES = 16
-"""Of a head that the kernel takes."""
+"""Least features of a head that the kernel takes."""
 INDICES = ("j", "i", "h", "b")
-"""Of a key, a query, a head and a sample: the dims of scores from the right."""
+"""Indices of key, query, head and sample: the dims of scores from the right."""
 KEPT = 4
-"""How many masks are kept, as many as kinds of layers have in one batch."""
+"""Number of block masks that are kept: as many as kinds of layers have in one batch."""
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
