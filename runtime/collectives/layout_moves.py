@@ -44,9 +44,7 @@ _c10d = torch.ops._c10d_functional
 
 def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """The sum (or "max") over the axis, without a gradient."""
-    if axis.size == 1:
-        return x
-    return waited_for(all_reduce_in_flight(x, axis, op))
+    return x if axis.size == 1 else waited_for(all_reduce_in_flight(x, axis, op))
 
 
 def all_reduce_in_flight(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
