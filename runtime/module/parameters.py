@@ -226,7 +226,8 @@ class _LocalParts(torch.autograd.Function):
             stride = p._local_tensor.stride()
             if grad.stride() != stride:
                 grad = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-            place = grad.untyped_storage()._cdata, int(grad.storage_offset())
+            offset = grad.storage_offset()  # of simulated ranks it has no single value
+            place = grad.untyped_storage()._cdata, offset if isinstance(offset, int) else 0
             if place in given:  # as of two weights that are added: each gets a gradient of its own
                 grad = grad.clone()
             given.add(place)

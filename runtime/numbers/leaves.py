@@ -6,22 +6,21 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.numbers.marked import Number, is_replaceable, tensor_for
 from autopar.capture.numbers.watched import Watch
 from autopar.capture.static.arguments import Arguments
 
-_PLAIN = frozenset((Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)))
+_PLAIN = (Tensor, int, float, str, type(None))
 """Types of leaves that a tree is without, if it is flat."""
 
 
 def leaves_of(arguments: Arguments) -> tuple[list[Any], Hashable]:
     """Return the leaves of a call's inputs, and their structure; without pytree's Python code if inputs are flat."""
     positional, named = arguments
-    if not positional and _PLAIN.issuperset(map(type, named.values())):
+    if not positional and all(isinstance(each, _PLAIN) for each in named.values()):
         return list(named.values()), tuple(named)
     leaves, spec = pytree.tree_flatten(arguments)
     return leaves, str(spec)
