@@ -33,7 +33,8 @@ def test_layers_may_differ_in_what_no_forward_reads() -> None:
     """Adapters of peft note in a dict which layer they stand for."""
     model = stack()
     for index, layer in enumerate(model.each()):
-        layer.noted = {"name": f"layers.{index}", "places": [index, (index, None)]}
+        noted: Any = {"name": f"layers.{index}", "places": [index, (index, None)]}
+        layer.noted = noted
     check(model, NUMBER - 1)
 
 

@@ -120,7 +120,8 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], in_turns: bool
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         if in_turns:
-            loss = model.train_step(*batch)
+            in_step: Any = model.train_step
+            loss = in_step(*batch)
         else:
             loss = model(*batch)
             loss.backward()

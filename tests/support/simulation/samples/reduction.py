@@ -93,6 +93,7 @@ SAMPLES: dict[Any, Samples] = {
     **dict.fromkeys([aten.argmax.default, aten.argmin.default], argmax),
     **dict.fromkeys([aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default], along()),
     **dict.fromkeys([aten._softmax.default, aten._log_softmax.default], along(False)),
+    aten._safe_softmax.default: along(),
     **dict.fromkeys([aten.sort.default, aten.argsort.default, aten.cummax.default, aten.cummin.default], along()),
     aten.argsort.stable: lambda d: [sample(d.x(*d.sizes(2)), stable=True, dim=dim) for dim in (0, -1)],
     **dict.fromkeys([aten.nanmedian.dim, aten.mode.default], over_one_dim),
