@@ -74,7 +74,7 @@ def _global(self: Any, x: Tensor, h: Tensor) -> Tensor:  # Longformer: read at o
 
 
 def _of_torch(self: Any, x: Tensor, h: Tensor) -> Tensor:  # a check that torch makes
-    normal = torch.distributions.Normal(h, 1.0)
+    normal = torch.distributions.Normal(h, 1.0, validate_args=True)  # TorchDynamo turns the default off for good
     return F.gaussian_nll_loss(h, x, h.exp()) + normal.log_prob(x).sum()
 
 
