@@ -20,9 +20,9 @@ bytes that one device has to do with. The symbols are bytes of whole tensors, ov
        no use for: tables, biases, what is added,  L  number of layers (a number, as are the sizes of axes)
        weights that meet inputs
 
-A mean loss adds 16 to each axis that splits the batch: its sum and its number of tokens, 8 each. The layouts are a
-preset's, the way from one to the next is the planner's, and the formulas are those of the fewest bytes: where latency
-counts for more, or axes differ in size, it may go another.
+A mean loss adds 16 over all axes together that split its rows: its sum and its number of tokens, 8 each, beside what is
+computed. The layouts are a preset's, the way from one to the next is the planner's, and the formulas are those of the
+fewest bytes: where latency counts for more, or axes differ in size, it may go another.
 """
 
 if __name__ != "autopar.strategies.presets":

@@ -28,9 +28,7 @@ def data_parallel() -> Parts:
 
     On any model, over an outer axis n and an inner one m:
 
-        all_reduce/n_m = P
-        all_reduce/n = 16
-        all_reduce/m = 16
+        all_reduce/n_m = P + 16
     """
     return Parts()
 
@@ -53,8 +51,7 @@ def zero2() -> Parts:
 
         all_gather/n_m = P
         reduce_scatter/n_m = P
-        all_reduce/n = 16
-        all_reduce/m = 16
+        all_reduce/n_m = 16
     """
     return Parts(storage=Storage(regather=False))
 
@@ -86,8 +83,7 @@ def zero3() -> Parts:
 
         all_gather/n_m = 2·P - U
         reduce_scatter/n_m = P
-        all_reduce/n = 16
-        all_reduce/m = 16
+        all_reduce/n_m = 16
     """
     return Parts(storage=Storage(regather=True))
 
@@ -97,9 +93,9 @@ def hsdp() -> Parts:
 
     Over an axis r of replicas, and an axis s over which parameters are stored:
 
-        all_reduce/r = P/s + 16
+        all_reduce/r = P/s
         all_gather/s = 2·P - U
         reduce_scatter/s = P
-        all_reduce/s = 16
+        all_reduce/r_s = 16
     """
     return Parts(storage=Storage(regather=True, replicas=True))

@@ -36,9 +36,8 @@ def expert_data() -> Parts:
     Over an axis e of experts and an axis d of the batch alone:
 
         all_to_all/e = 4·L·M/(d·e) + 8·L·E
-        all_reduce/d_e = P - X
-        all_reduce/d = X/e + 16
-        all_reduce/e = 16
+        all_reduce/d_e = P - X + 16
+        all_reduce/d = X/e
     """
     return Parts(experts="exchanged")
 
@@ -64,9 +63,8 @@ def expert_data_model() -> Parts:
 
         all_to_all/e = 4·L·M/(d·e) + 8·L·E
         all_reduce/t = (3·L + 2)·A/(d·e) + L·(A + G)/(d·e) + 3·R/(d·e)
-        all_reduce/d_e = (P - N - X - Q)/t + N + Q
-        all_reduce/d = X/(e·t) + 16
-        all_reduce/e = 16
+        all_reduce/d_e = (P - N - X - Q)/t + N + Q + 16
+        all_reduce/d = X/(e·t)
     """
     return Parts(tensor=Columns(), experts="exchanged", left=True)
 

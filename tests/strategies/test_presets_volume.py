@@ -24,7 +24,15 @@ from autopar.strategies.presets import PRESETS
 from tests.support.families import FAMILIES
 
 BATCH, POSITIONS, LAYERS = 8, 32, 2
-BYTES_ALONE = Hardware("links without latency", {"float32": 1e9}, 1e9, 10**9, 0.0, (Link("wire", None, 0.0, 1e7),))
+BYTES_ALONE = Hardware(
+    "links without latency",
+    {"float32": 1e15},
+    1e15,
+    10**9,
+    0.0,
+    (Link("wire", None, 0.0, 1e7),),
+    communication_share=0.25,
+)
 """Here the way from one layout to another is that of the fewest bytes; latency would have short ways of more bytes."""
 FLOAT_BYTES = 4
 LINE = re.compile(r"^ +(\w+)/(\w+) = (.+)$", re.MULTILINE)

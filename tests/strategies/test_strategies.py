@@ -17,7 +17,7 @@ from autopar.capture.export import capture
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import S
 from autopar.ir.sharding.operation import Call
-from autopar.ir.sharding.rule import Choice, Rule
+from autopar.ir.sharding.rule import ANY_OF, Choice, Rule
 from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.strategies import BY_NAME, RULES, TABLES, notation, rule_of
 from autopar.strategies.notation import broadcast
@@ -310,8 +310,9 @@ def predicted_bytes(whole: Whole, choice: Choice, num_ranks: int) -> int:
     assert one is not None and one.traffic is not None
     sizes = dict(whole.bind(op).sizes)
     assert choice.factors
-    sizes[choice.factors[0]] //= num_ranks
-    return sum(each.num_bytes for each in one.traffic(whole.call, sizes) if each.factor == choice.factors[0])
+    split = choice.factors[0]
+    sizes[split] //= num_ranks
+    return sum(each.num_bytes for each in one.traffic(whole.call, sizes) if split in each.factor.lstrip(ANY_OF).split())
 
 
 def statistics(num_channels: int) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,13 @@ class TwoLinears(nn.Module):
         return self.down(torch.relu(self.up(x_BD))).sum()
 
 
+class TwoLinearsSquared(TwoLinears):
+    """The same with a loss that is no sum of what ranks have parts of: to divide it costs collectives."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x_BD))).square().sum()
+
+
 class Attention(nn.Module):
     """Embedded tokens through one attention block whose norm stands before, after, or on the residual connection."""
 

@@ -173,7 +173,8 @@ def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
     space = space_of(Attention(False), (IDS_BS,), in_turns, dp=2, tp=2)
     plan, _ = make_plan(space, {}, microbatches=Microbatches(4, 2))
     found, parts = stage_seconds(plan, Send(0.1), Send(0.2)), step_parts(plan)
-    assert found.forward == pytest.approx(parts.forward, rel=1e-3) and found.once == parts.once
+    assert found.forward == pytest.approx(parts.forward, rel=1e-3)
+    assert found.reductions > 0 and found.once + found.reductions == pytest.approx(parts.once)
     assert found.backward_input + found.backward_weight == pytest.approx(parts.backward, rel=1e-3)
     assert (found.send_forward, found.send_backward) == pytest.approx((0.1, 0.2))
     linear = next(row for row in plan.rows if row.operation == "linear" and row.module == "out")

@@ -271,7 +271,8 @@ def test_a_stage_can_be_planned_and_sends_in_any_layout() -> None:
             if isinstance(value, fx.Node)
         ]
         assert all(number > 1 for number in layouts[: stage.num_sent])
-        assert all(number == 1 for number in layouts[stage.num_sent :])
+        of_user = layouts[stage.num_sent :]
+        assert of_user == ([2, 1, 1] if stage is stages[-1] else []), "the loss is whole, or a part whose sum follows"
         assert all(space.decisions[space.index[name]].kind == "input" for name in stage.received)
 
 

@@ -95,7 +95,7 @@ def test_the_last_backward_of_a_stage_starts_reductions_and_waits_for_none(
     assert names.count(reduction) == 2, "one for each weight"
     assert names[first:sent].count("mm") == 2, "both products of the backward of the layer before"
     assert "wait_tensor" not in names[first:sent]
-    assert names[sent:].count("wait_tensor") == 2
+    assert names[sent:].count("wait_tensor") == 3, "those of both weights, and the sum of the loss"
 
 
 @pytest.mark.filterwarnings("ignore:zero1")

@@ -33,7 +33,7 @@ from autopar.views.inspection.explain import explain
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.pinned import IDS_BS, Net
-from tests.support.planned import SLOW_LINKS, X_BD, TwoLinears, space_of
+from tests.support.planned import SLOW_LINKS, X_BD, TwoLinears, TwoLinearsSquared, space_of
 
 HARDWARE = pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("cpu")], ids=lambda each: each.name)
 
@@ -208,7 +208,7 @@ def test_a_decision_with_one_strategy_has_no_runner_up() -> None:
 
 
 def test_a_limit_that_decides_is_told_with_what_would_be_best_without_it() -> None:
-    space = space_of(TwoLinears(), (X_BD,), load("h100"))
+    space = space_of(TwoLinearsSquared(), (X_BD,), load("h100"))
     free, _ = make_plan(space, {})
     plan, _ = make_plan(space, {}, int(0.7 * free.peak_bytes))
     found = plan.explain("up")

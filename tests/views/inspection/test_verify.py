@@ -23,7 +23,7 @@ from autopar.planning.settings import context_of
 from autopar.views.inspection.verify import check
 from tests.support.families import FAMILIES
 from tests.support.pinned import IDS_BS, Net
-from tests.support.planned import X_BD, TwoLinears, space_of
+from tests.support.planned import X_BD, TwoLinearsSquared, space_of
 
 H100 = load("h100")
 
@@ -222,7 +222,7 @@ def test_what_contradicts_an_annotation_names_both() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 0.7])
 def test_a_plan_within_a_limit_holds_with_a_bound_of_its_own(share: float) -> None:
-    space = space_of(TwoLinears(), (X_BD,), H100)
+    space = space_of(TwoLinearsSquared(), (X_BD,), H100)
     free, _ = make_plan(space, {})
     plan, _ = make_plan(space, {}, int(share * free.peak_bytes))
     found = plan.verify()
@@ -232,7 +232,7 @@ def test_a_plan_within_a_limit_holds_with_a_bound_of_its_own(share: float) -> No
 
 
 def test_a_multiplier_that_was_tampered_with_proves_no_more() -> None:
-    space = space_of(TwoLinears(), (X_BD,), H100)
+    space = space_of(TwoLinearsSquared(), (X_BD,), H100)
     plan, _ = make_plan(space, {}, int(0.7 * make_plan(space, {})[0].peak_bytes))
     multipliers = [factor * plan.multiplier for factor in (-1.0, 0.0, 0.5, 1.0, 2.0)]
     bounds = [replace(plan, multiplier=multiplier).verify().bound for multiplier in multipliers]
