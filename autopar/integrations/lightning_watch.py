@@ -39,6 +39,7 @@ class WatchCallback(pl.Callback):
         self._watch, self._steps = Watch(compiled[0], calls=trainer.accumulate_grad_batches, **self._options), 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the step, unless gradients are still accumulated."""
         assert self._watch is not None, "training starts before its first batch"
         if trainer.global_step != self._steps:  # else gradients are still accumulated
             self._steps = trainer.global_step

@@ -29,8 +29,10 @@ class WatchCallback(transformers.TrainerCallback):
         self._watch: Watch | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Start to watch the model that is trained."""
         self._watch = Watch(given["model"], calls=args.gradient_accumulation_steps, **self._options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Record the step."""
         assert self._watch is not None, "training begins before its first step"
         self._watch.step()

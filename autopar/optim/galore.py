@@ -61,6 +61,7 @@ class GaLoreAdamW(MatrixOptimizer):
         )
 
     def step_matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update one matrix by AdamW in the subspace of its gradient; both tensors are this rank's parts."""
         state, (first, second) = self.state[parameter], group["betas"]
         gradient, stored = tall(gradient), tall(parameter)
         count = int(state.setdefault("step", torch.tensor(0.0)))

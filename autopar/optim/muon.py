@@ -66,6 +66,7 @@ class Muon(MatrixOptimizer):
         super().__init__(named_parameters, settings, others, lambda name, shape: is_matrix(name, shape, matrices))
 
     def step_matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update one matrix by its orthogonalized momentum; `parameter` and `gradient` are this rank's parts."""
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)

@@ -74,6 +74,7 @@ class ParallelModule(StoredModule[Executable]):
 
     @property
     def mesh(self) -> DeviceMesh:
+        """Mesh that the module runs on."""
         return self._mesh
 
     def print_code(self) -> None:

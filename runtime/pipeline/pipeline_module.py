@@ -83,6 +83,7 @@ class PipelineModule(StoredModule[Pipeline]):
 
     @property
     def mesh(self) -> DeviceMesh:
+        """Mesh that the module runs on, the axis of the pipeline included."""
         return self._mesh
 
     def print_code(self) -> None:

@@ -43,11 +43,11 @@ def expert_data() -> Parts:
 
 
 def expert_model() -> Parts:
-    """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
-    Rajbhandari et al., "DeepSpeed-MoE", 2022).
+    """Split experts, and elsewhere the batch, over one axis, and columns and rows over the other (E+M).
 
-    Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and come home in parts, or
-    travel in parts of their features, where links along e are the slower ones:
+    Source: Rajbhandari et al., "DeepSpeed-MoE", 2022. Over an axis e of experts and an axis t of columns and rows,
+    those of experts too. Rows of tokens are multiplied by columns and return as partial results; if links along e are
+    slower, rows travel with their features split:
 
         all_to_all/e = 4·L·M/e + 8·L·E
         all_reduce/t = (3·L + 2)·A/e + L·(A + G)/e + 3·R/e

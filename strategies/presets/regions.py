@@ -67,6 +67,7 @@ class Regions:
     """Call on a way → the columns where the way begins."""
 
     def names(self, region: str) -> list[str]:
+        """Return the calls of a region."""
         return [name for name, each in self.by_call.items() if each == region]
 
     @property

@@ -36,10 +36,9 @@ def ulysses() -> Parts:
 
 
 def gather_kv() -> Parts:
-    """Positions split, also the queries' in attention, for which keys and values are gathered (Dubey et al., "The Llama
-    3 Herd", 2024).
+    """Split positions, those of queries too; attention gathers keys and values (context parallelism).
 
-    Over an axis c of positions and an axis d of the batch:
+    Source: Dubey et al., "The Llama 3 Herd of Models", 2024. Over an axis c of positions and an axis d of the batch:
 
         all_gather/c = 2·L·K/d
         reduce_scatter/c = 2·L·K/d
@@ -49,12 +48,11 @@ def gather_kv() -> Parts:
 
 
 def ring() -> Parts:
-    """Positions split, also in attention, where keys and values travel around the ranks while these compute (Liu et
-    al., "Ring Attention with Blockwise Transformers", 2023).
+    """Split positions; in attention keys and values travel around the ranks while these compute (ring attention).
 
-    Causal attentions of self-attention have their positions dealt by zigzag, so that all ranks compute alike. Over an
-    axis c of positions and an axis d of the batch, keys and values c-1 times forward and backward, and their gradients
-    as often, in float32; less under a window:
+    Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023. Positions of causal self-attention are
+    sharded by zigzag, so that all ranks compute as much. Over an axis c of positions and an axis d of the batch, keys
+    and values are sent c-1 times forward and backward, and their gradients as often, in float32; less under a window:
 
         permute/c = 6·L·K·(c-1)/(c·d)
         all_reduce/d_c = P + 16
@@ -63,11 +61,11 @@ def ring() -> Parts:
 
 
 def ring_self_attention() -> Parts:
-    """Positions split, also in attention, where keys travel around the ranks until each has the whole rows of scores of
-    its queries, and then values (Li et al., "Sequence Parallelism", 2021).
+    """Split positions; in attention keys travel around the ranks, then values (ring self-attention).
 
-    Scores are written out and kept for the backward: for short texts, and to compare `ring` with. Over an axis c of
-    positions and an axis d of the batch, keys and values c-1 times forward and backward, and their gradients:
+    Source: Li et al., "Sequence Parallelism", 2021. Each rank computes the whole rows of scores of its queries and
+    saves them for the backward: for short texts, and as a baseline of `ring`. Over an axis c of positions and an axis d
+    of the batch, keys and values are sent c-1 times forward and backward, and their gradients:
 
         permute/c = 4·L·K·(c-1)/(c·d)
         reduce_scatter/c = 2·L·K/d
@@ -77,10 +75,10 @@ def ring_self_attention() -> Parts:
 
 
 def usp() -> Parts:
-    """Positions split over two axes, of which attention has heads on one and a ring on the other ("USP", Fang and Zhao
-    2024; 2D attention, "LoongTrain", Gu et al. 2024).
+    """Split positions over two axes; attention splits heads on one and runs a ring on the other (USP).
 
-    Heads over an axis named "sp" or "ulysses", else the last one; the ring over one named "cp", "context" or "ring",
+    Source: Fang and Zhao, "USP", 2024; 2D attention of Gu et al., "LoongTrain", 2024. Heads are split over an axis
+    named "sp" or "ulysses", else the last one; the ring over one named "cp", "context" or "ring",
     else the last of the others. Over axes c of the ring, u of the heads and d of the batch:
 
         all_to_all/u = 4·L·(A + K)/(c·d·u)

@@ -50,10 +50,10 @@ def fsdp_megatron() -> Parts:
 
 
 def megatron_sequence() -> Parts:
-    """Megatron, and between blocks positions are split over the same axis (Korthikanti et al., "Reducing Activation
-    Recomputation", 2022).
+    """Megatron, with positions split over the same axis between blocks (sequence parallelism).
 
-    Over an axis t and an axis d of the batch; what goes into a block is gathered, what comes out is reduced in parts:
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Over an axis t
+    and an axis d of the batch; what goes into a block is gathered, what comes out is reduced in parts:
 
         all_gather/t = (4·L + 2)·A/d
         reduce_scatter/t = (4·L + 2)·A/d
@@ -65,9 +65,10 @@ def megatron_sequence() -> Parts:
 
 
 def async_tensor_parallel() -> Parts:
-    """Megatron with split positions (`megatron_sequence`), and each product in chunks: one is multiplied while the next
-    is gathered, or the last one reduced (Wang et al., "Overlap Communication with Dependent Computation via
-    Decomposition", 2023).
+    """`megatron_sequence` with each product in chunks, which overlap with gathers and reductions.
+
+    One chunk is multiplied while the next is gathered, or the last one reduced. Source: Wang et al., "Overlap
+    Communication with Dependent Computation via Decomposition", 2023.
 
     Over an axis t and an axis d of the batch:
 
@@ -81,8 +82,9 @@ def async_tensor_parallel() -> Parts:
 
 
 def megatron_regather() -> Parts:
-    """Megatron with split positions (`megatron_sequence`) whose gathered inputs are not saved: the backward gathers
-    them again, overlapped with the product for their gradient, as Megatron-LM does (Korthikanti et al., MLSys 2023).
+    """`megatron_sequence` without saved gathered inputs: the backward gathers them again, as Megatron-LM does.
+
+    The gather overlaps with the product for the gradient of its input. Source: Korthikanti et al., MLSys 2023.
 
     Over an axis t and an axis d of the batch:
 

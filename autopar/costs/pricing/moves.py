@@ -152,10 +152,10 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
             for dim in (source.dim, target.dim):
                 dims[dim] = -(-dims[dim] // size) * size
             exchanged = math.prod(dims) * tensor.dtype.itemsize // size
-            sides = (copied(target, exchanged), copied(source, exchanged, 1))
+            there, back = copied(target, exchanged), copied(source, exchanged, 1)
             found = [
-                Transfer("all_to_all", name, exchanged, False, *sides),
-                Transfer("all_to_all", name, exchanged, True, *reversed(sides)),
+                Transfer("all_to_all", name, exchanged, packed=there, unpacked=back),
+                Transfer("all_to_all", name, exchanged, backward=True, packed=back, unpacked=there),
             ]
     found = [t for t in found if tensor.requires_grad or not t.backward]
     if regather and is_gather(move, tensor):

@@ -61,10 +61,12 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of all axes together."""
         return math.prod(self.sizes)
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.sizes)
 
     def size(self, axis: str) -> int:

@@ -104,7 +104,9 @@ def bench(
             "dtensor-tp+sp", "transformers-ep", "transformers-ep-reduce" and "ep-by-hand"; all of them where none is
             given.
         steps: rounds that count; two more come before.
-        batch, sequence, layers: of the built-in models; a strategy takes the global batch apart as it needs it.
+        batch: samples of the global batch of built-in models; a strategy splits it as it needs.
+        sequence: tokens of a sample of built-in models.
+        layers: number of layers of built-in models, instead of their own.
         device: "cpu" with gloo and one thread per rank, or "cuda" with NCCL, which has not been run.
         hardware: name or path of the profile that predictions are made with. By default this machine is calibrated
             first, for each mesh, and what its devices compute again before each model; a fake world takes the profile
