@@ -43,6 +43,7 @@ TOKENS = 12 * 16 * 1e6
 """Tokens of a million steps."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("work", "devices"), [(7.5 * DAY / 1e6, 8), (20 * DAY / 1e6, 24), (40 * DAY / 1e6, 48), (50 * DAY / 1e6, 64)]
 )

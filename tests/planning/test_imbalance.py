@@ -120,6 +120,7 @@ class OneProduct(nn.Module):
         return torch.zeros_like(x_TD).index_add(0, perm_R // 2, rows_RD).square().sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("share", [None, 0.6, 0.2])
 @pytest.mark.parametrize("hardware", [SLOW_LINKS, EQUAL], ids=["links", "equal"])
 def test_a_plan_is_the_best_of_all_combinations(hardware: Hardware, share: float | None) -> None:

@@ -72,6 +72,7 @@ def said(strategy: str, mesh: Mapping[str, int], batch: int = 4, positions: int 
     return autopar.plan(model, Mesh(dict(mesh), "cpu"), batch_of, strategy=strategy)
 
 
+@pytest.mark.slow
 def test_each_part_has_the_axis_that_its_name_tells_of() -> None:
     plan = said("fsdp+sp+ring", DP_CP_TP)
     by_module = {row.module.removeprefix("model.layers.0."): row for row in plan.rows if row.kind == "call"}

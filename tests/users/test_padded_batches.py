@@ -91,7 +91,7 @@ def _trained(folder: str, compiled: bool, loss: str = "the model's") -> dict[str
     return found | {"predicted": logits, "evaluated": predicted.metrics["test_loss"]}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["the model's", "smoothed", "own"])
 def test_the_trainer_pads_batches_of_different_lengths_alike(ranks: Ranks, tmp_path: Any, loss: str) -> None:
     (expected,) = ranks.run(_trained, str(tmp_path), False, loss, world_size=1)

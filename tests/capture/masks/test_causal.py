@@ -127,7 +127,7 @@ def test_dropout_and_scale_stay() -> None:
     assert given["dropout_p"] == 0.1 and given["is_causal"] and given["scale"] is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     size=st.integers(2, 9),
     ahead=st.integers(-1, 1),

@@ -167,6 +167,7 @@ def _trained(case: Case) -> list[Any]:
     return [loss.detach(), *(getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_documents_in_a_ring_of_real_ranks(ranks: Ranks) -> None:
     model = Model(CASES[0].how)
     with mock.patch.object(varlen, "varlen_attn", written_out):

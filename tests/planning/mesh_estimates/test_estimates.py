@@ -53,7 +53,7 @@ def planned(exact: Exact, estimate: Any) -> Any:
         return exact(estimate, Turn(100))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("memory", [None, LIMIT], ids=["no limit", "limit"])
 @pytest.mark.parametrize(
     ("axes", "count"), [({"dp": 4}, 1), ({"dp": 2, "tp": 2}, 1), ({"pp": 2, "dp": 2}, 8), ({"pp": 4}, 8)], ids=str
@@ -70,6 +70,7 @@ def test_an_estimate_is_near_the_exact_plan(axes: dict[str, int], count: int, me
     assert found.num_bytes == pytest.approx(made.plan.peak_bytes, rel=BYTES_WITHIN)
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_they_take() -> None:
     estimates, exact = estimates_of(None, "interleaved_zero_bubble", sequence=2048, chunks=2)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
@@ -86,6 +87,7 @@ def test_positions_of_causal_attention_are_dealt_in_an_estimate_as_in_a_plan() -
     assert {each.memory.space.dealing for each in levels} == {planned(exact, found).plan.dealing} == {("dp",)}
 
 
+@pytest.mark.slow
 def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
     beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)
     estimates, exact = estimates_of(None, "interleaved_1f1b", hardware=beside, strategy="zero3", chunks=5)
@@ -117,6 +119,7 @@ def test_no_candidate_is_better_than_the_answer() -> None:
     assert seconds <= 1.01 * least
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer_and_a_count_of_what_was_estimated() -> None:
     model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
     first, second = (

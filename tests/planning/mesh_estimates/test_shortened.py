@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -103,6 +104,7 @@ def planner_of(model: nn.Module, *inputs: Tensor) -> OfflinePlanner:
     return OfflinePlanner(model, inputs, PlanRequest(), PlanCache())
 
 
+@pytest.mark.slow
 def test_micro_batches_are_captured_of_a_model_with_fewer_layers() -> None:
     model, inputs = built_in("tiny-llama", 4, 32, 7)
     planner = planner_of(model, *inputs)

@@ -108,6 +108,7 @@ def _uneven(folder: str) -> dict[str, Tensor]:
     return load_file(f"{folder}/again/model.safetensors")
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_divide_and_buffers_are_read_and_written(ranks: Ranks, tmp_path: Path) -> None:
     state = Small().state_dict()
     state["norm.num_batches_tracked"] = torch.tensor(7)

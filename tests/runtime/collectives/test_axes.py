@@ -158,6 +158,7 @@ def _registered() -> Any:
     return dist.distributed_c10d._world.pg_names
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "names", "joined"), [((2, 2), ("x", "y"), "x_y"), ((2, 1, 2), ("x", "one", "y"), "x_y")]
 )

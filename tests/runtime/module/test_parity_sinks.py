@@ -65,7 +65,7 @@ def alone() -> Training:
     return train_alone(built(), steps())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "mesh", "options"),
     [

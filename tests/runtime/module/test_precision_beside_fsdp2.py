@@ -10,6 +10,7 @@ from tests.support.ranks import Ranks
 AS_FAR = 1.02  # what both round alike, they round in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16-mixed", pytest.param("fp16-mixed", marks=pytest.mark.slow)])
 def test_a_policy_rounds_no_more_than_fsdp2_does(ranks: Ranks, policy: str) -> None:
     options = Options((policy,), steps=4, hidden=32, num_ranks=2)

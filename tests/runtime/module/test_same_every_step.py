@@ -44,7 +44,7 @@ def _recorded(model: nn.Module, step: Callable[..., Any]) -> list[RecordedOperat
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("strategy", "axes"),

@@ -113,6 +113,7 @@ def test_a_preset_goes_with_a_pipeline(ranks: Ranks, strategy: str, family: str,
     check(ranks, PipelineCase(family, mesh, schedule, options={"strategy": strategy}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "schedule", "recompute"), [("gpt2", "1f1b", "selective"), ("llama", "zbv", "full")])
 def test_stages_are_computed_again_in_the_backward(ranks: Ranks, family: str, schedule: str, recompute: str) -> None:
     check(ranks, PipelineCase(family, "pp2", schedule, options={"recompute": recompute}, steps=2))
@@ -129,6 +130,7 @@ def test_every_family_is_computed_again_in_the_backward(
     check(ranks, PipelineCase(family, mesh, schedule, options={"recompute": recompute}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_pipeline_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks, schedule: str) -> None:
     check_rounding(ranks, PipelineCase("llama", "pp2", schedule, dtype=torch.bfloat16, steps=2))
@@ -141,6 +143,7 @@ def test_a_family_in_bfloat16_rounds_no_worse_in_a_pipeline(ranks: Ranks, family
     check_rounding(ranks, PipelineCase(family, "pp2xdp2", schedule, dtype=torch.bfloat16, steps=3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_the_first_stage_may_be_frozen(ranks: Ranks, schedule: str) -> None:
     # Four stages on two ranks, so that each rank has something to train.

@@ -47,6 +47,7 @@ def test_messages_of_columns_are_packed_and_unpacked_by_one_kernel(precision: st
     assert precision or every == 2  # of the embedding, whose rows are looked up, forward and backward
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_they_train_as_one_process_does(recompute: str, ranks: Ranks) -> None:
     options = {"hardware": SLOW_DEVICES, "strategy": "fsdp_megatron", "recompute": recompute}
@@ -74,6 +75,7 @@ def _saved_and_read(path: Path) -> list[tuple[bool, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_depend_on_the_order_in_memory(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(_saved_and_read, tmp_path, world_size=4):
         assert all(same and whole for same, whole in found)

@@ -79,7 +79,7 @@ def check(ranks: Ranks, kind: str, sizes: tuple[int, ...], axes: tuple[str, ...]
 KINDS = ("causal", "documents", "by heads", "alibi", "softcap", "both", "learned", "score alone")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_and_heads_are_split(ranks: Ranks, kind: str) -> None:
     found = check(ranks, kind, (2, 2), ("dp", "tp"), strategy="megatron")
@@ -92,6 +92,7 @@ def test_layers_are_computed_again(ranks: Ranks, recompute: str) -> None:
     check(ranks, "both", (2,), ("dp",), strategy="zero3", recompute=recompute)
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_the_documents_on_every_stage(ranks: Ranks) -> None:
     check(ranks, "both", (2,), ("pp",), schedule="1f1b", microbatches=2)
 
