@@ -7,7 +7,7 @@ queries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from autopar.costs.pricing.operations import backward_share, bandwidth, flops, f
 from autopar.costs.space.menu import Menu
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.mesh import Mesh
-from autopar.ir.sharding.operation import Call, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.operation import ATEN, Call, Efficiency, Implementation, LocalSizes, OpRule
 from autopar.planning.record import choices_of
 from autopar.planning.settings import context_of
 from autopar.runtime.implementations import loss
@@ -86,14 +86,21 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Change], 
     ruled.cache_clear()
 
 
-def second(**costs: Any) -> Change:
-    """The same implementation once more, by another name and with other costs."""
+def second(efficiency: Efficiency | None = None, **costs: Any) -> Change:
+    """The same implementation once more, by another name and with other methods."""
 
     def changed(op: OpRule) -> OpRule:
-        other = replace(op.implementations[0], name=OVERLAPPED, **costs)
+        first = op.implementations[0]
+        said = {each.name: getattr(first, each.name) for each in fields(first)}
+        own = type("Overlapped", (type(first),), {"__slots__": (), **costs})
+        other = own(**{**said, "name": OVERLAPPED, "efficiency": efficiency})
         return replace(op, implementations=(*op.implementations, other))
 
     return changed
+
+
+def hides(share: float) -> Change:
+    return second(hidden_share=lambda self, call, local: share)
 
 
 def planned(hardware: Hardware = SLOW_DEVICES) -> Plan:
@@ -130,7 +137,7 @@ def test_what_is_split_needs_one_implementation_that_serves_all_of_it() -> None:
     ring = Implementation("m:ring", frozenset("s"), name="ring")
     heads = Implementation("m:heads", frozenset("hs"), name="heads")
     op = OpRule("b s h -> b s h", (ring, heads))
-    assert op.ways({"b"}) == (None,)
+    assert op.ways({"b"}) == (ATEN,)
     assert op.ways({"s"}) == (ring, heads)
     assert op.ways({"h", "b"}) == (heads,)
     assert op.ways({"s", "h"}) == (heads,)
@@ -147,16 +154,46 @@ def test_what_is_split_needs_one_implementation_that_serves_all_of_it() -> None:
 def test_implementations_of_one_rule_have_names_of_their_own() -> None:
     with pytest.raises(AssertionError, match="names of their own"):
         OpRule("b -> b", (Implementation("m:one", frozenset("b")), Implementation("m:two", frozenset("b"))))
-    with pytest.raises(AssertionError, match=r"hides 1.5 of its collectives"):
-        Implementation("m:one", None, hidden_share=1.5)
     with pytest.raises(AssertionError, match="has no name to ask for it by"):
         Implementation("m:one", None, on_demand=True)
     assert strategy_name(("s", "-"), False, "ring") == "s - via ring"
 
 
+def test_no_implementation_hides_more_than_all_of_its_collectives(beside: Any) -> None:
+    beside(aten.cross_entropy_loss.default, hides(1.5))
+    with pytest.raises(AssertionError, match=r"loss:cross_entropy hides 1.5 of its collectives"):
+        planned()
+
+
+def test_an_implementation_costs_what_the_aten_call_does_until_it_says_otherwise(beside: Any) -> None:
+    class AsTheCall(Implementation):
+        """One that overrides nothing."""
+
+    def added(op: OpRule) -> OpRule:
+        first = op.implementations[0]
+        names = ("function", "factors", "joined", "padded")
+        other = AsTheCall(**{name: getattr(first, name) for name in names}, name=OVERLAPPED)
+        return replace(op, implementations=(*op.implementations, other))
+
+    beside(aten.cross_entropy_loss.default, added)
+    menu, _ = loss_of(planned())
+    number = [str(each) for each in menu.strategies].index(f"v via {OVERLAPPED}")
+    call, op, bound, strategy = _call(menu), menu.op, menu.bound, menu.strategies[number]
+    assert op is not None and bound is not None and strategy.transfers == ()
+    layouts, speed = (strategy.inputs, strategy.outputs), bandwidth(op, bound, SLOW_DEVICES)
+    alone = forward_seconds(call, op, flops(call, op, bound) / 2, layouts, (2,), SLOW_DEVICES, speed)
+    assert menu.forward_seconds[number] == pytest.approx(alone)
+
+
+def test_equal_calls_get_equal_implementations() -> None:
+    entry = RULES[aten.cross_entropy_loss.default]
+    call = _call(loss_of(planned())[0])
+    assert callable(entry) and entry(call) == entry(call)
+
+
 def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: Any) -> None:
     plain = planned()
-    beside(aten.cross_entropy_loss.default, second(hidden_share=1.0))
+    beside(aten.cross_entropy_loss.default, hides(1.0))
     plan = planned()
     name = "cross_entropy_loss_default"
     assert plan.choices[name] == f"v via {OVERLAPPED}" and plain.choices[name] == "v"
@@ -177,7 +214,7 @@ def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: 
 @pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS], ids=lambda each: each.name)
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Hardware, beside: Any) -> None:
-    beside(aten.cross_entropy_loss.default, second(hidden_share=share))
+    beside(aten.cross_entropy_loss.default, hides(share))
     plan = planned(hardware)
     menu, chosen = loss_of(plan)
     assert OVERLAPPED in str(chosen)
@@ -189,13 +226,13 @@ def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Ha
 
 
 def test_an_implementation_has_its_own_flops_bytes_and_efficiency(beside: Any) -> None:
-    def local_flops(call: Call, local: LocalSizes) -> int:
+    def local_flops(self: Implementation, call: Call, local: LocalSizes) -> int:
         return 10**6 * local["v"]
 
-    def twice(inputs: int, outputs: int) -> int:
+    def twice(self: Implementation, op: OpRule, call: Call, local: LocalSizes, inputs: int, outputs: int) -> int:
         return 2 * (inputs + outputs)
 
-    beside(aten.cross_entropy_loss.default, second(flops=local_flops, moved_bytes=twice, efficiency="attention"))
+    beside(aten.cross_entropy_loss.default, second("attention", flops=local_flops, moved_bytes=twice))
     hardware = replace(SLOW_DEVICES, attention_efficiency=0.5)
     plan = planned(hardware)
     menu, _ = loss_of(plan)
@@ -227,7 +264,8 @@ def test_what_an_implementation_saves_is_counted_and_formulated(beside: Any) -> 
     saved = 4096
     plain = planned()
     beside(
-        aten.cross_entropy_loss.default, second(hidden_share=1.0, saved_bytes=lambda call, local: saved * local["n"])
+        aten.cross_entropy_loss.default,
+        second(hidden_share=lambda self, call, local: 1.0, saved_bytes=lambda self, call, local: saved * local["n"]),
     )
     plan = planned()
     _, chosen = loss_of(plan)
