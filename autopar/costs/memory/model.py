@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -32,17 +32,13 @@ from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.live import Live
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, TensorBytes, stated_or
 from autopar.costs.memory.weights import MovedWeights
 from autopar.costs.pricing.optimizer_step import step_working_bytes
 from autopar.costs.space.space import Decision, Space, Wire
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
 from autopar.ir.program.saved_tensors import Saved
 from autopar.ir.sharding.operation import largest_split_input
-
-StatedBytes = Literal["saved_bytes", "forward_bytes", "backward_bytes"]
-"""Methods of an implementation that state bytes, or None."""
-UNSTATED = -1
 
 
 class MemoryModel(TensorBytes):
@@ -147,7 +143,7 @@ class MemoryModel(TensorBytes):
                 states.append((outputs, True))
             else:
                 states.append((saved.outputs, True))
-        besides = saved.other_bytes or self._states("saved_bytes", decision)
+        besides = saved.other_bytes or self.states("saved_bytes", decision)
         if not any(outputs or (hidden and besides) for outputs, hidden in states):
             return None
         arrays = tuple(self._own(decision, saved, *state, mode) for mode, state in enumerate(states))
@@ -165,28 +161,9 @@ class MemoryModel(TensorBytes):
             )
         return self.modes(arrays)
 
-    def _stated(self, cost: StatedBytes, decision: Decision, mode: int = 0) -> Bytes:
-        """Return the bytes that the implementations of a call state, by strategy; UNSTATED of those that state none."""
-
-        def make() -> Bytes:
-            call, bound, mesh = _call(decision), decision.menu.bound, self.space.mesh
-            found = np.full(len(decision.menu.strategies), UNSTATED, dtype=np.int64)
-            for number, strategy in enumerate(self.second_forward.running_in(decision, mode)):
-                if strategy.implemented and bound is not None:
-                    states = getattr(strategy.implementation, cost)
-                    said = states(call, strategy.local_sizes(bound.sizes, mesh))
-                    found[number] = UNSTATED if said is None else said
-            return found
-
-        return self.cached((cost, id(decision.menu), mode), make)
-
-    def _states(self, cost: StatedBytes, decision: Decision) -> bool:
-        """Return whether the implementation of any strategy of a call states such bytes."""
-        return bool((self._stated(cost, decision) != UNSTATED).any())
-
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool, mode: int = 0) -> Bytes:
         outputs, mode = outputs - saved.aliases, self.second_forward.variant(decision, mode) if hidden else 0
-        hides = hidden and self._states("saved_bytes", decision)
+        hides = hidden and self.states("saved_bytes", decision)
         key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides, mode)
         return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden, mode))
 
@@ -202,13 +179,13 @@ class MemoryModel(TensorBytes):
         """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
         call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
         strategies = self.second_forward.running_in(decision, mode)
-        if not call.inputs or not (other or self._states("saved_bytes", decision)):
+        if not call.inputs or not (other or self.states("saved_bytes", decision)):
             return np.zeros(len(strategies), dtype=np.int64)
         largest = largest_split_input(call, decision.menu.bound)
         info = call.inputs[largest]
         local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
         found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
-        return _stated_or(self._stated("saved_bytes", decision, mode), found)
+        return stated_or(self.stated("saved_bytes", decision, mode), found)
 
     def wire(self, wire: Wire) -> Modes | None:
         """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
@@ -309,8 +286,8 @@ class MemoryModel(TensorBytes):
         op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
         hidden = self._hidden(decision, mode)
         if not self.lifetimes.in_place(decision):
-            hidden = _stated_or(self._stated("backward_bytes", decision, mode), hidden)
-        hidden = np.where(self._stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
+            hidden = stated_or(self.stated("backward_bytes", decision, mode), hidden)
+        hidden = np.where(self.stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
         if op is not None and bound is not None and op.backward_bytes is not None:
             total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])
         return total + hidden
@@ -318,10 +295,10 @@ class MemoryModel(TensorBytes):
     def working_forward(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
         decision = self.space.decisions[number]
-        if decision.menu.bound is None or not self._states("forward_bytes", decision):
+        if decision.menu.bound is None or not self.states("forward_bytes", decision):
             return None
-        stated = self._stated("forward_bytes", decision)
-        return self.cached(("working forward", id(stated)), lambda: _stated_or(stated, np.zeros_like(stated)))
+        stated = self.stated("forward_bytes", decision)
+        return self.cached(("working forward", id(stated)), lambda: stated_or(stated, np.zeros_like(stated)))
 
     def handed_on(self, number: int) -> Bytes | None:
         """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""
@@ -383,11 +360,6 @@ class MemoryModel(TensorBytes):
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
         return self.cached(key, combine)
-
-
-def _stated_or(stated: Bytes, otherwise: Bytes) -> Bytes:
-    """Return the bytes that implementations state, and those of `otherwise` where they state none."""
-    return np.where(stated == UNSTATED, otherwise, stated)
 
 
 def _call(decision: Decision):

@@ -23,7 +23,7 @@ class Strategy:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     implementation: Implementation = ATEN
-    """What runs the call."""
+    """Implementation that runs the call, or `ATEN`."""
     transfers: tuple[Transfer, ...] = ()
     """The collectives that the implementation runs itself."""
     zigzag: frozenset[str] = frozenset()

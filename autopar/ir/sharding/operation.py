@@ -59,14 +59,20 @@ def read_and_written(inputs: int, outputs: int) -> int:
 class Implementation:
     """A runtime function that replaces the ATen call where splitting needs more than resharding, and what it costs.
 
-    It is called with the local arguments of the ATen call and the keywords
-    `axes` (factor → names of the mesh axes that split it, outer first; only split factors) and
-    `sizes` (factor → global size), and its own `keywords`; with `op`, the ATen call, and `zigzag`, the zigzag-sharded
-    factors as in `axes`, if its signature has them; a `random` one also with `key`, a number unique to the call.
+    The function is called with the local arguments of the ATen call and these keywords:
 
-    A rule may have several, which the menu of a call offers side by side. The methods say what one device needs, and
-    here they say what the ATen call itself does (see `ATEN`). An implementation that needs something else is a subclass
-    that overrides them. Sizes may be symbols (`views.formulas.symbols`), from which its formulas follow.
+        axes        factor → names of the mesh axes that split it, outer first; only split factors
+        sizes       factor → global size
+        zigzag      the zigzag-sharded factors as in `axes`, if there are any and the signature has it
+        op          the ATen call, if the signature has it
+        key         a number unique to the call, if `random`
+        keywords    its own
+
+    Fields say what runs, and when it is offered. Methods say what one device needs for it, given the call and the local
+    sizes. Those of this class say what the ATen call needs (`ATEN` is the ATen call itself); a subclass overrides those
+    that differ. Sizes may be symbols (`views.formulas.symbols`), so that formulas follow from the same methods.
+
+    A rule may have several implementations, which the candidate strategies of a call offer next to each other.
     """
 
     function: str = ""
@@ -116,7 +122,7 @@ class Implementation:
 
     @property
     def follower(self) -> Implementation:
-        """The variant for the calls after the first one that share its input, with what these calls cost."""
+        """The variant for calls after the first one that shares its input with them; it costs what these calls cost."""
         return self
 
     @property
@@ -148,19 +154,23 @@ class Implementation:
         return op.moved_bytes(inputs, outputs)
 
     def forward_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
-        """Return the bytes that a forward that makes gradients works on beside what it keeps; None if it makes none."""
+        """Return the bytes that a forward works on in addition to what it saves; None if it makes no gradients."""
         return None
 
     def saved_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
-        """Return the bytes kept for the backward beside inputs and outputs; None: what autograd keeps of the call."""
+        """Return the bytes saved in addition to inputs and outputs; None: what autograd saves of the ATen call."""
+        return None
+
+    def inference_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes that a forward works on in a program that does not train; None: as the ATen call does."""
         return None
 
     def unkept(self, call: Call, sizes: LocalSizes) -> frozenset[int]:
-        """Return the positions of the inputs that are not kept for the backward, though the ATen call keeps them."""
+        """Return the positions of the inputs that are not saved for the backward, though the ATen call saves them."""
         return frozenset()
 
     def backward_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
-        """Return the bytes that the backward works on beside outputs and gradients; None: what is kept beside."""
+        """Return the bytes that the backward works on in addition to outputs and gradients; None: `saved_bytes`."""
         return None
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast
 
-from autopar.costs.memory.model import MemoryModel, StatedBytes
+from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import (
     BEHIND,
     FORWARD,
@@ -29,7 +29,7 @@ from autopar.costs.memory.moments import (
 )
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.memory.resident_arrays import brings_weight, parts_of, parts_on
-from autopar.costs.memory.tensor_bytes import SLICED, Modes
+from autopar.costs.memory.tensor_bytes import SLICED, Modes, StatedBytes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import Decision, ExpertRows, Wire
 from autopar.costs.space.strategy import Strategy

@@ -35,6 +35,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
 CLASSES = frozenset({"v"})
+COPIES_OF_PARTS = 3  # of its logits, that `runtime.implementations.loss` has at once
 FLOAT32_BYTES = 4
 DIVISOR_BYTES = 8  # of a mean, float64
 
@@ -79,6 +80,13 @@ class VocabularyParallelLoss(Implementation):
         num_sums = 2 + weighted + smoothed + (weighted and smoothed)
         classes = (Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
         return classes if call["reduction"] != MEAN else (*classes, divisor_over(rows, ahead=not weighted))
+
+    def inference_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes of all copies of the logits that are there at once if their classes are split."""
+        if sizes["v"] == call["self"].shape[self.dims.index("v")]:
+            return None
+        wide = max(FLOAT32_BYTES, call["self"].dtype.itemsize)
+        return COPIES_OF_PARTS * wide * math.prod(sizes[name] for name in self.dims)
 
     def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
         """Return the bytes of logits of half precision in float32; of wider ones those of PyTorch's probabilities.

@@ -32,6 +32,7 @@ from autopar.runtime.implementations import loss
 from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.ruled import ruled
+from autopar.strategies.rules.layers.loss_rules import COPIES_OF_PARTS
 from tests.support import parity
 from tests.support import planned as support
 
@@ -103,13 +104,13 @@ def hides(share: float) -> Change:
     return second(hidden_share=lambda self, call, local: share)
 
 
-def planned(hardware: Hardware = SLOW_DEVICES) -> Plan:
+def planned(hardware: Hardware = SLOW_DEVICES, training: bool = True) -> Plan:
     """The best plan in which the classes of head and loss are split."""
     model = Classifier()
     autopar.annotate(model, "head", tp="column")
     autopar.annotate(model, "cross_entropy_loss", tp="column")
     inputs = torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)
-    return autopar.plan(model, Mesh({"tp": 2}), inputs, hardware=hardware)
+    return autopar.plan(model, Mesh({"tp": 2}), inputs, hardware=hardware, training=training)
 
 
 def loss_of(plan: Plan) -> tuple[Menu, Strategy]:
@@ -275,6 +276,19 @@ def test_what_an_implementation_saves_is_counted_and_formulated(beside: Any) -> 
     assert held - before == pytest.approx(saved * 8, abs=8 * 64 * 4)
     assert plan.reprice().memory["memory"] == plan.peak_bytes > plain.peak_bytes
     assert plan.reprice(batch=16).memory["memory"] > plan.peak_bytes + saved * 7
+
+
+def test_what_an_implementation_works_on_without_a_backward_is_counted(beside: Any) -> None:
+    plain = planned(training=False)
+    large = plain.peak_bytes
+    costs = {"hidden_share": lambda self, call, local: 1.0, "inference_bytes": lambda self, call, local: large}
+    beside(aten.cross_entropy_loss.default, second(**costs))
+    plan = planned(training=False)
+    assert OVERLAPPED in str(loss_of(plan)[1]) and large < plan.peak_bytes <= 2 * large
+    menu, _ = loss_of(plain)
+    first = next(each.implementation for each in menu.strategies if str(each) == "v")
+    assert first.inference_bytes(_call(menu), {"n": 8, "v": 32}) == COPIES_OF_PARTS * 4 * 8 * 32
+    assert first.inference_bytes(_call(menu), {"n": 4, "v": 64}) is None, "PyTorch's own loss"
 
 
 def test_causal_attention_by_queries_has_room_for_a_second_way(beside: Any) -> None:
