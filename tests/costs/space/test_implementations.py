@@ -181,9 +181,9 @@ def test_an_implementation_costs_what_the_aten_call_does_until_it_says_otherwise
     number = [str(each) for each in menu.strategies].index(f"v via {OVERLAPPED}")
     call, op, bound, strategy = _call(menu), menu.op, menu.bound, menu.strategies[number]
     assert op is not None and bound is not None and strategy.transfers == ()
-    layouts, speed = (strategy.inputs, strategy.outputs), bandwidth(op, bound, SLOW_DEVICES)
-    alone = forward_seconds(call, op, flops(call, op, bound) / 2, layouts, (2,), SLOW_DEVICES, speed)
-    assert menu.forward_seconds[number] == pytest.approx(alone)
+    computing = flops(call, op, bound) / 2 / SLOW_DEVICES.flops_of(torch.float32)
+    moving = op.moved_bytes(4 * 8 * 32 + 8 * 8, 4) / bandwidth(op, bound, SLOW_DEVICES)
+    assert menu.forward_seconds[number] == pytest.approx(max(computing, moving) + SLOW_DEVICES.op_latency_s)
 
 
 def test_equal_calls_get_equal_implementations() -> None:
@@ -289,6 +289,13 @@ def test_what_an_implementation_works_on_without_a_backward_is_counted(beside: A
     first = next(each.implementation for each in menu.strategies if str(each) == "v")
     assert first.inference_bytes(_call(menu), {"n": 8, "v": 32}) == COPIES_OF_PARTS * 4 * 8 * 32
     assert first.inference_bytes(_call(menu), {"n": 4, "v": 64}) is None, "PyTorch's own loss"
+
+
+def test_any_call_may_work_on_something_without_a_backward(beside: Any) -> None:
+    model, mesh, inputs = Attention(), Mesh({"sp": 2}), (torch.ones(2, 4, 8, 8),)
+    beside(aten.scaled_dot_product_attention.default, second(inference_bytes=lambda self, call, local: 10**6))
+    autopar.annotate(model, "scaled_dot_product_attention", sp=f"factor:s via {OVERLAPPED}")
+    assert autopar.plan(model, mesh, inputs, hardware=SLOW_DEVICES, training=False).peak_bytes > 10**6
 
 
 def test_causal_attention_by_queries_has_room_for_a_second_way(beside: Any) -> None:
