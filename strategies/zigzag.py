@@ -125,8 +125,8 @@ def later_see_more(call: RoledCall) -> bool:
 
 
 def _ordered(call: RoledCall) -> frozenset[str]:
-    """The factors whose parts some implementation must tell apart, and is not told how they are dealt."""
-    return frozenset().union(*(each.told_apart for each in call.op.implementations if not each.zigzag))
+    """Return the factors whose parts some implementation must have in order."""
+    return frozenset().union(*(each.told_apart for each in call.op.implementations))
 
 
 def _splits(call: RoledCall) -> Iterator[tuple[str, Value, int]]:

@@ -23,7 +23,7 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-SLOW = {"other-systems.md", "own-operations.md", "offload.md", "CONTRIBUTING.md"}
+SLOW = {"other-systems.md", "own-operations.md", "offload.md"}
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def notes_on_losses(context: PlanContext, answer: Answer) -> tuple[str, ...]:
 def _note(memory: MemoryModel, number: int, choice: int) -> str:
     decision = memory.space.decisions[number]
     strategy, bound, call = decision.menu.strategies[choice], decision.menu.bound, decision.menu.call
-    assert bound is not None and strategy.implementation is not None and isinstance(call, Call)
+    assert bound is not None and isinstance(call, Call)
     sizes = strategy.local_sizes(bound.sizes, memory.space.mesh)
     classes = sizes.pop("o")
-    tiles = rows_of_tiles(math.prod(sizes.values()), dict(strategy.implementation.keywords)["in_tiles"])
+    tiles = rows_of_tiles(math.prod(sizes.values()), strategy.implementation.keywords["in_tiles"])
     row_bytes = classes * call["hidden"].dtype.itemsize
     return (
         f"the loss of {module_of(decision.node) or 'the forward'} is taken in {len(tiles)} "

@@ -8,6 +8,7 @@ the pieces of one weight that no axis has split become one product again (autopa
 from __future__ import annotations
 
 import importlib
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,16 +183,16 @@ class _Rewriter:
             shape = list(strategy.outputs[0].local_shape(call.outputs[0].shape, self.mesh.sizes))
             args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
         runs = running_in(self.segment[1] if self.segment else "none", strategy).implementation
-        if runs is not None:
+        if runs.function:
             target = _runtime_function(runs.function)
-            split = strategy.axes_by_factor(self.mesh)
-            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **dict(runs.keywords)}
-            if strategy.zigzag and (runs.zigzag or runs.random):
+            named, split = inspect.signature(target).parameters, strategy.axes_by_factor(self.mesh)
+            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **runs.keywords}
+            if strategy.zigzag and "zigzag" in named:
                 kwargs["zigzag"] = strategy.dealt_by(self.mesh)
             if runs.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1
-            if runs.wraps:
+            if "op" in named:
                 kwargs["op"] = node.target
         if node.name in self.space.weight_casts and self.space.program.reduced is not None:
             target = cast_weight

@@ -23,7 +23,7 @@ A capacity is one of each sample: where t divides positions, the numbers of all 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
@@ -56,7 +56,7 @@ def dispatch(call: Call) -> OpRule:
     ]
     return OpRule(
         f"{names} d, {names} _ -> {rows} d, x, {rows}, {names} _, _",
-        (Implementation("experts:dispatch", factors=None, traffic=dispatch_traffic),),
+        (Dispatch(),),
         choices=(
             *split,
             choice(EXPERTS, R, R, S(0), S(0), S(0), I),
@@ -78,7 +78,7 @@ def grouped_mm(call: Call) -> OpRule:
     flops = 2 * call.inputs[0].num_elements * call.inputs[1].shape[-1]
     return OpRule(
         "~r k, x k o, x -> r o",
-        (Implementation("experts:grouped_mm", factors=None),),
+        (Implementation("experts:grouped_mm"),),
         flops=flops,
         choices=(Choice("r", (S(0), R, P), (S(0),)), Choice(EXPERTS, (S(0), S(0), S(0)), (S(0),))),
     )
@@ -89,7 +89,7 @@ def of_expert(call: Call) -> OpRule:
     dims = batch_names(len(call.inputs[0].shape) - 1)
     return OpRule(
         f"x {' '.join(dims)}, r, _ -> r {' '.join(dims)}",
-        (Implementation("experts:of_expert", factors=None),),
+        (Implementation("experts:of_expert"),),
         choices=(Choice("r", (R, S(0), P), (S(0),)), Choice(EXPERTS, (S(0), S(0), S(0)), (S(0),))),
     )
 
@@ -115,7 +115,7 @@ def combine(call: Call) -> OpRule:
     weights = f"{names} _, " if weighted else ""
     return OpRule(
         f"~({names} k) d, {weights}{names} _, x, _ -> {names} d",
-        (Implementation("experts:combine", factors=None, traffic=combine_traffic, saves_moved=True),),
+        (Combine(),),
         choices=(*split, choice(EXPERTS, S(0), R, S(0), P)),
     )
 
@@ -147,15 +147,27 @@ def _num_experts(call: Call) -> int:
     return call.outputs[1].shape[0] if call.target is DISPATCH else call["counts"].shape[0]
 
 
-def dispatch_traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """Return the collectives of a dispatch: first the number of rows for each expert, then the rows."""
-    counts = Collective("all_to_all", TOGETHER + EXPERTS, COUNT_BYTES * _reached(call, sizes))
-    return (counts, *_exchanged(call, sizes, call.outputs[0]))
+@dataclass(frozen=True, slots=True)
+class Dispatch(Implementation):
+    """Rows sent to their experts."""
+
+    function: str = "experts:dispatch"
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return the collectives of a dispatch: first the number of rows for each expert, then the rows."""
+        counts = Collective("all_to_all", TOGETHER + EXPERTS, COUNT_BYTES * _reached(call, sizes))
+        return (counts, *_exchanged(call, sizes, call.outputs[0]))
 
 
-def combine_traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """The rows go home."""
-    return _exchanged(call, sizes, call.inputs[0])
+@dataclass(frozen=True, slots=True)
+class Combine(Implementation):
+    """Rows sent home, and made tokens."""
+
+    function: str = "experts:combine"
+    saves_moved: bool = True
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        return _exchanged(call, sizes, call.inputs[0])
 
 
 RULES: dict[object, Entry] = {

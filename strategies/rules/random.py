@@ -17,7 +17,7 @@ from autopar.strategies.notation import Answer, Entry, all_whole, names, pointwi
 
 aten = torch.ops.aten
 
-SEEDED = Implementation("draws:seeded", factors=None, random=True, wraps=True)
+SEEDED = Implementation("draws:seeded", random=True)
 """The ATen call itself, by a generator that is seeded for it."""
 
 
@@ -26,7 +26,7 @@ def dropout(call: Call) -> OpRule:
     text = pointwise(input="~")(call)
     if not draws(call.target, call.arguments):
         return OpRule(text)
-    return OpRule(text, (Implementation("dropout:dropout", factors=None, random=True),))
+    return OpRule(text, (Implementation("dropout:dropout", random=True),))
 
 
 def noisy(call: Call) -> Answer:

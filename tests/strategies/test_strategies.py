@@ -307,7 +307,7 @@ def predicted_bytes(whole: Whole, choice: Choice, num_ranks: int) -> int:
     op = rule_of(whole.call)
     assert op is not None
     one = only_implementation(op)
-    assert one is not None and one.traffic is not None
+    assert one is not None
     sizes = dict(whole.bind(op).sizes)
     assert choice.factors
     split = choice.factors[0]

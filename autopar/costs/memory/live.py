@@ -12,24 +12,19 @@ several views of one tensor are used after it, each counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from autopar.costs.memory.lifetimes import Lifetimes
-from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
-from autopar.costs.space.space import Wire
-from autopar.costs.space.strategy import Strategy
+from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes, stated_or
+from autopar.costs.space.space import Decision, Wire
 from autopar.ir.program.effects import lies_in_input
-from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 from autopar.ir.program.program import TensorInfo
+from autopar.ir.program.saved_tensors import LOSSES
 from autopar.ir.sharding.layout import Layout
-
-LOSSES = (torch.ops.aten.cross_entropy_loss.default, CROSS_ENTROPY)
-"""Calls that work on logarithms of probabilities, as large as their first input."""
-CLASSES, COPIES_OF_PARTS = "v", 3  # what `runtime.implementations.loss` has of its logits at once
+from autopar.ir.sharding.operation import Call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,19 +67,19 @@ class Live:
                 end = self._last(number, output) + self.space.is_weight(number) if used else place + 1
                 layouts = tuple(strategy.outputs[output] for strategy in strategies)
                 found.append(Interval(place, end, self._local(info, layouts)))
-        if call.target in LOSSES:
-            found.append(Interval(place, place + 1, self._of_loss(call.inputs[0], strategies)))
+        if call.target in LOSSES or self.tensors.states("inference_bytes", decision):
+            found.append(Interval(place, place + 1, self._workspace(call, decision)))
         return found
 
-    def _of_loss(self, logits: TensorInfo, strategies: Sequence[Strategy]) -> Bytes:
-        """Return the working bytes of a loss in addition to its logits.
+    def _workspace(self, call: Call, decision: Decision) -> Bytes:
+        """Return the bytes that a call works on besides inputs and outputs, as its implementations state.
 
-        These are the logarithms of the probabilities, or several copies of them if the classes are split.
+        ATen calls of losses make the logarithms of the probabilities, as large as the logits; others need nothing.
         """
-        layouts, wide = tuple(s.inputs[0] for s in strategies), max(torch.float32.itemsize, logits.dtype.itemsize)
-        copies = tuple(COPIES_OF_PARTS if CLASSES in s.choices else 1 for s in strategies)
-        local = self.tensors.local(logits.shape, layouts, wide)
-        return self.tensors.cached(("loss", id(local), copies), lambda: local * np.array(copies))
+        stated, logits = self.tensors.stated("inference_bytes", decision), call.inputs[0]
+        size = max(torch.float32.itemsize, logits.dtype.itemsize) if call.target in LOSSES else 0
+        local = self.tensors.local(logits.shape, tuple(s.inputs[0] for s in decision.menu.strategies), size)
+        return self.tensors.cached(("workspace", id(local), id(stated)), lambda: stated_or(stated, local))
 
     def _local(self, info: TensorInfo, layouts: tuple[Layout, ...]) -> Bytes:
         return self.tensors.local(info.shape, layouts, info.dtype.itemsize)

@@ -20,7 +20,7 @@ All this is for one micro-batch. If a step has several, `accumulation` says what
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,13 @@ from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.live import Live
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, TensorBytes, stated_or
 from autopar.costs.memory.weights import MovedWeights
 from autopar.costs.pricing.optimizer_step import step_working_bytes
 from autopar.costs.space.space import Decision, Space, Wire
-from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
 from autopar.ir.program.saved_tensors import Saved
-from autopar.ir.sharding.operation import Call, LocalSizes, largest_split_input
+from autopar.ir.sharding.operation import largest_split_input
 
 
 class MemoryModel(TensorBytes):
@@ -144,7 +143,7 @@ class MemoryModel(TensorBytes):
                 states.append((outputs, True))
             else:
                 states.append((saved.outputs, True))
-        besides = saved.other_bytes or self._any(_saves_otherwise, decision)
+        besides = saved.other_bytes or self.states("saved_bytes", decision)
         if not any(outputs or (hidden and besides) for outputs, hidden in states):
             return None
         arrays = tuple(self._own(decision, saved, *state, mode) for mode, state in enumerate(states))
@@ -162,16 +161,9 @@ class MemoryModel(TensorBytes):
             )
         return self.modes(arrays)
 
-    def _any(self, says: Callable[[Strategy], object], decision: Decision) -> bool:
-        """Return whether `says` is true for any strategy of a decision."""
-        made = self.cached(
-            (says, id(decision.menu)), lambda: np.array([bool(says(s)) for s in decision.menu.strategies])
-        )
-        return bool(made.any())
-
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool, mode: int = 0) -> Bytes:
         outputs, mode = outputs - saved.aliases, self.second_forward.variant(decision, mode) if hidden else 0
-        hides = hidden and self._any(_saves_otherwise, decision)
+        hides = hidden and self.states("saved_bytes", decision)
         key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides, mode)
         return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden, mode))
 
@@ -187,21 +179,13 @@ class MemoryModel(TensorBytes):
         """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
         call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
         strategies = self.second_forward.running_in(decision, mode)
-        if not call.inputs or not (other or self._any(_saves_otherwise, decision)):
+        if not call.inputs or not (other or self.states("saved_bytes", decision)):
             return np.zeros(len(strategies), dtype=np.int64)
         largest = largest_split_input(call, decision.menu.bound)
         info = call.inputs[largest]
         local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
         found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
-        for number, strategy in enumerate(strategies):
-            if _saves_otherwise(strategy):
-                found[number] = self._saved_by_implementation(decision, strategy)
-        return found
-
-    def _saved_by_implementation(self, decision: Decision, strategy: Strategy) -> int:
-        bound, implementation = decision.menu.bound, strategy.implementation
-        assert bound is not None and implementation is not None and implementation.saved_bytes is not None
-        return implementation.saved_bytes(_call(decision), strategy.local_sizes(bound.sizes, self.space.mesh))
+        return stated_or(self.stated("saved_bytes", decision, mode), found)
 
     def wire(self, wire: Wire) -> Modes | None:
         """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
@@ -260,20 +244,23 @@ class MemoryModel(TensorBytes):
         if any(s.shared for s in menu.strategies) and self.space.decisions[wire.target].kind == "hub":
             shared = self.cached(("shared", id(menu)), lambda: np.array([s.shared for s in menu.strategies]))
             return self.cached(("moved together", id(kept), id(menu)), lambda: np.where(shared[None, :], 0, kept))
-        said = [s.implementation.unkept if s.implementation else None for s in menu.strategies]
-        if bound is None or call is None or not any(said):
+        if bound is None or call is None:
             return kept
 
         def make() -> Bytes:
-            let_go = np.array(
+            return np.array(
                 [
-                    each is not None and wire.target_input in each(call, s.local_sizes(bound.sizes, mesh))
-                    for s, each in zip(menu.strategies, said, strict=True)
+                    s.implemented
+                    and wire.target_input in s.implementation.unkept(call, s.local_sizes(bound.sizes, mesh))
+                    for s in menu.strategies
                 ]
             )
-            return np.where(let_go[None, :], 0, kept)
 
-        return self.cached(("kept by target", id(kept), id(menu), wire.target_input), make)
+        let_go = self.cached(("let go", id(menu), wire.target_input), make)
+        if not let_go.any():
+            return kept
+        key = ("kept by target", id(kept), id(menu), wire.target_input)
+        return self.cached(key, lambda: np.where(let_go[None, :], 0, kept))
 
     def working(self, number: int) -> Modes | None:
         """Bytes that a call works on while it runs backward, by mode: its outputs, gradients of all it takes and makes.
@@ -297,13 +284,10 @@ class MemoryModel(TensorBytes):
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
         op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
-        hidden = self._hidden(decision, mode).copy()
-        for number, strategy in enumerate(strategies):
-            backward = strategy.implementation.backward_bytes if strategy.implementation is not None else None
-            if _works_forward(strategy) is not None:
-                hidden[number] = 0
-            elif backward is not None and bound is not None and not self.lifetimes.in_place(decision):
-                hidden[number] = backward(call, strategy.local_sizes(bound.sizes, mesh))
+        hidden = self._hidden(decision, mode)
+        if not self.lifetimes.in_place(decision):
+            hidden = stated_or(self.stated("backward_bytes", decision, mode), hidden)
+        hidden = np.where(self.stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
         if op is not None and bound is not None and op.backward_bytes is not None:
             total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])
         return total + hidden
@@ -311,16 +295,10 @@ class MemoryModel(TensorBytes):
     def working_forward(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
         decision = self.space.decisions[number]
-        strategies, bound = decision.menu.strategies, decision.menu.bound
-        if bound is None or not self._any(_works_forward, decision):
+        if decision.menu.bound is None or not self.states("forward_bytes", decision):
             return None
-
-        def make() -> Bytes:
-            call, mesh = _call(decision), self.space.mesh
-            pairs = ((s, _works_forward(s)) for s in strategies)
-            return np.array([each(call, s.local_sizes(bound.sizes, mesh)) if each else 0 for s, each in pairs])
-
-        return self.cached(("working forward", id(decision.menu)), make)
+        stated = self.stated("forward_bytes", decision)
+        return self.cached(("working forward", id(stated)), lambda: stated_or(stated, np.zeros_like(stated)))
 
     def handed_on(self, number: int) -> Bytes | None:
         """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""
@@ -382,16 +360,6 @@ class MemoryModel(TensorBytes):
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
         return self.cached(key, combine)
-
-
-def _saves_otherwise(strategy: Strategy) -> bool:
-    """Return whether the implementation that runs a call states the bytes it saves besides inputs and outputs."""
-    return strategy.implementation is not None and strategy.implementation.saved_bytes is not None
-
-
-def _works_forward(strategy: Strategy) -> Callable[[Call, LocalSizes], int] | None:
-    """Return the function for a call's working bytes in its forward; None if its implementation states none."""
-    return strategy.implementation.forward_bytes if strategy.implementation is not None else None
 
 
 def _call(decision: Decision):

@@ -112,7 +112,7 @@ class SecondForward:
 
         def make() -> np.ndarray:
             if mode == FULL_MODE:
-                return np.array([needed or (s.communicates and s.saves_moved) for s in strategies])
+                return np.array([needed or (s.communicates and s.implementation.saves_moved) for s in strategies])
             return np.array([not is_kept(decision.node, MODES[mode], (), s.communicates) for s in strategies])
 
         found = self.tensors.cached(("runs again", id(decision.menu), needed, mode), make)

@@ -14,18 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from autopar.costs.pricing.message_sizes import worth_a_message
 from autopar.costs.space.space import Decision, ExpertRows, Space, Wire
+from autopar.costs.space.strategy import running_in
 from autopar.ir.program.program import TensorInfo
+from autopar.ir.program.recompute_segments import MODES
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R
 
 SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
 Bytes = np.ndarray
 Modes = tuple[Bytes, ...]
 """An array per mode of recomputation; one array where the mode does not matter."""
+StatedBytes = Literal["saved_bytes", "forward_bytes", "backward_bytes", "inference_bytes"]
+"""Methods of an implementation that state bytes, or None."""
+UNSTATED = -1
 _INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
 _DEALT = 1000  # and Z(d) so much more
 
@@ -131,6 +137,28 @@ class TensorBytes:
             key,
             lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
         )
+
+    def stated(self, cost: StatedBytes, decision: Decision, mode: int = 0) -> Bytes:
+        """Return the bytes that the implementations of a call state, by strategy; UNSTATED of those that state none.
+
+        In the mode selective, variants state them that gather again.
+        """
+
+        def make() -> Bytes:
+            call, bound, mesh = decision.menu.call, decision.menu.bound, self.space.mesh
+            found = np.full(len(decision.menu.strategies), UNSTATED, dtype=np.int64)
+            for number, chosen in enumerate(decision.menu.strategies):
+                strategy = running_in(MODES[mode], chosen)
+                if strategy.implemented and call is not None and bound is not None:
+                    said = getattr(strategy.implementation, cost)(call, strategy.local_sizes(bound.sizes, mesh))
+                    found[number] = UNSTATED if said is None else said
+            return found
+
+        return self.cached((cost, id(decision.menu), mode), make)
+
+    def states(self, cost: StatedBytes, decision: Decision) -> bool:
+        """Return whether the implementation of any strategy of a call states such bytes."""
+        return bool((self.stated(cost, decision) != UNSTATED).any())
 
     def cached(self, key: object, make: Callable[[], Bytes]) -> Bytes:
         """Return the array of a key; `make` is called once per key."""
@@ -240,3 +268,8 @@ def beside(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
 
 def _outer(shares: np.ndarray, array: Bytes) -> Bytes:
     return np.ceil(np.multiply.outer(shares, array)).astype(np.int64)
+
+
+def stated_or(stated: Bytes, otherwise: Bytes) -> Bytes:
+    """Return the bytes that implementations state, and those of `otherwise` where they state none."""
+    return np.where(stated == UNSTATED, otherwise, stated)

@@ -22,13 +22,15 @@ import torch
 from autopar.costs.hardware.profile import Hardware
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import Layout
-from autopar.ir.sharding.operation import Call, Implementation, LocalSizes, OpRule, is_product, is_view
+from autopar.ir.sharding.operation import ATEN, Call, Implementation, LocalSizes, OpRule, is_product, is_view
 from autopar.ir.sharding.rule import BoundRule, Rule
 
 NOT_LINEAR = 1.5
 """Work of the backward of a function that is not linear, over its forward."""
 GRADIENTS_MOVED = 3
 """Gradients that are read and written to sum two."""
+NO_SIZES: LocalSizes = {}
+"""The sizes of a call that the ATen call runs, which reads none."""
 LINEAR, ADDED = "~", "+"
 """Marks of inputs in a rule."""
 
@@ -47,10 +49,10 @@ def bandwidth(op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
     return hardware.product_bytes_per_s if is_product(op, bound) else hardware.elementwise_bytes_per_s
 
 
-def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Implementation | None = None) -> float:
+def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Implementation = ATEN) -> float:
     """The FLOP/s that a call may reach, by the ATen call or by an implementation."""
     peak = hardware.flops_of(_computed_in(call, op))
-    reached = (implementation and implementation.efficiency) or op.efficiency
+    reached = implementation.efficiency or op.efficiency
     share = hardware.attention_efficiency if reached != "matmul" else 1.0
     return peak * hardware.product_efficiency * share
 
@@ -59,11 +61,6 @@ def _computed_in(call: Call, op: OpRule) -> torch.dtype:
     """The dtype of what a call gives; where its rule states FLOPs, of what it multiplies: a loss may be wider."""
     first = [*(call.inputs if op.flops is not None else ()), *call.outputs]
     return first[0].dtype if first else torch.float32
-
-
-def moved_bytes(op: OpRule, inputs: int, outputs: int, implementation: Implementation | None = None) -> int:
-    """Bytes that a call reads and writes in its forward, from those of its inputs and of its outputs."""
-    return ((implementation and implementation.moved_bytes) or op.moved_bytes)(inputs, outputs)
 
 
 def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
@@ -78,15 +75,15 @@ def forward_seconds(
     sizes: Sequence[int],
     hardware: Hardware,
     bytes_per_s: float,
-    implementation: Implementation | None = None,
-    scratch_bytes: int = 0,
+    implementation: Implementation = ATEN,
+    local: LocalSizes = NO_SIZES,
     elementwise_bytes: int = 0,
 ) -> float:
     """Seconds of the forward of a call that takes each device as long as `num_flops` at its full rate (see
     `product_efficiency`), or as its bytes (see `bandwidth`).
 
-    `scratch_bytes` are read and written beside inputs and outputs; what it reads and writes in elementwise operations
-    beside its products takes time of its own.
+    `local` are the sizes of factors that the implementation reads. What the call reads and writes in elementwise
+    operations beside its products takes time of its own.
     """
     if is_view(call):
         return 0.0
@@ -99,7 +96,7 @@ def forward_seconds(
         for info, layout in zip(call.outputs, layouts[1], strict=True)
     )
     computing = num_flops / peak_flops(call, op, hardware, implementation)
-    forward = max(computing, (moved_bytes(op, inputs, outputs, implementation) + scratch_bytes) / bytes_per_s)
+    forward = max(computing, implementation.moved_bytes(op, call, local, inputs, outputs) / bytes_per_s)
     return forward + elementwise_bytes / hardware.elementwise_bytes_per_s + hardware.op_latency_s
 
 
@@ -154,17 +151,11 @@ def _marks(op: OpRule, num_inputs: int) -> tuple[str, ...]:
     return tuple(term.mark for term in Rule.parse(op.rule).inputs) if op.rule else ("?",) * num_inputs
 
 
-def hidden_share(implementation: Implementation | None, hardware: Hardware, call: Call, local: LocalSizes) -> float:
-    """The share of an implementation's own collectives that pass while it computes, as far as it computes as long.
+def hidden_share(implementation: Implementation, hardware: Hardware, call: Call, local: LocalSizes) -> float:
+    """Return the share of an implementation's own collectives that pass while it computes, if it computes as long.
 
     A running collective takes its `communication_share` of the device from what is computed.
     """
-    if implementation is None:
-        return 0.0
-    return share_beside(implementation, call, local) * (1 - hardware.communication_share)
-
-
-def share_beside(implementation: Implementation, call: Call, local: LocalSizes) -> float:
-    """The share of an implementation's own collectives that it issues before it computes, whatever a device hides."""
-    share = implementation.hidden_share
-    return share(call, local) if callable(share) else share
+    share = implementation.hidden_share(call, local)
+    assert 0 <= share <= 1, f"{implementation.function} hides {share} of its collectives"
+    return share * (1 - hardware.communication_share)

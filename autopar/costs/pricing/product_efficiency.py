@@ -30,7 +30,7 @@ import itertools
 import math
 
 from autopar.costs.hardware.profile import Hardware
-from autopar.ir.sharding.operation import Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.operation import ATEN, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import BoundRule
 
 SIDES = 3
@@ -56,7 +56,7 @@ def full_rate_flops(
     sides: Sides,
     local: LocalSizes,
     hardware: Hardware,
-    implementation: Implementation | None = None,
+    implementation: Implementation = ATEN,
 ) -> float:
     """The FLOPs that a device makes at its full rate while a call computes `num_flops`; `local` are its own sizes."""
     if is_attention(op, implementation):
@@ -94,9 +94,9 @@ def sides_of(op: OpRule, bound: BoundRule) -> Sides:
     return ()
 
 
-def is_attention(op: OpRule, implementation: Implementation | None = None) -> bool:
+def is_attention(op: OpRule, implementation: Implementation = ATEN) -> bool:
     """Return whether a call reaches the rate of fused attention, by the ATen call or by an implementation."""
-    return ((implementation and implementation.efficiency) or op.efficiency) != "matmul"
+    return (implementation.efficiency or op.efficiency) != "matmul"
 
 
 def attention_length(op: OpRule, hardware: Hardware) -> float:

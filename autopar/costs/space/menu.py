@@ -25,7 +25,7 @@ from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, dealt_in
 from autopar.ir.sharding.mesh import Mesh
-from autopar.ir.sharding.operation import Call, Implementation, OpRule
+from autopar.ir.sharding.operation import ATEN, Call, Implementation, OpRule
 from autopar.ir.sharding.padding import padded_factors
 from autopar.ir.sharding.rule import NONE, PASS_PARTIAL, PASS_REPLICATED, BoundRule, Choice, factors_of
 from autopar.strategies.ruled import RuledCall
@@ -134,28 +134,26 @@ def menu_of(
         each: _Offer.of(
             [
                 choice
-                for choice in bound.choices(each.joined if each else frozenset(), weight_only, stated)
+                for choice in bound.choices(each.joined, weight_only, stated)
                 if choice.name not in op.only_together and not _multiplies_zeros(choice, infinite)
             ],
             dealt,
-            frozenset()
-            if each and each.choices
-            else padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
+            frozenset() if each.choices else padded_factors(call, op, bound, padded, each.padded),
         )
-        for each in (None, *op.implementations)
+        for each in (ATEN, *op.implementations)
     }
-    num_choices = len(offered[None].choices)
+    plain = offered[ATEN].choices
     work, passes = Work.of(call, op, bound), 1 + backward_share(call, op)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     # An axis of one device splits nothing.
-    whole = next(number for number, choice in enumerate(offered[None].choices) if choice.name == NONE)
-    offers = [range(num_choices) if size > 1 else (whole,) for size in mesh.sizes]
+    whole = next(number for number, choice in enumerate(plain) if choice.name == NONE)
+    offers = [range(len(plain)) if size > 1 else (whole,) for size in mesh.sizes]
     for numbers in itertools.product(*offers):
-        names = [offered[None].choices[number].name for number in numbers]
+        names = [plain[number].name for number in numbers]
         if any(dealing and name in barred for dealing, name in zip(deals, names, strict=True)):
             continue
         for implementation in op.ways(names):
-            if implementation is not None and implementation.choices and not _inside(names, implementation):
+            if implementation.choices and not _inside(names, implementation):
                 continue
             offer = offered[implementation]
             choices = offer.on(numbers, deals)
@@ -164,11 +162,11 @@ def menu_of(
             strategy = _strategy(choices, call, bound, implementation, mesh)
             forward = computing_seconds(strategy, work, mesh, hardware)
             strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware)
-            if implementation is not None and implementation.regathering is not None:
-                again = _strategy(choices, call, bound, implementation.regathering, mesh)
+            if (variant := implementation.regathering) is not None:
+                again = _strategy(choices, call, bound, variant, mesh)
                 again = _with_waits(again, call, bound, forward * passes, mesh, hardware)
                 strategy = replace(strategy, regathering=again)
-            if implementation is not None and turn != "alone":
+            if turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
             same = (strategy.inputs, strategy.outputs, implementation)
             if same not in seen:
@@ -307,7 +305,7 @@ def _nested(choices: Sequence[Choice], bound: BoundRule, mesh: Mesh) -> bool:
 
 
 def _strategy(
-    choices: Sequence[Choice], call: Call, bound: BoundRule, implementation: Implementation | None, mesh: Mesh
+    choices: Sequence[Choice], call: Call, bound: BoundRule, implementation: Implementation, mesh: Mesh
 ) -> Strategy:
     def layouts(infos: Sequence[TensorInfo], side: str) -> tuple[Layout, ...]:
         found = []
@@ -332,13 +330,12 @@ def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh
 
     Those of the backward count where there is one. `sizes` are those of the call's factors.
     """
-    implementation = strategy.implementation
-    if implementation is None or implementation.traffic is None:
+    if not strategy.implemented:
         return ()
     learns = any(info.requires_grad for info in call.inputs)
     return tuple(
         Transfer(collective.name, axis, collective.num_bytes, collective.backward, ahead=collective.ahead)
-        for collective in implementation.traffic(call, strategy.local_sizes(sizes, mesh))
+        for collective in strategy.implementation.traffic(call, strategy.local_sizes(sizes, mesh))
         if learns or not collective.backward
         for axis in strategy.links(collective.factor, mesh)
     )

@@ -11,7 +11,7 @@ from autopar.costs.pricing.reshard import Transfer
 from autopar.ir.program.recompute_segments import SELECTIVE
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh, joined_name
-from autopar.ir.sharding.operation import ZIGZAG, Implementation
+from autopar.ir.sharding.operation import ATEN, ZIGZAG, Implementation
 from autopar.ir.sharding.rule import ANY_OF, TOGETHER, factors_of
 
 
@@ -22,8 +22,8 @@ class Strategy:
     choices: tuple[str, ...]
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    implementation: Implementation | None = None
-    """Implementation that runs in place of the ATen call."""
+    implementation: Implementation = ATEN
+    """Implementation that runs the call, or `ATEN`."""
     transfers: tuple[Transfer, ...] = ()
     """The collectives that the implementation runs itself."""
     zigzag: frozenset[str] = frozenset()
@@ -41,16 +41,12 @@ class Strategy:
     """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
     def __str__(self) -> str:
-        return strategy_name(self.choices, self.kept, self.implementation.name if self.implementation else "")
+        return strategy_name(self.choices, self.kept, self.implementation.name)
 
     @property
     def implemented(self) -> bool:
-        return self.implementation is not None
-
-    @property
-    def saves_moved(self) -> bool:
-        """True if its implementation saves what its collectives bring."""
-        return self.implementation is not None and self.implementation.saves_moved
+        """True if a runtime function replaces the ATen call."""
+        return bool(self.implementation.function)
 
     @property
     def communicates(self) -> bool:

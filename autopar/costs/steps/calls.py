@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.pricing.operations import backward_launches, share_beside
-from autopar.costs.space.computing import num_launches
+from autopar.costs.pricing.operations import backward_launches
 from autopar.costs.steps.tasks import Tasks
 from autopar.ir.sharding.operation import is_view
 
@@ -70,10 +69,10 @@ class Calls:
             seconds += self.space.hardware.op_latency_s
         own = _together([each for each in strategy.transfers if each.backward == backward and not each.ahead])
         beside = 0.0
-        if strategy.implementation is not None and call is not None and bound is not None:
-            launches *= num_launches(strategy, call, bound.sizes, self.space.mesh)
+        if strategy.implemented and call is not None and bound is not None:
             local = strategy.local_sizes(bound.sizes, self.space.mesh)
-            beside = share_beside(strategy.implementation, call, local) if own else 0.0
+            launches *= strategy.implementation.launches(call, local)
+            beside = strategy.implementation.hidden_share(call, local) if own else 0.0
         running = [
             self.tasks.issue(each, decision.name, times=share * beside * count, launches=count)
             for each, count in own

@@ -44,8 +44,6 @@ Under "+x" stands the number of parts of x that go with those of another factor;
 by all axes that split it, 2 by some of them.
 """
 ZIGZAG = "~"
-Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]
-"""The collectives of a strategy that splits an implementation's factors."""
 MovedBytes = Callable[[int, int], int]
 """(bytes of all inputs, bytes of all outputs) → bytes that a forward reads and writes, on one device."""
 Efficiency = Literal["matmul", "attention", "masked attention"]
@@ -61,53 +59,37 @@ def read_and_written(inputs: int, outputs: int) -> int:
 class Implementation:
     """A runtime function that replaces the ATen call where splitting needs more than resharding, and what it costs.
 
-    It is called with the local arguments of the ATen call and the keywords
-    `axes` (factor → names of the mesh axes that split it, outer first; only split factors) and
-    `sizes` (factor → global size), and its own `keywords`; a `random` one also with `key`, a number unique to the call.
+    The function is called with the local arguments of the ATen call and these keywords:
 
-    A rule may have several, which the menu of a call offers side by side. A cost that is None is that of the ATen call.
+        axes        factor → names of the mesh axes that split it, outer first; only split factors
+        sizes       factor → global size
+        zigzag      the zigzag-sharded factors as in `axes`, if there are any and the signature has it
+        op          the ATen call, if the signature has it
+        key         a number unique to the call, if `random`
+        keywords    its own
+
+    Fields say what runs, and when it is offered. Methods say what one device needs for it, given the call and the local
+    sizes. Those of this class say what the ATen call needs (`ATEN` is the ATen call itself); a subclass overrides those
+    that differ. Sizes may be symbols (`views.formulas.symbols`), so that formulas follow from the same methods.
+
+    A rule may have several implementations, which the candidate strategies of a call offer next to each other.
     """
 
-    function: str
+    function: str = ""
     """`module:name` below `autopar.runtime.implementations`, for example "loss:cross_entropy"."""
-    factors: frozenset[str] | None
+    factors: frozenset[str] | None = None
     """Used when one of these factors is split; None: used always."""
     joined: frozenset[str] = frozenset()
     """Factors missing on the right whose partial results the function sums itself: the output is I, not P."""
     padded: frozenset[str] = frozenset()
     """Factors whose padding the function leaves out of its results."""
-    traffic: Traffic | None = None
     ordered: frozenset[str] | None = None
-    """Factors for which the function must know which part a rank has; None: all of its factors."""
-    zigzag: bool = False
-    """True if the keyword `zigzag` passes it the zigzag-sharded factors, if any; `random` ones get it, too."""
+    """Factors that no axis shards by zigzag, since the function must know which part a rank has; None: all of its."""
     random: bool = False
-    wraps: bool = False
-    """True if it runs the ATen call itself, which it is given as `op`."""
     name: str = ""
     """Name by which plans tell it from others of the same rule; the first of a rule needs none."""
     on_demand: bool = False
     """Offered only where its name is asked for: by an annotation, a preset of that name, or a plan that has it."""
-    flops: Callable[[Call, LocalSizes], int] | None = None
-    """Floating point operations of its forward on one device."""
-    moved_bytes: MovedBytes | None = None
-    scratch_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes that its forward reads and writes on one device beside inputs and outputs."""
-    saved_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that it keeps for its backward beside inputs and outputs."""
-    unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
-    """Positions of the inputs that it does not keep for its backward, though the ATen call does."""
-    saves_moved: bool = False
-    """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
-    efficiency: Efficiency | None = None
-    forward_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
-    backward_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its backward works on beside outputs and gradients; None: what the call keeps beside."""
-    hidden_share: float | Callable[[Call, LocalSizes], float] = 0.0
-    """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
-    keywords: tuple[tuple[str, int], ...] = ()
-    """Further keyword arguments, which distinguish implementations by one function."""
     choices: tuple[Choice, ...] = ()
     """Choices of a mesh axis that this implementation alone offers.
 
@@ -120,28 +102,80 @@ class Implementation:
     """True if a choice of its own also counts as one that splits its last factor: the layouts around are the same."""
     shared: frozenset[str] = frozenset()
     """Names of its choices that move the first input once for all calls that take it, if all of these make them."""
-    follower: Implementation | None = None
-    """Variant for the calls after the first one that share its input.
-
-    It has the traffic and the saved bytes that are these calls' own.
-    """
-    regathering: Implementation | None = None
-    """The variant for segments that save results of products and gather again (selective): it saves no gathered rows.
-
-    Its forward takes as long, and its choices are the same.
-    """
-    launches: Callable[[Call, LocalSizes], int] | None = None
-    """Number of operations that it starts on one device in place of the ATen call's one; None: as many."""
+    efficiency: Efficiency | None = None
+    """Kernel whose share of the peak it reaches; None: that of the rule."""
+    saves_moved: bool = False
+    """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
 
     def __post_init__(self) -> None:
-        share = self.hidden_share
-        assert callable(share) or 0 <= share <= 1, f"{self.function} hides {share} of its collectives"
         assert self.name or not self.on_demand, f"{self.function} has no name to ask for it by"
 
     @property
     def told_apart(self) -> frozenset[str]:
         """Factors for which the function must know which part a rank has."""
         return (self.factors or frozenset()) if self.ordered is None else self.ordered
+
+    @property
+    def keywords(self) -> Mapping[str, int]:
+        """Further keyword arguments of the function."""
+        return {}
+
+    @property
+    def follower(self) -> Implementation:
+        """The variant for calls after the first one that shares its input with them; it costs what these calls cost."""
+        return self
+
+    @property
+    def regathering(self) -> Implementation | None:
+        """The variant for segments that save results of products and gather again (selective), if there is one.
+
+        It saves no gathered rows; its forward takes as long, and its choices are the same.
+        """
+        return None
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return the collectives that the function runs itself."""
+        return ()
+
+    def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
+        """Return the share of its collectives' seconds that pass while it computes, as far as it computes as long."""
+        return 0.0
+
+    def flops(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the floating point operations of the forward; None: an equal part of the whole call's."""
+        return None
+
+    def launches(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the number of operations that the forward starts."""
+        return 1
+
+    def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
+        """Return the bytes that the forward reads and writes, given those of its inputs and of its outputs."""
+        return op.moved_bytes(inputs, outputs)
+
+    def forward_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes that a forward works on in addition to what it saves; None if it makes no gradients."""
+        return None
+
+    def saved_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes saved in addition to inputs and outputs; None: what autograd saves of the ATen call."""
+        return None
+
+    def inference_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes that a forward works on in a program that does not train; None: as the ATen call does."""
+        return None
+
+    def unkept(self, call: Call, sizes: LocalSizes) -> frozenset[int]:
+        """Return the positions of the inputs that are not saved for the backward, though the ATen call saves them."""
+        return frozenset()
+
+    def backward_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes that the backward works on in addition to outputs and gradients; None: `saved_bytes`."""
+        return None
+
+
+ATEN = Implementation()
+"""The ATen call itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +224,10 @@ class OpRule:
 
     def following(self) -> OpRule:
         """The rule of a call before which another one moves the input that both take."""
-        return replace(self, implementations=tuple(each.follower or each for each in self.implementations))
+        return replace(self, implementations=tuple(each.follower for each in self.implementations))
 
-    def ways(self, choices: Collection[str]) -> tuple[Implementation | None, ...]:
-        """Return the implementations that can run a call whose axes make these choices; None stands for the ATen call.
+    def ways(self, choices: Collection[str]) -> tuple[Implementation, ...]:
+        """Return the implementations that can run a call whose axes make these choices; one may be `ATEN`.
 
         A factor that some implementation serves needs one that serves it; if several such are split, one must serve
         all. A choice that only some implementation offers needs that one.
@@ -204,7 +238,7 @@ class OpRule:
             return tuple(each for each in offering if needed <= (each.factors or frozenset()))
         shared = (each for each in self.implementations if not each.choices)
         found = tuple(e for e in shared if e.factors is None or (needed and needed <= e.factors))
-        return found or (() if needed else (None,))
+        return found or (() if needed else (ATEN,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

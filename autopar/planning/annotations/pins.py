@@ -328,9 +328,9 @@ def _splits(strategy: Strategy, axis: int, named: str) -> bool:
     """
     choice, (factor, _, implementation) = strategy.choices[axis], named.partition(VIA)
     runs = strategy.implementation
-    if implementation and implementation != (runs and runs.name):
+    if implementation and implementation != runs.name:
         return False
-    if runs is not None and runs.stands_for_last and factors_of(choice)[-1:] == (factor,):
+    if runs.stands_for_last and factors_of(choice)[-1:] == (factor,):
         return True
     return factor == choice or (factor[:1] == TOGETHER and factor.removeprefix(TOGETHER) in factors_of(choice)[1:])
 

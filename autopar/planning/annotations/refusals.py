@@ -88,7 +88,7 @@ def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> s
 
 def _named(strategy: Strategy, axis: int) -> str:
     """The choice on an axis, with the implementation where that has a name."""
-    name = strategy.implementation.name if strategy.implementation else ""
+    name = strategy.implementation.name
     return f"{strategy.choices[axis]}{VIA}{name}" if name else strategy.choices[axis]
 
 

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError
 from autopar.ir.program.autograd_function import function_call
+from autopar.ir.sharding.operation import ATEN
 from autopar.strategies import rule_of
 from autopar.strategies.register import Operation, target_of
 from autopar.tools.validation.whole_call import Whole, fault_of, possible, show
@@ -40,7 +41,7 @@ def check_rule(operation: Operation, *args: Any, num_ranks: int = 2, **kwargs: A
         if op is None:
             raise RuleError(f"{whole} has no rule; give it one with autopar.register_rule.")
         # What an implementation runs is no matter of the operation alone.
-        choices = [each for each in whole.bind(op).choices() if None in op.ways((each.name,))]
+        choices = [each for each in whole.bind(op).choices() if ATEN in op.ways((each.name,))]
         undivided = [choice.name for choice in choices if choice.factors and not possible(whole, choice, num_ranks)]
         if undivided:
             raise RuleError(

@@ -39,7 +39,6 @@ from autopar.costs.pricing.moves import in_bucket, transfers
 from autopar.costs.pricing.offload import host_step
 from autopar.costs.pricing.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.costs.pricing.reshard import LOCAL_MOVE_SECONDS
-from autopar.costs.space.computing import num_launches
 from autopar.costs.space.menu import own_transfers
 from autopar.costs.space.space import Decision, Space, Wire, without_gradient
 from autopar.costs.space.strategy import Strategy
@@ -263,29 +262,27 @@ class _Ledger:
         axes, chosen = cast(Mesh, self.sizes.axes), strategy.implementation
         op = rule_of(call) or OpRule(str(bound.rule))
         local = strategy.local_sizes(bound.sizes, axes)
-        if chosen is not None and chosen.flops is not None:
-            flops = Size.of(chosen.flops(call, local)).polynomial
+        stated = chosen.flops(call, local)
+        if stated is not None:
+            flops = Size.of(stated).polynomial
         else:
             flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(strategy.num_parts(axes))
         hardware = self.space.hardware
         peak = operations.peak_flops(call, op, hardware, chosen)
         read, written = num_bytes
-        moved = Size.of(operations.moved_bytes(op, read, written, chosen)).polynomial
-        if chosen is not None and chosen.scratch_bytes is not None:
-            moved = moved + Size.of(chosen.scratch_bytes(call, local)).polynomial
+        moved = Size.of(chosen.moved_bytes(op, call, local, read, written)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
         computing = full_rate_formula(flops, op, bound, local, hardware, chosen)
         roofline = f"Max(({computing})/{peak!r}, ({moved})/{speed!r})"
         if op.elementwise_bytes is not None:
             beside = Size.of(op.elementwise_bytes(call, local)).polynomial
             roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
-        launches = num_launches(strategy, call, bound.sizes, axes)
         hidden = operations.hidden_share(chosen, hardware, call, local)
         return _Work(
             flops,
             roofline,
             own_transfers(strategy, call, bound.sizes, axes),
-            launches,
+            chosen.launches(call, local),
             hidden,
             self._whole(call, op, bound),
         )
@@ -296,7 +293,7 @@ class _Ledger:
         read, written = (
             sum(Size.of(i.num_elements) * i.dtype.itemsize for i in infos) for infos in (call.inputs, call.outputs)
         )
-        moved = Size.of(operations.moved_bytes(op, read, written)).polynomial
+        moved = Size.of(op.moved_bytes(read, written)).polynomial
         flops = Size.of(operations.flops(call, op, bound)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
         computing = full_rate_formula(flops, op, bound, bound.sizes, hardware)

@@ -14,7 +14,7 @@ from autopar.costs.pricing.product_efficiency import (
     sides_of,
     unaligned_share,
 )
-from autopar.ir.sharding.operation import Implementation, OpRule
+from autopar.ir.sharding.operation import ATEN, Implementation, OpRule
 from autopar.ir.sharding.rule import BoundRule
 from autopar.views.formulas.symbols import Polynomial, Size
 
@@ -25,7 +25,7 @@ def full_rate_formula(
     bound: BoundRule,
     local: Mapping[str, int],
     hardware: Hardware,
-    chosen: Implementation | None = None,
+    chosen: Implementation = ATEN,
 ) -> str:
     """Return the FLOPs that a device makes at its full rate while a call computes `flops`; `local` are its local sizes.
 

@@ -29,7 +29,7 @@ from autopar.costs.memory.moments import (
 )
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.memory.resident_arrays import brings_weight, parts_of, parts_on
-from autopar.costs.memory.tensor_bytes import SLICED, Modes
+from autopar.costs.memory.tensor_bytes import SLICED, Modes, StatedBytes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import Decision, ExpertRows, Wire
 from autopar.costs.space.strategy import Strategy
@@ -206,17 +206,17 @@ class _Moment:
         working, handed_on = self.memory.working(number), self.memory.handed_on(number)
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
-            if self._forward_bytes(number) is None:
+            if self._stated(number, "forward_bytes") is None:
                 self._add("working set", self._worked_on_beside(number), count)
             op = decision.menu.op
             if op is not None and op.backward_bytes is not None:
-                self._add("working set", self._said(decision, op.backward_bytes), count)
+                self._add("working set", self._said(decision, op.backward_bytes) or Size.of(0), count)
             self._uneven_rows_worked_on(number, True)
         elif handed_on is not None and self.at.kind in BEHIND and place == self.at.place:
             self._worked_on(number, False)
             self._uneven_rows_worked_on(number, False)
         elif self.at.kind == FORWARD and place == self.at.place:
-            self._add("working set", self._forward_bytes(number) or Size.of(0), count)
+            self._add("working set", self._stated(number, "forward_bytes") or Size.of(0), count)
 
     def _is_kept(self, place: int) -> bool:
         """Return whether tensors saved for the backward of the call at this position are resident."""
@@ -313,9 +313,9 @@ class _Moment:
         call, strategy = decision.menu.call, decision.menu.strategies[self.choices[number]]
         if call is None or not call.inputs:
             return Size.of(0)
-        running = self.memory.second_forward.running(number, self.choices, self.modes).implementation
-        if running is not None and running.saved_bytes is not None:
-            return self._said(decision, running.saved_bytes)
+        stated = self._stated(number, "saved_bytes")
+        if stated is not None:
+            return stated
         if not num_bytes:
             return Size.of(0)
         largest = largest_split_input(call, decision.menu.bound)
@@ -326,29 +326,29 @@ class _Moment:
         elements = Size.of(math.prod(shapes[largest]))
         return -(-self._hidden_bytes[key] * self._local(shapes[largest], strategy.inputs[largest]) // elements)
 
-    def _forward_bytes(self, number: int) -> Size | None:
-        """Return the working bytes of a call's forward if its implementation computes gradients there; else None."""
-        decision = self.space.decisions[number]
-        implementation = decision.menu.strategies[self.choices[number]].implementation
-        said = implementation.forward_bytes if implementation is not None else None
-        return None if said is None else self._said(decision, said)
-
     def _worked_on_beside(self, number: int) -> Size:
         """Return the working bytes of a call's backward in addition to its outputs and gradients."""
-        decision = self.space.decisions[number]
-        implementation = self.memory.second_forward.running(number, self.choices, self.modes).implementation
-        if implementation is not None and implementation.backward_bytes is not None:
-            return self._said(decision, implementation.backward_bytes)
-        return self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes)
+        stated = self._stated(number, "backward_bytes")
+        if stated is not None:
+            return stated
+        return self._hidden(number, self.memory.lifetimes.saved(self.space.decisions[number]).other_bytes)
 
-    def _said(self, decision: Decision, said: Callable[[Call, Mapping[str, int]], int]) -> Size:
-        """Bytes that the implementation says of the call."""
+    def _stated(self, number: int, cost: StatedBytes) -> Size | None:
+        """Return the bytes that the implementation that runs a call states; None if it states none."""
+        running = self.memory.second_forward.running(number, self.choices, self.modes)
+        if not running.implemented:
+            return None
+        return self._said(self.space.decisions[number], getattr(running.implementation, cost))
+
+    def _said(self, decision: Decision, said: Callable[[Call, Mapping[str, int]], int | None]) -> Size | None:
+        """Return the bytes that a function says of a call, if it says any."""
         call, bound, strategy = decision.menu.call, decision.menu.bound, self._strategy(decision)
         assert call is not None and bound is not None
         shapes = [self.sizes.shape(key) for key in input_keys(self.space, decision)]
         results = [self.sizes.shape((decision.name, position)) for position in range(len(call.outputs))]
         local = strategy.local_sizes(bound.rule.bind(shapes, results).sizes, cast(Mesh, self.sizes.axes))
-        return Size.of(said(symbolic_call(call, shapes, results), local))
+        found = said(symbolic_call(call, shapes, results), local)
+        return None if found is None else Size.of(found)
 
     def _strategy(self, decision: Decision) -> Strategy:
         return decision.menu.strategies[self.choices[self.space.index[decision.name]]]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,9 +30,9 @@ from autopar.strategies.rules.layers.attention_sizes import (
     query_heads,
     query_rows,
     taken_bytes,
-    unkept,
+    taken_inputs,
 )
-from autopar.strategies.rules.layers.ring_self_attention import ring_self_attention
+from autopar.strategies.rules.layers.ring_self_attention import RingSelfAttention
 
 aten = torch.ops.aten
 
@@ -96,28 +97,17 @@ def attention(call: Call) -> OpRule:
     backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
     kernel: Efficiency = "masked attention" if call["is_causal"] else "attention"
     if not in_parts:
-        drawing = Implementation(
-            "attention.explicit:attention_with_dropout", factors=None, random=True, saved_bytes=_probabilities
-        )
-        taking = Implementation("attention.heads:attention", shared, wraps=True)
-        ways = (drawing,) if dropout else (taking,) if shared else ()
+        taking = Implementation("attention.heads:attention", shared)
+        ways = (WithDropout(),) if dropout else (taking,) if shared else ()
         return OpRule(text, ways, flops=flops, backward=backward, efficiency=kernel, head_size=query[-1], choices=alone)
     causal, around = call["is_causal"], query[-2] == key[-2]
     served = (frozenset({"s", "t"}) if causal else frozenset({"t"})) | shared
-    by_blocks = Implementation(
-        "attention.by_blocks:attention",
-        None if dropout else served,
-        joined=frozenset({"t"}),
+    by_blocks = ByBlocks(
+        factors=None if dropout else served,
         padded=frozenset({"s"}) if causal else frozenset(),
-        traffic=traffic,
-        zigzag=True,
         random=dropout,
-        flops=_flops_by_blocks,
-        saved_bytes=kept_bytes,
-        unkept=unkept,
-        hidden_share=1.0 if around else 0.0,
     )
-    ways = (by_blocks, ring_self_attention(served)) if around and not dropout else (by_blocks,)
+    ways = (by_blocks, RingSelfAttention(factors=served)) if around and not dropout else (by_blocks,)
     return OpRule(
         text,
         ways,
@@ -151,58 +141,82 @@ def _flops(call: Call, causal: bool) -> int:
     return math.prod(query[:-2]) * twice_seen * (query[-1] + value[-1])
 
 
-def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
-    """Return the forward FLOPs of the busiest device.
+@dataclass(frozen=True, slots=True)
+class ByBlocks(Implementation):
+    """Attention by blocks of queries and keys: on parts of the keys, whose results are merged, or around a ring."""
 
-    If causal positions are split in order, that is the last one, which sees nearly all keys.
-    """
-    query, key, value = (call[name].shape for name in ("query", "key", "value"))
-    queries, keys = sizes["s"], sizes["t"]
-    if not call["is_causal"]:
-        twice_seen = 2 * queries * (key[-2] if TOGETHER + "t" in sizes else keys)
-    elif ZIGZAG + "s" in sizes:
-        twice_seen = queries * (key[-2] + 1)
-    else:
-        twice_seen = queries * (2 * key[-2] + 1 - queries)
-    return batches(call, sizes) * query_heads(call, sizes) * twice_seen * (query[-1] + value[-1])
+    function: str = "attention.by_blocks:attention"
+    joined: frozenset[str] = frozenset({"t"})
+    ordered: frozenset[str] | None = frozenset()
+
+    def reach(self, call: Call) -> int | None:
+        """Return how many positions back a query may see, if none sees any ahead; None: all."""
+        return None
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return the messages of keys and values, then of their gradients, around a ring; or the sums of `merging`."""
+        parts, around = sizes.get(TOGETHER + "t", 1), TOGETHER + "t"
+        if parts == 1:
+            return merging(call, sizes)
+        value, each = call["value"], elements_of_key(call, sizes)
+        dealt, alike = sizes.get(ZIGZAG + "s", 0), sizes["s"] == sizes["t"]
+        hops = hops_of(self.reach(call) if alike and dealt < 2 else None, sizes["t"], parts, bool(dealt))
+        keys, gradients = each * value.dtype.itemsize, each * max(WIDE_BYTES, value.dtype.itemsize)
+        return (
+            *(Collective("permute", around, keys * hop.size) for hop in hops),
+            *(Collective("permute", around, keys * hop.size, backward=True) for hop in hops),
+            *(Collective("permute", around, gradients * hop.size, backward=True) for hop in chains_of(hops)),
+        )
+
+    def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
+        """Return 1 for a ring, which sends keys while it computes with those before them; else 0."""
+        return 1.0 if call["query"].shape[-2] == call["key"].shape[-2] else 0.0
+
+    def flops(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the forward FLOPs of the busiest device.
+
+        If causal positions are split in order, that is the last one, which sees nearly all keys.
+        """
+        query, key, value = (call[name].shape for name in ("query", "key", "value"))
+        queries, keys = sizes["s"], sizes["t"]
+        if not call["is_causal"]:
+            twice_seen = 2 * queries * (key[-2] if TOGETHER + "t" in sizes else keys)
+        elif ZIGZAG + "s" in sizes:
+            twice_seen = queries * (key[-2] + 1)
+        else:
+            twice_seen = queries * (2 * key[-2] + 1 - queries)
+        return batches(call, sizes) * query_heads(call, sizes) * twice_seen * (query[-1] + value[-1])
+
+    def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the saved bytes: the log-sum-exp of local query rows, and heads of keys and values copied for them.
+
+        A dropout adds a 64-bit number per sample and head.
+        """
+        drawn = 8 * batches(call, sizes) * query_heads(call, sizes) if call["dropout_p"] > 0 else 0
+        wide = max(WIDE_BYTES, call["query"].dtype.itemsize)
+        return query_rows(call, sizes) * wide + drawn + taken_bytes(call, sizes)
+
+    def unkept(self, call: Call, sizes: LocalSizes) -> frozenset[int]:
+        return taken_inputs(call, sizes)
 
 
-def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Collective, ...]:
-    """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged.
+@dataclass(frozen=True, slots=True)
+class WithDropout(Implementation):
+    """Attention whose probabilities are all made, and dropped, as under a mask of numbers."""
 
-    `reach` is how many positions back a query may see, where none sees any ahead.
-    """
-    value, each = call["value"], elements_of_key(call, sizes)
-    parts = sizes.get(TOGETHER + "t", 1)
+    function: str = "attention.explicit:attention_with_dropout"
+    random: bool = True
+
+    def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of all probabilities, and of those that are not dropped."""
+        return 2 * query_rows(call, sizes) * call["key"].shape[-2] * max(WIDE_BYTES, call["query"].dtype.itemsize)
+
+
+def merging(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    """Return the collectives that merge results of parts of the keys: their log-sum-exp twice, and they once."""
+    value, rows = call["value"], query_rows(call, sizes)
     wide = max(WIDE_BYTES, value.dtype.itemsize)
-    around = TOGETHER + "t"
-    rows = query_rows(call, sizes)
-    merged = [Collective("all_reduce", "t", rows * wide * size) for size in (1, 1, value.shape[-1])]
-    if parts == 1:
-        return tuple(merged)
-    dealt, alike = sizes.get(ZIGZAG + "s", 0), sizes["s"] == sizes["t"]
-    hops = hops_of(reach if alike and dealt < 2 else None, sizes["t"], parts, bool(dealt))
-    keys, gradients = each * value.dtype.itemsize, each * wide
-    return (
-        *(Collective("permute", around, keys * hop.size) for hop in hops),
-        *(Collective("permute", around, keys * hop.size, backward=True) for hop in hops),
-        *(Collective("permute", around, gradients * hop.size, backward=True) for hop in chains_of(hops)),
-    )
-
-
-def kept_bytes(call: Call, sizes: LocalSizes) -> int:
-    """Return the saved bytes: the log-sum-exp of local query rows, and heads of keys and values copied for them.
-
-    A dropout adds a 64-bit number per sample and head.
-    """
-    # What tells samples and heads apart is a number of 64 bits of each.
-    drawn = 8 * batches(call, sizes) * query_heads(call, sizes) if call["dropout_p"] > 0 else 0
-    return query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize) + drawn + taken_bytes(call, sizes)
-
-
-def _probabilities(call: Call, sizes: LocalSizes) -> int:
-    """Bytes of all probabilities, and of those that are not dropped."""
-    return 2 * query_rows(call, sizes) * call["key"].shape[-2] * max(WIDE_BYTES, call["query"].dtype.itemsize)
+    return tuple(Collective("all_reduce", "t", rows * wide * size) for size in (1, 1, value.shape[-1]))
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

@@ -11,8 +11,8 @@ QUERY_HEADS = "q"
 """Heads of queries, split alone."""
 
 
-def unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
-    """Keys and values, where heads of them are taken."""
+def taken_inputs(call: Call, sizes: LocalSizes) -> frozenset[int]:
+    """Return the positions of keys and values if heads of them are copied for query heads that are split alone."""
     return frozenset({1, 2}) if are_alone(call, sizes) else frozenset()
 
 

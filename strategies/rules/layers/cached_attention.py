@@ -11,12 +11,13 @@ to tiles of queries, as in attention of many.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
-from autopar.ir.sharding.operation import Call, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, batch_names, rule, term
-from autopar.strategies.rules.layers.attention import head_dims, heads_alone, traffic
+from autopar.strategies.rules.layers.attention import head_dims, heads_alone, merging
 
 (SAMPLES,) = batch_names(1)
 POSITIONS = "t"
@@ -33,16 +34,9 @@ def cached_attention(call: Call) -> OpRule:
         term([SAMPLES, *key_heads, POSITIONS, WHOLE], "~"),
         term([SAMPLES]),
     ]
-    by_parts = Implementation(
-        "attention.cached:cached_attention",
-        frozenset({POSITIONS}) | shared,
-        joined=frozenset({POSITIONS}),
-        traffic=traffic,
-        ordered=frozenset({POSITIONS}) | shared,
-    )
     return OpRule(
         rule(terms, [term([SAMPLES, *heads, "s", WHOLE])]) + further,
-        (by_parts,),
+        (ByPartsOfTheCache(factors=frozenset({POSITIONS}) | shared),),
         flops=2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]),
         choices=alone,
     )
@@ -50,33 +44,43 @@ def cached_attention(call: Call) -> OpRule:
 
 def write_cache(call: Call) -> OpRule:
     """`cache` (b, heads, t, d), `new` (b, heads, s, d), `positions` (b): it is written where the cache lies."""
-    in_place = Implementation(
-        "attention.cached:write_cache",
-        None,
-        ordered=frozenset({POSITIONS}),
-        flops=_elements_written,
-        moved_bytes=_read_and_written_anew,
-        scratch_bytes=_gone_through,
-    )
     dims = [SAMPLES, "h", POSITIONS, "d"]
     terms = [term(dims), term([SAMPLES, "h", WHOLE, "d"]), term([SAMPLES])]
-    return OpRule(rule(terms, [term(dims)]), (in_place,))
+    return OpRule(rule(terms, [term(dims)]), (InPlace(),))
 
 
-def _elements_written(call: Call, sizes: LocalSizes) -> int:
-    return sizes[SAMPLES] * sizes["h"] * sizes["d"] * call["new"].shape[-2]
+@dataclass(frozen=True, slots=True)
+class ByPartsOfTheCache(Implementation):
+    """Results of parts of the cache, merged by their log-sum-exp."""
+
+    function: str = "attention.cached:cached_attention"
+    joined: frozenset[str] = frozenset({POSITIONS})
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        return merging(call, sizes)
 
 
-def _read_and_written_anew(inputs: int, outputs: int) -> int:
-    """Return twice the bytes of the inputs other than the cache: they are read and written."""
-    return 2 * (inputs - outputs)
+@dataclass(frozen=True, slots=True)
+class InPlace(Implementation):
+    """Keys and values written where the cache lies."""
 
+    function: str = "attention.cached:write_cache"
+    ordered: frozenset[str] | None = frozenset({POSITIONS})
 
-def _gone_through(call: Call, sizes: LocalSizes) -> int:
-    """Return the bytes moved to rebuild a part of a cache, if several positions are written to it; else 0."""
-    if call["new"].shape[-2] == 1 or sizes[POSITIONS] == call["cache"].shape[-2]:
-        return 0
-    return 3 * sizes[SAMPLES] * sizes["h"] * sizes[POSITIONS] * sizes["d"] * call["cache"].dtype.itemsize
+    def flops(self, call: Call, sizes: LocalSizes) -> int:
+        """Count the elements written."""
+        return sizes[SAMPLES] * sizes["h"] * sizes["d"] * call["new"].shape[-2]
+
+    def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
+        """Return twice the bytes of the inputs other than the cache, which are read and written.
+
+        A part of a cache to which several positions are written is rebuilt, too.
+        """
+        written = 2 * (inputs - outputs)
+        if call["new"].shape[-2] == 1 or sizes[POSITIONS] == call["cache"].shape[-2]:
+            return written
+        part = sizes[SAMPLES] * sizes["h"] * sizes[POSITIONS] * sizes["d"]
+        return written + 3 * part * call["cache"].dtype.itemsize
 
 
 RULES: dict[object, Entry] = {CACHED_ATTENTION: cached_attention, WRITE_CACHE: write_cache}

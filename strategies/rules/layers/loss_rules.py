@@ -9,7 +9,8 @@ Of class probabilities, as of all losses that compare vectors, the classes stay 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +34,8 @@ aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
+CLASSES = frozenset({"v"})
+COPIES_OF_PARTS = 3  # of its logits, that `runtime.implementations.loss` has at once
 FLOAT32_BYTES = 4
 DIVISOR_BYTES = 8  # of a mean, float64
 
@@ -53,28 +56,48 @@ def cross_entropy_of_rows(call: Call) -> OpRule:
 def _of_classes(call: Call, dims: list[str], function: str) -> OpRule:
     """Logits of these dims, of which "v" are the classes; what the function is called that joins parts."""
     kept = [name for name in dims if name != "v"]
-    classes = frozenset({"v"})
-    vocabulary_parallel = Implementation(
-        f"loss:{function}",
-        frozenset(dims) if call["reduction"] == MEAN else classes,
-        joined=classes,
-        padded=classes,
-        traffic=cross_entropy_traffic,
-        ordered=classes,
-        backward_bytes=lambda call, sizes: _widened_bytes(call, sizes, dims),
-    )
-    return OpRule(_loss_text(call, dims, kept), (vocabulary_parallel,), moved_bytes=with_probabilities)
+    served = frozenset(dims) if call["reduction"] == MEAN else CLASSES
+    in_parts = VocabularyParallelLoss(f"loss:{function}", served, dims=tuple(dims))
+    return OpRule(_loss_text(call, dims, kept), (in_parts,), moved_bytes=with_probabilities)
 
 
-def _widened_bytes(call: Call, sizes: LocalSizes, dims: list[str]) -> int:
-    """Logits of half precision in float32; of wider ones the probabilities that PyTorch keeps, if it runs the loss.
+@dataclass(frozen=True, slots=True)
+class VocabularyParallelLoss(Implementation):
+    """A cross-entropy of which each rank has some rows, some classes, or both."""
 
-    It does where no axis splits the classes; else the gradient is made in the place of what the backward works on.
-    """
-    itemsize, elements = call["self"].dtype.itemsize, math.prod(sizes[name] for name in dims)
-    if itemsize < FLOAT32_BYTES:
-        return elements * FLOAT32_BYTES
-    return elements * itemsize if sizes["v"] == call["self"].shape[dims.index("v")] else 0
+    joined: frozenset[str] = CLASSES
+    padded: frozenset[str] = CLASSES
+    ordered: frozenset[str] | None = CLASSES
+    dims: tuple[str, ...] = ()
+    """The dims of the logits."""
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return, over classes, the maximum of every row, then sums, in fp32 or wider; over rows, a mean's divisor."""
+        rows = [name for name in sizes if name != "v"]
+        row_bytes = math.prod(sizes[name] for name in rows) * max(FLOAT32_BYTES, call["self"].dtype.itemsize)
+        weighted, smoothed = call["weight"] is not None, call["label_smoothing"] > 0
+        # Sum of exponentials and target logit; weight of the target, sum of the logits, sum of the weights.
+        num_sums = 2 + weighted + smoothed + (weighted and smoothed)
+        classes = (Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
+        return classes if call["reduction"] != MEAN else (*classes, divisor_over(rows, ahead=not weighted))
+
+    def inference_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
+        """Return the bytes of all copies of the logits that are there at once if their classes are split."""
+        if sizes["v"] == call["self"].shape[self.dims.index("v")]:
+            return None
+        wide = max(FLOAT32_BYTES, call["self"].dtype.itemsize)
+        return COPIES_OF_PARTS * wide * math.prod(sizes[name] for name in self.dims)
+
+    def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of logits of half precision in float32; of wider ones those of PyTorch's probabilities.
+
+        PyTorch's own loss runs, and keeps them, if no axis splits the classes. Otherwise the gradient is made in the
+        memory that the backward works on.
+        """
+        itemsize, elements = call["self"].dtype.itemsize, math.prod(sizes[name] for name in self.dims)
+        if itemsize < FLOAT32_BYTES:
+            return elements * FLOAT32_BYTES
+        return elements * itemsize if sizes["v"] == call["self"].shape[self.dims.index("v")] else 0
 
 
 def _of_probabilities(call: Call) -> OpRule:
@@ -109,17 +132,6 @@ def _loss_text(call: Call, dims: list[str], kept: list[str], classes: str = "v",
     weight = [term([classes], "~" if call["reduction"] != MEAN else "")] if call["weight"] is not None else []
     output = kept if call["reduction"] == NONE else []
     return rule([term(dims, mark), term(kept), *weight], [term(output)])
-
-
-def cross_entropy_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Over classes, the maximum of every row, then sums, in fp32 or wider; over rows, a mean's divisor."""
-    rows = [name for name in sizes if name != "v"]
-    row_bytes = math.prod(sizes[name] for name in rows) * max(FLOAT32_BYTES, call["self"].dtype.itemsize)
-    weighted, smoothed = call["weight"] is not None, call["label_smoothing"] > 0
-    # Sum of exponentials and target logit; weight of the target, sum of the logits, sum of the weights.
-    num_sums = 2 + weighted + smoothed + (weighted and smoothed)
-    classes = (Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
-    return classes if call["reduction"] != MEAN else (*classes, divisor_over(rows, ahead=not weighted))
 
 
 def divisor_over(rows: Sequence[str], ahead: bool) -> Collective:

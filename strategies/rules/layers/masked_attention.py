@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import R, S
-from autopar.ir.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.operation import ZIGZAG, Call, LocalSizes, OpRule
 from autopar.ir.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, broadcast, rule, term
-from autopar.strategies.rules.layers.attention import FUSED_BACKWARD, head_dims, heads_alone, kept_bytes, traffic
-from autopar.strategies.rules.layers.attention_sizes import batches, query_heads, unkept
+from autopar.strategies.rules.layers.attention import FUSED_BACKWARD, ByBlocks, head_dims, heads_alone
+from autopar.strategies.rules.layers.attention_sizes import batches, query_heads
 
 
 def attention_by_mask(call: Call) -> OpRule:
@@ -34,20 +35,7 @@ def attention_by_mask(call: Call) -> OpRule:
     around = query[-2] == key[-2]
     further, alone, shared = heads_alone(call)
     dropout = call["dropout_p"] > 0
-    by_blocks = Implementation(
-        "attention.by_mask:attention_by_mask",
-        None if dropout else frozenset({"s", "t"}) | shared,
-        joined=frozenset({"t"}),
-        padded=frozenset({"s"}),
-        traffic=_traffic,
-        ordered=frozenset({"t"}) | shared,
-        zigzag=True,
-        random=dropout,
-        flops=_flops_of_part,
-        saved_bytes=kept_bytes,
-        unkept=unkept,
-        hidden_share=1.0 if around else 0.0,
-    )
+    by_blocks = ByMask(factors=None if dropout else frozenset({"s", "t"}) | shared, random=dropout)
     return OpRule(
         rule([queries, term(keys), term(keys, "~"), *vectors], [queries]) + further,
         (by_blocks,),
@@ -66,26 +54,32 @@ def _ring(vectors: Sequence[TensorInfo]) -> Choice:
     return Choice(f"s{TOGETHER}t", (S(2), S(2), S(2), *of_queries), (S(2),))
 
 
-def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    return traffic(call, sizes, call["reach"])
-
-
 def _flops(call: Call, queries: int, keys: int, heads: int) -> int:
     """Scores and their product with the values: a multiplication and an addition per query, key and feature."""
     return 2 * heads * queries * keys * (call["query"].shape[-1] + call["value"].shape[-1])
 
 
-def _flops_of_part(call: Call, sizes: LocalSizes) -> int:
-    """Return the forward FLOPs of the busiest device.
+@dataclass(frozen=True, slots=True)
+class ByMask(ByBlocks):
+    """Attention by those blocks that a mask of vectors does not hide."""
 
-    If later queries see more and are split in order, that is the last one.
-    """
-    heads = batches(call, sizes) * query_heads(call, sizes)
-    keys = call["key"].shape[-2] if TOGETHER + "t" in sizes else sizes["t"]
-    seen = call["seen"]
-    if call["rising"] and ZIGZAG + "s" not in sizes:
-        seen = min(1.0, seen * (2 - sizes["s"] / call["query"].shape[-2]))
-    return round(seen * _flops(call, sizes["s"], keys, heads))
+    function: str = "attention.by_mask:attention_by_mask"
+    padded: frozenset[str] = frozenset({"s"})
+
+    def reach(self, call: Call) -> int | None:
+        return call["reach"]
+
+    def flops(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the forward FLOPs of the busiest device.
+
+        If later queries see more and are split in order, that is the last one.
+        """
+        heads = batches(call, sizes) * query_heads(call, sizes)
+        keys = call["key"].shape[-2] if TOGETHER + "t" in sizes else sizes["t"]
+        seen = call["seen"]
+        if call["rising"] and ZIGZAG + "s" not in sizes:
+            seen = min(1.0, seen * (2 - sizes["s"] / call["query"].shape[-2]))
+        return round(seen * _flops(call, sizes["s"], keys, heads))
 
 
 RULES: dict[object, Entry] = {ATTENTION_BY_MASK: attention_by_mask}

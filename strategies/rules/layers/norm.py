@@ -6,12 +6,12 @@ Its running statistics are written in place, on every rank alike, so the channel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from autopar.ir.program.program import TensorInfo
-from autopar.ir.sharding.operation import Call, Collective, Implementation, OpRule
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, names, rule, term
 
@@ -57,19 +57,24 @@ def batch_norm(call: Call) -> OpRule:
     text = rule([term(dims), *affine(call, [channel]), *statistics], [term(dims)])
     if not by_batch:
         return OpRule(text)
-    implementation = Implementation(
-        "normalization:batch_norm", frozenset({"n"}), traffic=batch_norm_traffic, ordered=frozenset()
-    )
-    return OpRule(text, (implementation,))
+    return OpRule(text, (SyncedBatchNorm(),))
 
 
-def batch_norm_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Two sums per channel: of the values and their squares in fp64, of the gradients in fp32 or wider."""
-    x = call.inputs[0]
-    num_sums = 2 * sizes.get("c", x.shape[1])
-    forward = Collective("all_reduce", "n", FLOAT64_BYTES * num_sums)
-    backward = Collective("all_reduce", "n", max(FLOAT32_BYTES, x.dtype.itemsize) * num_sums, backward=True)
-    return (forward, backward) if x.requires_grad else (forward,)
+@dataclass(frozen=True, slots=True)
+class SyncedBatchNorm(Implementation):
+    """Batch norm by the statistics of all ranks that split the batch."""
+
+    function: str = "normalization:batch_norm"
+    factors: frozenset[str] | None = frozenset({"n"})
+    ordered: frozenset[str] | None = frozenset()
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return two sums per channel: of values and squares in fp64, of gradients in fp32 or wider."""
+        x = call.inputs[0]
+        num_sums = 2 * sizes.get("c", x.shape[1])
+        forward = Collective("all_reduce", "n", FLOAT64_BYTES * num_sums)
+        backward = Collective("all_reduce", "n", max(FLOAT32_BYTES, x.dtype.itemsize) * num_sums, backward=True)
+        return (forward, backward) if x.requires_grad else (forward,)
 
 
 def instance_norm(call: Call) -> str:

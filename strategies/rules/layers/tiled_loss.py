@@ -8,6 +8,7 @@ backward is the gradients. (Program operator: `ir.program.operators.linear_cross
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, rows_of_tiles, wide
@@ -30,34 +31,26 @@ def linear_cross_entropy(call: Call) -> OpRule:
     passes = 1 + call["hidden"].requires_grad + call["weight"].requires_grad
     return OpRule(
         text,
-        tuple(_in_tiles(number) for number in tiles),
+        tuple(TiledLoss(name=f"tiles={number}", number=number) for number in tiles),
         flops=2 * passes * call["hidden"].num_elements * call["weight"].shape[0],
         backward=0.0,
     )
 
 
-def _in_tiles(number: int) -> Implementation:
-    tiles = _Tiles(number)
-    return Implementation(
-        "tiled_loss:linear_cross_entropy",
-        factors=None,
-        joined=frozenset({CLASSES}),
-        padded=frozenset({CLASSES}),
-        ordered=frozenset({CLASSES}),
-        traffic=tiles.traffic,
-        name=f"tiles={number}",
-        keywords=(("in_tiles", number),),
-        moved_bytes=tiles.moved_bytes,
-        saved_bytes=_saved_bytes,
-        forward_bytes=tiles.forward_bytes,
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Costs of a tiled loss that depend on the number of tiles."""
+class TiledLoss(Implementation):
+    """The loss in a number of tiles of rows, whose forward makes the gradients."""
 
-    number: int
+    function: str = "tiled_loss:linear_cross_entropy"
+    joined: frozenset[str] = frozenset({CLASSES})
+    padded: frozenset[str] = frozenset({CLASSES})
+    ordered: frozenset[str] | None = frozenset({CLASSES})
+    number: int = 1
+    """Number of tiles."""
+
+    @property
+    def keywords(self) -> Mapping[str, int]:
+        return {"in_tiles": self.number}
 
     def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
         """Return the collectives of all tiles: maxima of rows and two sums over classes, a mean's count over rows."""
@@ -71,7 +64,7 @@ class _Tiles:
             each.append(divisor_over(_rows(call), ahead=True))
         return tuple(each)
 
-    def moved_bytes(self, inputs: int, outputs: int) -> int:
+    def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
         """Return the bytes read and written: per tile all inputs twice, and the sums of gradients read and written.
 
         A tile reads inputs once for the logits and once for gradients.
@@ -79,7 +72,7 @@ class _Tiles:
         return 4 * self.number * inputs + outputs
 
     def forward_bytes(self, call: Call, sizes: LocalSizes) -> int:
-        """The logits of a tile, as they are computed and as they become a loss; or their gradients' products."""
+        """Return the bytes of a tile's logits, as computed and as they become a loss; or of gradients' products."""
         hidden, weight = call["hidden"], call["weight"]
         rows, classes, features = rows_of_tiles(_num_rows(call, sizes), self.number)[0], sizes[CLASSES], _features(call)
         narrow, size = hidden.dtype.itemsize, wide(hidden.dtype).itemsize
@@ -88,17 +81,16 @@ class _Tiles:
         product = classes * features * narrow * weight.requires_grad
         return max(rows * classes * (size + narrow), rows * classes * narrow + max(product, rows * features * narrow))
 
-
-def _saved_bytes(call: Call, sizes: LocalSizes) -> int:
-    """The gradients of those that need one, and the count of a mean."""
-    hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
-    if not call.outputs[0].requires_grad:
-        return 0
-    of_weight = wide(weight.dtype).itemsize * sizes[CLASSES]
-    found = DIVISOR_BYTES + of_weight * _features(call) * weight.requires_grad
-    if hidden.requires_grad:
-        found += _num_rows(call, sizes) * _features(call) * hidden.dtype.itemsize
-    return found + of_weight * (bias is not None and bias.requires_grad)
+    def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of the gradients of those that need one, and of a mean's count."""
+        hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
+        if not call.outputs[0].requires_grad:
+            return 0
+        of_weight = wide(weight.dtype).itemsize * sizes[CLASSES]
+        found = DIVISOR_BYTES + of_weight * _features(call) * weight.requires_grad
+        if hidden.requires_grad:
+            found += _num_rows(call, sizes) * _features(call) * hidden.dtype.itemsize
+        return found + of_weight * (bias is not None and bias.requires_grad)
 
 
 def _rows(call: Call) -> list[str]:

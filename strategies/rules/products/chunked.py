@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.ir.sharding.layout import Placement, R, S
-from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import TOGETHER, Choice
 from autopar.strategies.notation import batch_names
 
@@ -79,62 +79,123 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
     def choice(factor: str, inputs: tuple[Placement, Placement], output: Placement, bias: Placement) -> Choice:
         return Choice(together(call, factor), (*inputs, *((bias,) if with_bias else ())), (output,))
 
-    first = Implementation(
-        f"products.chunked:{call.name}",
-        frozenset(),
-        traffic=_traffic,
-        zigzag=True,
-        name=NAME,
-        on_demand=True,
-        scratch_bytes=_scratch_bytes,
-        saved_bytes=_saved_bytes,
-        backward_bytes=_backward_bytes,
-        unkept=_unkept,
-        hidden_share=_hidden_share,
-        choices=(choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)),
-        launches=_launches,
-        shared=frozenset({together(call, COLUMN)}),
-    )
-    regathering = replace(
-        first,
-        traffic=_traffic_regathering,
-        keywords=(("again", 1),),
-        saved_bytes=_nothing,
-        unkept=None,
-        backward_bytes=_regathered_bytes,
-        hidden_share=_hidden_share_regathering,
-    )
-    again = replace(
-        first,
-        traffic=_traffic_again,
-        keywords=(("again", 1), ("whole", 1)),
-        name=AGAIN,
-        scratch_bytes=_gathered_bytes,
-        saved_bytes=_own_rows,
-        backward_bytes=_travelling_bytes,
-        hidden_share=_hidden_share_again,
-        choices=first.choices[:1],
-        launches=None,
-    )
-    return tuple(
-        replace(each, regathering=other, follower=replace(_follower(each), regathering=_follower(other)))
-        for each, other in ((first, regathering), (again, replace(again, saved_bytes=_nothing, unkept=None)))
+    function, shared = f"products.chunked:{call.name}", frozenset({together(call, COLUMN)})
+    columns, rows_reduced = choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)
+    return (
+        InChunks(function, choices=(columns, rows_reduced), shared=shared),
+        GatheredAgain(function, choices=(columns,), shared=shared),
     )
 
 
-def _follower(implementation: Implementation) -> Implementation:
-    """Return what runs a call whose input comes with that of another call."""
-    return replace(implementation, traffic=_of_scattered, saved_bytes=_nothing)
+@dataclass(frozen=True, slots=True)
+class InChunks(Implementation):
+    """A product whose input is gathered in chunks, or whose output is reduced in chunks."""
+
+    factors: frozenset[str] | None = frozenset()
+    ordered: frozenset[str] | None = frozenset()
+    name: str = NAME
+    on_demand: bool = True
+    regathers: bool = False
+    """True if gathered rows are gathered again in the backward."""
+    follows: bool = False
+    """True if the gathered input comes with that of another call, which keeps it."""
+
+    @property
+    def keywords(self) -> Mapping[str, int]:
+        return {"again": 1} if self.regathers else {}
+
+    @property
+    def follower(self) -> Implementation:
+        return replace(self, follows=True)
+
+    @property
+    def regathering(self) -> Implementation | None:
+        return replace(self, regathers=True)
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return gathers of rows and reductions of their gradients, or the reverse for results, in chunks."""
+        if not _splits(sizes) or (self.follows and _gathers(sizes)):
+            return ()
+        chunks, over = _moved(call, sizes), TOGETHER + (COLUMN if _gathers(sizes) else ROW)
+        ways = ("all_gather", "reduce_scatter") if _gathers(sizes) else ("reduce_scatter", "all_gather")
+        forward = [Collective(ways[0], over, each) for each in chunks]
+        if self.regathers and _gathers(sizes):
+            return (*forward, *_again(call, sizes))
+        backward = [Collective(ways[1], over, each, True) for each in chunks] if _learns(call, sizes) else []
+        return (*forward, *backward)
+
+    def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
+        """Return the share of all but one chunk, and of what the backward moves next to a second product."""
+        beside, learns, weighs = 1 - 1 / len(_moved(call, sizes)), _learns(call, sizes), call.inputs[1].requires_grad
+        if self.regathers and _gathers(sizes):
+            return (beside + 2 * (learns and weighs)) / (1 + learns + weighs)
+        return (beside + 1) / 2 if _gathers(sizes) and learns and weighs else beside
+
+    def launches(self, call: Call, sizes: LocalSizes) -> int:
+        """Count the chunks, each of which has a product."""
+        return len(_moved(call, sizes))
+
+    def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
+        """Return the bytes read and written, with rows of all ranks, or results for them; chunks read the weight."""
+        moved = _moved(call, sizes)
+        weight = sizes[COLUMN] * sizes[ROW] * call.inputs[1].dtype.itemsize
+        return op.moved_bytes(inputs, outputs) + sum(moved) + weight * (len(moved) - 1)
+
+    def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of gathered rows, for the weight's gradient, if this call gathers and keeps them."""
+        if self.follows or self.regathers:
+            return 0
+        return sum(_moved(call, sizes)) if _gathers(sizes) and call.inputs[1].requires_grad else 0
+
+    def unkept(self, call: Call, sizes: LocalSizes) -> frozenset[int]:
+        """Return the position of this rank's rows, if the gathered rows, which contain them, are kept."""
+        return frozenset({0}) if _gathers(sizes) and not self.regathers else frozenset()
+
+    def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of gathered rows, or of gradients of all results, which are gathered for the weight's."""
+        if self.regathers and _gathers(sizes):
+            return _travelling_bytes(call, sizes)
+        return sum(_moved(call, sizes)) if call.inputs[1].requires_grad else 0
 
 
-def _of_scattered(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """The traffic of a call whose input comes with that of another."""
-    return () if _gathers(sizes) else _traffic(call, sizes)
+@dataclass(frozen=True, slots=True)
+class GatheredAgain(InChunks):
+    """A product whose input is gathered whole, and again in the backward."""
 
+    name: str = AGAIN
 
-def _nothing(call: Call, sizes: LocalSizes) -> int:
-    """No bytes: another call keeps them, or they count as those of an input."""
-    return 0
+    @property
+    def keywords(self) -> Mapping[str, int]:
+        return {"again": 1, "whole": 1}
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return gathers of rows, once more for the weight's gradient, and the reduction of their own gradients."""
+        if not _splits(sizes) or self.follows:
+            return ()
+        return (Collective("all_gather", TOGETHER + COLUMN, sum(_moved(call, sizes))), *_again(call, sizes))
+
+    def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
+        """Return the share of the traffic that overlaps with products: that of the backward, if it has two products.
+
+        The backward then has two of three collectives.
+        """
+        return 2 / 3 if _learns(call, sizes) and call.inputs[1].requires_grad else 0.0
+
+    def launches(self, call: Call, sizes: LocalSizes) -> int:
+        return 1
+
+    def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
+        """Return the bytes read and written, with the rows of all ranks."""
+        return op.moved_bytes(inputs, outputs) + sum(_moved(call, sizes))
+
+    def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of this rank's rows, from which all are gathered again for the weight's gradient."""
+        if self.follows or self.regathers or not call.inputs[1].requires_grad:
+            return 0
+        return sum(_moved(call, sizes)) // sizes[TOGETHER + COLUMN]
+
+    def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        return _travelling_bytes(call, sizes)
 
 
 def _gathers(sizes: LocalSizes) -> bool:
@@ -157,107 +218,19 @@ def _learns(call: Call, sizes: LocalSizes) -> bool:
     return (call.inputs[0] if _gathers(sizes) else call.outputs[0]).requires_grad
 
 
-def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """Rows gathered and their gradients reduced, or results reduced and their gradients gathered, chunk by chunk."""
-    if not _splits(sizes):
-        return ()
-    chunks, over = _moved(call, sizes), TOGETHER + (COLUMN if _gathers(sizes) else ROW)
-    ways = ("all_gather", "reduce_scatter") if _gathers(sizes) else ("reduce_scatter", "all_gather")
-    passes = (False, True) if _learns(call, sizes) else (False,)
-    return tuple(Collective(ways[backward], over, each, backward) for backward in passes for each in chunks)
-
-
 def _splits(sizes: LocalSizes) -> bool:
     """Return whether an axis of several ranks splits rows together with columns or rows of the weight."""
     return TOGETHER + COLUMN in sizes or TOGETHER + ROW in sizes
 
 
-def _hidden_share(call: Call, sizes: LocalSizes) -> float:
-    """All but one chunk; gradients of rows are reduced beside the product for the weight's, too."""
-    beside = 1 - 1 / len(_moved(call, sizes))
-    if not (_gathers(sizes) and _learns(call, sizes) and call.inputs[1].requires_grad):
-        return beside
-    return (beside + 1) / 2
-
-
-def _scratch_bytes(call: Call, sizes: LocalSizes) -> int:
-    """Rows of other ranks, or results for them; and the weight, which every chunk is multiplied by."""
-    moved = _moved(call, sizes)
-    return sum(moved) + sizes[COLUMN] * sizes[ROW] * call.inputs[1].dtype.itemsize * (len(moved) - 1)
-
-
-def _saved_bytes(call: Call, sizes: LocalSizes) -> int:
-    """The rows that were gathered, for the weight's gradient."""
-    return sum(_moved(call, sizes)) if _gathers(sizes) and call.inputs[1].requires_grad else 0
-
-
-def _backward_bytes(call: Call, sizes: LocalSizes) -> int:
-    """The rows that were gathered; or gradients of all results, which are gathered for the weight's."""
-    return sum(_moved(call, sizes)) if call.inputs[1].requires_grad else 0
-
-
-def _unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
-    """This rank's rows, which are among those that were gathered."""
-    return frozenset({0}) if _gathers(sizes) else frozenset()
-
-
-def _launches(call: Call, sizes: LocalSizes) -> int:
-    """A product for each chunk."""
-    return len(_moved(call, sizes))
-
-
-def _gathered_bytes(call: Call, sizes: LocalSizes) -> int:
-    """The rows of all ranks."""
-    return sum(_moved(call, sizes))
+def _again(call: Call, sizes: LocalSizes) -> list[Collective]:
+    """Return the collectives of a backward: rows again for the weight's gradient, and their own gradients."""
+    over, whole = TOGETHER + COLUMN, sum(_moved(call, sizes))
+    found = [Collective("all_gather", over, whole, True)] if call.inputs[1].requires_grad else []
+    return [*found, Collective("reduce_scatter", over, whole, True)] if _learns(call, sizes) else found
 
 
 def _travelling_bytes(call: Call, sizes: LocalSizes) -> int:
-    """The rows of all ranks as they arrive and as they are used, and their gradients on their way."""
-    whole = _gathered_bytes(call, sizes)
+    """Return the bytes of all ranks' rows as they arrive and as they are used, and of their gradients in transit."""
+    whole = sum(_moved(call, sizes))
     return 2 * whole * call.inputs[1].requires_grad + whole * _learns(call, sizes)
-
-
-def _own_rows(call: Call, sizes: LocalSizes) -> int:
-    """This rank's rows, of which those of all are gathered again for the weight's gradient."""
-    return _gathered_bytes(call, sizes) // sizes[TOGETHER + COLUMN] if call.inputs[1].requires_grad else 0
-
-
-def _traffic_again(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """Rows gathered, gathered again for the weight's gradient, and their own gradients reduced."""
-    if not _splits(sizes):
-        return ()
-    over, whole = TOGETHER + COLUMN, _gathered_bytes(call, sizes)
-    found = [Collective("all_gather", over, whole)]
-    if call.inputs[1].requires_grad:
-        found.append(Collective("all_gather", over, whole, True))
-    if _learns(call, sizes):
-        found.append(Collective("reduce_scatter", over, whole, True))
-    return tuple(found)
-
-
-def _hidden_share_again(call: Call, sizes: LocalSizes) -> float:
-    """Return the share of the traffic that overlaps with products: that of the backward, if it has two products.
-
-    The backward then has two of three collectives.
-    """
-    return 2 / 3 if _learns(call, sizes) and call.inputs[1].requires_grad else 0.0
-
-
-def _traffic_regathering(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """Rows gathered in chunks, and in the backward as by `_traffic_again`; results reduced as by `_traffic`."""
-    if not _gathers(sizes) or not _splits(sizes):
-        return _traffic(call, sizes)
-    forward = (each for each in _traffic(call, sizes) if not each.backward)
-    return (*forward, *(each for each in _traffic_again(call, sizes) if each.backward))
-
-
-def _regathered_bytes(call: Call, sizes: LocalSizes) -> int:
-    return (_travelling_bytes if _gathers(sizes) else _backward_bytes)(call, sizes)
-
-
-def _hidden_share_regathering(call: Call, sizes: LocalSizes) -> float:
-    """All but one chunk of the forward, and what travels in the backward if there are two products."""
-    if not _gathers(sizes):
-        return _hidden_share(call, sizes)
-    beside, learns, weighs = 1 - 1 / len(_moved(call, sizes)), _learns(call, sizes), call.inputs[1].requires_grad
-    return (beside + 2 * (learns and weighs)) / (1 + learns + weighs)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from autopar.ir.sharding.layout import Placement, R, S
-from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes
+from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import TOGETHER, Choice
 from autopar.strategies.rules.products.chunked import COLUMN, ROW, leading_factors
 
@@ -54,21 +55,51 @@ def in_tiles(call: Call) -> tuple[Implementation, ...]:
         for dim, rows in enumerate(leading_factors(call))
         for factor, placement in _stored(column, row)
     ]
-    return (
-        Implementation(
-            f"products.tiled:{call.name}",
-            frozenset(),
-            traffic=_traffic,
-            name=NAME,
-            on_demand=True,
-            scratch_bytes=_scratch_bytes,
-            backward_bytes=_backward_bytes,
-            hidden_share=_hidden_share,
-            choices=tuple(choices),
-            stands_for_last=True,
-            launches=lambda call, sizes: num_tiles(_whole_bytes(call, sizes)),
-        ),
-    )
+    return (TiledWeight(f"products.tiled:{call.name}", choices=tuple(choices)),)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight(Implementation):
+    """A product by tiles of its weight."""
+
+    factors: frozenset[str] | None = frozenset()
+    name: str = NAME
+    on_demand: bool = True
+    stands_for_last: bool = True
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Return gathers of the weight, again for the input's gradient, and reductions of its own gradient."""
+        rows = _rows(call, sizes)
+        if rows is None:
+            return ()
+        whole, over = _whole_bytes(call, sizes), TOGETHER + rows
+        ends = [whole * number // num_tiles(whole) for number in range(num_tiles(whole) + 1)]
+        tiles = [end - start for start, end in itertools.pairwise(ends)]
+        found = [Collective("all_gather", over, each) for each in tiles]
+        if call.inputs[0].requires_grad:
+            found += [Collective("all_gather", over, each, True) for each in tiles]
+        if call.inputs[1].requires_grad:
+            found += [Collective("reduce_scatter", over, each, True) for each in tiles]
+        return tuple(found)
+
+    def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
+        """Return the share of all but the first tile's gather, or the last one's reduction."""
+        return 1 - 1 / num_tiles(_whole_bytes(call, sizes))
+
+    def launches(self, call: Call, sizes: LocalSizes) -> int:
+        """Count the tiles, each of which has a product."""
+        return num_tiles(_whole_bytes(call, sizes))
+
+    def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
+        """Return the bytes read and written, with the tiles as they arrive; every tile reads the input."""
+        whole = _whole_bytes(call, sizes)
+        read = math.prod(sizes[name] for name in (*leading_factors(call), ROW)) * call.inputs[0].dtype.itemsize
+        return op.moved_bytes(inputs, outputs) + whole + read * (num_tiles(whole) - 1)
+
+    def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of a tile that is used and one in transit; or of a gradient that is made and one sent."""
+        whole = _whole_bytes(call, sizes)
+        return 0 if _rows(call, sizes) is None else 2 * -(-whole // num_tiles(whole))
 
 
 def _stored(column: Placement, row: Placement) -> Sequence[tuple[str, Placement]]:
@@ -85,41 +116,3 @@ def _whole_bytes(call: Call, sizes: LocalSizes) -> int:
     rows = _rows(call, sizes)
     parts = 1 if rows is None else sizes[TOGETHER + rows]
     return sizes[COLUMN] * sizes[ROW] * parts * call.inputs[1].dtype.itemsize
-
-
-def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """The weight gathered forward, again for the input's gradient, and its own gradient reduced in parts."""
-    rows = _rows(call, sizes)
-    if rows is None:
-        return ()
-    whole, over = _whole_bytes(call, sizes), TOGETHER + rows
-    ends = [whole * number // num_tiles(whole) for number in range(num_tiles(whole) + 1)]
-    tiles = [end - start for start, end in itertools.pairwise(ends)]
-    found = [Collective("all_gather", over, each) for each in tiles]
-    if call.inputs[0].requires_grad:
-        found += [Collective("all_gather", over, each, True) for each in tiles]
-    if call.inputs[1].requires_grad:
-        found += [Collective("reduce_scatter", over, each, True) for each in tiles]
-    return tuple(found)
-
-
-def _tile_bytes(call: Call, sizes: LocalSizes) -> int:
-    whole = _whole_bytes(call, sizes)
-    return -(-whole // num_tiles(whole))
-
-
-def _hidden_share(call: Call, sizes: LocalSizes) -> float:
-    """All but the first tile's gather, or the last one's reduction."""
-    return 1 - 1 / num_tiles(_whole_bytes(call, sizes))
-
-
-def _scratch_bytes(call: Call, sizes: LocalSizes) -> int:
-    """The tiles as they arrive; the input again with every tile but one."""
-    whole = _whole_bytes(call, sizes)
-    read = math.prod(sizes[name] for name in (*leading_factors(call), ROW)) * call.inputs[0].dtype.itemsize
-    return whole + read * (num_tiles(whole) - 1)
-
-
-def _backward_bytes(call: Call, sizes: LocalSizes) -> int:
-    """A tile that is used and one on its way; or a gradient that is made and one that is sent."""
-    return 0 if _rows(call, sizes) is None else 2 * _tile_bytes(call, sizes)

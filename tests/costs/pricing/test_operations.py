@@ -19,7 +19,6 @@ from autopar.costs.pricing.operations import (
     bandwidth,
     flops,
     forward_seconds,
-    moved_bytes,
     peak_flops,
 )
 from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
@@ -233,8 +232,9 @@ def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> Non
         op = rule_of(call)
         assert op is not None and op.flops == round(said["seen"] * 2 * 2 * 4 * 8 * 8 * (16 + 16))
         (by_blocks,) = op.implementations
-        assert by_blocks.flops is not None
-        return by_blocks.flops(call, {"a0": 2, "h": 4, "s": 8, "t": 8, **sizes})
+        found = by_blocks.flops(call, {"a0": 2, "h": 4, "s": 8, "t": 8, **sizes})
+        assert found is not None
+        return found
 
     of_all = 2 * 2 * 4 * 2 * 8 * (16 + 16)  # two queries
     assert flops({"s": 2}, seen=0.5, rising=False) == of_all // 2
@@ -280,7 +280,7 @@ def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:
     op = rule_of(Call(aten.cross_entropy_loss.default, (logits, labels), (loss,), said))
     assert op is not None
     read, written = 4 * 24 + 4 * 4, 4
-    assert moved_bytes(op, read, written) == 2 * read + written
+    assert op.moved_bytes(read, written) == 2 * read + written
 
 
 def test_a_sum_passes_its_gradient_on_unless_an_input_was_broadcast() -> None:

@@ -7,7 +7,7 @@ queries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,14 @@ from autopar.costs.pricing.operations import backward_share, bandwidth, flops, f
 from autopar.costs.space.menu import Menu
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.mesh import Mesh
-from autopar.ir.sharding.operation import Call, Implementation, LocalSizes, OpRule
+from autopar.ir.sharding.operation import ATEN, Call, Efficiency, Implementation, LocalSizes, OpRule
 from autopar.planning.record import choices_of
 from autopar.planning.settings import context_of
 from autopar.runtime.implementations import loss
 from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.ruled import ruled
+from autopar.strategies.rules.layers.loss_rules import COPIES_OF_PARTS
 from tests.support import parity
 from tests.support import planned as support
 
@@ -86,23 +87,30 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Change], 
     ruled.cache_clear()
 
 
-def second(**costs: Any) -> Change:
-    """The same implementation once more, by another name and with other costs."""
+def second(efficiency: Efficiency | None = None, **costs: Any) -> Change:
+    """The same implementation once more, by another name and with other methods."""
 
     def changed(op: OpRule) -> OpRule:
-        other = replace(op.implementations[0], name=OVERLAPPED, **costs)
+        first = op.implementations[0]
+        said = {each.name: getattr(first, each.name) for each in fields(first)}
+        own = type("Overlapped", (type(first),), {"__slots__": (), **costs})
+        other = own(**{**said, "name": OVERLAPPED, "efficiency": efficiency})
         return replace(op, implementations=(*op.implementations, other))
 
     return changed
 
 
-def planned(hardware: Hardware = SLOW_DEVICES) -> Plan:
+def hides(share: float) -> Change:
+    return second(hidden_share=lambda self, call, local: share)
+
+
+def planned(hardware: Hardware = SLOW_DEVICES, training: bool = True) -> Plan:
     """The best plan in which the classes of head and loss are split."""
     model = Classifier()
     autopar.annotate(model, "head", tp="column")
     autopar.annotate(model, "cross_entropy_loss", tp="column")
     inputs = torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)
-    return autopar.plan(model, Mesh({"tp": 2}), inputs, hardware=hardware)
+    return autopar.plan(model, Mesh({"tp": 2}), inputs, hardware=hardware, training=training)
 
 
 def loss_of(plan: Plan) -> tuple[Menu, Strategy]:
@@ -130,7 +138,7 @@ def test_what_is_split_needs_one_implementation_that_serves_all_of_it() -> None:
     ring = Implementation("m:ring", frozenset("s"), name="ring")
     heads = Implementation("m:heads", frozenset("hs"), name="heads")
     op = OpRule("b s h -> b s h", (ring, heads))
-    assert op.ways({"b"}) == (None,)
+    assert op.ways({"b"}) == (ATEN,)
     assert op.ways({"s"}) == (ring, heads)
     assert op.ways({"h", "b"}) == (heads,)
     assert op.ways({"s", "h"}) == (heads,)
@@ -147,16 +155,46 @@ def test_what_is_split_needs_one_implementation_that_serves_all_of_it() -> None:
 def test_implementations_of_one_rule_have_names_of_their_own() -> None:
     with pytest.raises(AssertionError, match="names of their own"):
         OpRule("b -> b", (Implementation("m:one", frozenset("b")), Implementation("m:two", frozenset("b"))))
-    with pytest.raises(AssertionError, match=r"hides 1.5 of its collectives"):
-        Implementation("m:one", None, hidden_share=1.5)
     with pytest.raises(AssertionError, match="has no name to ask for it by"):
         Implementation("m:one", None, on_demand=True)
     assert strategy_name(("s", "-"), False, "ring") == "s - via ring"
 
 
+def test_no_implementation_hides_more_than_all_of_its_collectives(beside: Any) -> None:
+    beside(aten.cross_entropy_loss.default, hides(1.5))
+    with pytest.raises(AssertionError, match=r"loss:cross_entropy hides 1.5 of its collectives"):
+        planned()
+
+
+def test_an_implementation_costs_what_the_aten_call_does_until_it_says_otherwise(beside: Any) -> None:
+    class AsTheCall(Implementation):
+        """One that overrides nothing."""
+
+    def added(op: OpRule) -> OpRule:
+        first = op.implementations[0]
+        names = ("function", "factors", "joined", "padded")
+        other = AsTheCall(**{name: getattr(first, name) for name in names}, name=OVERLAPPED)
+        return replace(op, implementations=(*op.implementations, other))
+
+    beside(aten.cross_entropy_loss.default, added)
+    menu, _ = loss_of(planned())
+    number = [str(each) for each in menu.strategies].index(f"v via {OVERLAPPED}")
+    call, op, bound, strategy = _call(menu), menu.op, menu.bound, menu.strategies[number]
+    assert op is not None and bound is not None and strategy.transfers == ()
+    computing = flops(call, op, bound) / 2 / SLOW_DEVICES.flops_of(torch.float32)
+    moving = op.moved_bytes(4 * 8 * 32 + 8 * 8, 4) / bandwidth(op, bound, SLOW_DEVICES)
+    assert menu.forward_seconds[number] == pytest.approx(max(computing, moving) + SLOW_DEVICES.op_latency_s)
+
+
+def test_equal_calls_get_equal_implementations() -> None:
+    entry = RULES[aten.cross_entropy_loss.default]
+    call = _call(loss_of(planned())[0])
+    assert callable(entry) and entry(call) == entry(call)
+
+
 def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: Any) -> None:
     plain = planned()
-    beside(aten.cross_entropy_loss.default, second(hidden_share=1.0))
+    beside(aten.cross_entropy_loss.default, hides(1.0))
     plan = planned()
     name = "cross_entropy_loss_default"
     assert plan.choices[name] == f"v via {OVERLAPPED}" and plain.choices[name] == "v"
@@ -177,7 +215,7 @@ def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: 
 @pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS], ids=lambda each: each.name)
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Hardware, beside: Any) -> None:
-    beside(aten.cross_entropy_loss.default, second(hidden_share=share))
+    beside(aten.cross_entropy_loss.default, hides(share))
     plan = planned(hardware)
     menu, chosen = loss_of(plan)
     assert OVERLAPPED in str(chosen)
@@ -189,13 +227,13 @@ def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Ha
 
 
 def test_an_implementation_has_its_own_flops_bytes_and_efficiency(beside: Any) -> None:
-    def local_flops(call: Call, local: LocalSizes) -> int:
+    def local_flops(self: Implementation, call: Call, local: LocalSizes) -> int:
         return 10**6 * local["v"]
 
-    def twice(inputs: int, outputs: int) -> int:
+    def twice(self: Implementation, op: OpRule, call: Call, local: LocalSizes, inputs: int, outputs: int) -> int:
         return 2 * (inputs + outputs)
 
-    beside(aten.cross_entropy_loss.default, second(flops=local_flops, moved_bytes=twice, efficiency="attention"))
+    beside(aten.cross_entropy_loss.default, second("attention", flops=local_flops, moved_bytes=twice))
     hardware = replace(SLOW_DEVICES, attention_efficiency=0.5)
     plan = planned(hardware)
     menu, _ = loss_of(plan)
@@ -227,7 +265,8 @@ def test_what_an_implementation_saves_is_counted_and_formulated(beside: Any) -> 
     saved = 4096
     plain = planned()
     beside(
-        aten.cross_entropy_loss.default, second(hidden_share=1.0, saved_bytes=lambda call, local: saved * local["n"])
+        aten.cross_entropy_loss.default,
+        second(hidden_share=lambda self, call, local: 1.0, saved_bytes=lambda self, call, local: saved * local["n"]),
     )
     plan = planned()
     _, chosen = loss_of(plan)
@@ -237,6 +276,26 @@ def test_what_an_implementation_saves_is_counted_and_formulated(beside: Any) -> 
     assert held - before == pytest.approx(saved * 8, abs=8 * 64 * 4)
     assert plan.reprice().memory["memory"] == plan.peak_bytes > plain.peak_bytes
     assert plan.reprice(batch=16).memory["memory"] > plan.peak_bytes + saved * 7
+
+
+def test_what_an_implementation_works_on_without_a_backward_is_counted(beside: Any) -> None:
+    plain = planned(training=False)
+    large = plain.peak_bytes
+    costs = {"hidden_share": lambda self, call, local: 1.0, "inference_bytes": lambda self, call, local: large}
+    beside(aten.cross_entropy_loss.default, second(**costs))
+    plan = planned(training=False)
+    assert OVERLAPPED in str(loss_of(plan)[1]) and large < plan.peak_bytes <= 2 * large
+    menu, _ = loss_of(plain)
+    first = next(each.implementation for each in menu.strategies if str(each) == "v")
+    assert first.inference_bytes(_call(menu), {"n": 8, "v": 32}) == COPIES_OF_PARTS * 4 * 8 * 32
+    assert first.inference_bytes(_call(menu), {"n": 4, "v": 64}) is None, "PyTorch's own loss"
+
+
+def test_any_call_may_work_on_something_without_a_backward(beside: Any) -> None:
+    model, mesh, inputs = Attention(), Mesh({"sp": 2}), (torch.ones(2, 4, 8, 8),)
+    beside(aten.scaled_dot_product_attention.default, second(inference_bytes=lambda self, call, local: 10**6))
+    autopar.annotate(model, "scaled_dot_product_attention", sp=f"factor:s via {OVERLAPPED}")
+    assert autopar.plan(model, mesh, inputs, hardware=SLOW_DEVICES, training=False).peak_bytes > 10**6
 
 
 def test_causal_attention_by_queries_has_room_for_a_second_way(beside: Any) -> None:

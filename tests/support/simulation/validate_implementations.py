@@ -8,6 +8,7 @@ numbers that must not matter.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ def run_implementation(
     extra.update(implementation.keywords)
     if implementation.random:
         extra["key"] = 0
-    if implementation.wraps:
+    if "op" in inspect.signature(function).parameters:
         extra["op"] = whole.target
     with simulate(num_ranks), use_randomness(0, 0, seed is not None):
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(AXIS,))
