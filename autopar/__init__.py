@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autopar.api.entry import compile, plan
     from autopar.api.loading import load
     from autopar.api.sizing import largest_batch, largest_sequence, least_devices
+    from autopar.compiler.arguments import Run
     from autopar.compiler.inference.offline import plan_generation
     from autopar.costs.plans.plan import Plan
     from autopar.costs.pricing.conventions import MemoryConventions
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from autopar.ir.program.precision import Precision
     from autopar.ir.sharding.mesh import Mesh
     from autopar.planning.annotations.annotate import annotate, annotate_plan, constrain
+    from autopar.planning.options.groups import Capture, Experts, Memory, Pipeline, Search
     from autopar.planning.pipeline.plan import PipelinePlan
     from autopar.runtime.lengths.length_buckets import Buckets
     from autopar.strategies.register import register_rule
@@ -55,6 +57,8 @@ _NAMES_BY_MODULE = {
     "autopar.compiler.inference.offline": ("plan_generation",),
     "autopar.runtime.lengths.length_buckets": ("Buckets",),
     "autopar.api.loading": ("load",),
+    "autopar.compiler.arguments": ("Run",),
+    "autopar.planning.options.groups": ("Capture", "Experts", "Memory", "Pipeline", "Search"),
     "autopar.planning.pipeline.plan": ("PipelinePlan",),
     "autopar.costs.plans.plan": ("Plan",),
     "autopar.ir.program.operators.capacity": ("record_dropped_rows",),
@@ -73,22 +77,28 @@ __all__ = [
     "AnnotationError",
     "AutoparError",
     "Buckets",
+    "Capture",
     "CaptureError",
     "CutOffError",
+    "Experts",
     "InfeasibleError",
     "InputError",
     "LayoutError",
+    "Memory",
     "MemoryConventions",
     "Mesh",
     "MeshError",
     "Optimizer",
     "PeerError",
+    "Pipeline",
     "PipelineError",
     "PipelinePlan",
     "Plan",
     "PlanError",
     "Precision",
     "RuleError",
+    "Run",
+    "Search",
     "StrategyError",
     "TimeLimitError",
     "__version__",

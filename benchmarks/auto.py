@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import autopar
 from autopar.console.units import format_bytes, format_seconds, parse_bytes
 from autopar.costs.plans.plan import Plan
 from autopar.errors import AutoparError
@@ -54,7 +55,7 @@ def of_auto(recipe: Recipe, seconds: float) -> tuple[Plan | PipelinePlan | Autop
             "auto",
             devices=recipe.gpus,
             memory=parse_bytes(recipe.memory),
-            time_limit=seconds,
+            search=autopar.Search(seconds),
             precision=recipe.precision,
         )
     except AutoparError as error:

@@ -71,11 +71,9 @@ def planned(axes: dict[str, int], strategy: str | None, given: argparse.Namespac
         Mesh(axes, hardware="h100"),
         (ids, ids),
         strategy=strategy,
-        master_copies=True,
-        recompute=given.recompute,
-        memory=None if given.recompute == "none" else given.memory,
-        time_limit=given.time_limit,
-        gap=given.gap,
+        optimizer=autopar.Optimizer(master_copies=True),
+        memory=autopar.Memory(None if given.recompute == "none" else given.memory, recompute=given.recompute),
+        search=autopar.Search(time_limit=given.time_limit, gap=given.gap),
     )
     assert isinstance(plan, Plan)
     return plan

@@ -35,6 +35,7 @@ from autopar.ir.program.precision import NAMED
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimates
 from autopar.planning.mesh_search.search import Turn
+from autopar.planning.options.groups import Memory, Pipeline, Search
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
 from benchmarks.frameworks import with_kernels
@@ -110,12 +111,14 @@ def rows(name: str, sample: int, seed: int, time_limit: float) -> Iterator[Row]:
     setting = MODELS[name]
     request = PlanRequest(
         hardware=setting.hardware,
-        settings=Settings(memory=parse_bytes(setting.memory), time_limit=time_limit * 2 * sample),
+        settings=Settings(
+            Memory(parse_bytes(setting.memory)), Search(time_limit * 2 * sample, max_axes=setting.max_axes)
+        ),
         precision=NAMED["bf16-mixed"],
-        pipeline="pp",
+        pipeline=Pipeline("pp"),
     )
     planner = OfflinePlanner(*model_of(name, setting), request, PlanCache())
-    subject, exact = subject_of(planner, "auto", setting.devices, setting.max_axes)
+    subject, exact = subject_of(planner, "auto", setting.devices)
     estimates = Estimates(subject, float("inf"))
     every = [Candidate(mesh, count) for mesh in subject.meshes for count in estimates.counts(mesh)]
     random.Random(seed).shuffle(every)

@@ -171,7 +171,9 @@ def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any
         return pins
 
     with mock.patch.object(request, "pins_of", pinned):
-        model = autopar.compile(model_of(options), mesh, inputs, hardware=options.hardware, recompute="none")
+        model = autopar.compile(
+            model_of(options), mesh, inputs, hardware=options.hardware, memory=autopar.Memory(recompute="none")
+        )
 
     def forward_and_backward() -> Tensor:
         loss = model(*inputs)

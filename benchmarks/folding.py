@@ -241,15 +241,18 @@ def planned(row: Published, layers: int) -> tuple[float, int]:
     batch = row.dp if row.method in ZERO3 else row.batch
     ids = torch.zeros(batch, SEQUENCE, dtype=torch.int64, device="meta")
     stages = [f"decoder.model.layers.{layers * stage}" for stage in range(1, row.pp)]
-    pipeline: dict[str, Any] = {"schedule": "1f1b", "microbatches": count, "stages": stages}
+    pipeline: dict[str, Any] = {
+        "microbatches": count,
+        "pipeline": autopar.Pipeline(schedule="1f1b", split_points=stages),
+    }
     plan = autopar.plan(
         model,
         Mesh(said.axes, hardware="h100"),
         (ids, ids),
         strategy=said.strategy,
-        master_copies=True,
-        recompute="none",
-        **({} if row.method in ZERO3 else pipeline),
+        optimizer=autopar.Optimizer(master_copies=True),
+        memory=autopar.Memory(recompute="none"),
+        **{} if row.method in ZERO3 else pipeline,
     )
     if isinstance(plan, PipelinePlan):
         return plan.seconds, max(stage.plan.peak_bytes for stage in plan.stages)

@@ -54,9 +54,15 @@ def measure(count: int, inputs: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     found: dict[str, Any] = {}
-    options: dict[str, Any] = {"inputs": inputs, "plan_cache": folder}
     for name, buckets in (("buckets", autopar.Buckets((BUCKET,))), ("none", None)):
-        compiled = autopar.compile(_llama(), mesh, _batch(BUCKET), buckets=buckets, **options)
+        compiled = autopar.compile(
+            _llama(),
+            mesh,
+            _batch(BUCKET),
+            inputs=inputs,
+            search=autopar.Search(cache=folder),
+            run=autopar.Run(buckets=buckets),
+        )
 
         def step(length: int, compiled: Any = compiled) -> None:
             compiled.zero_grad()

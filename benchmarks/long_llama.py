@@ -94,7 +94,9 @@ def _trained(options: Options, strategy: str) -> Line:
     if strategy != ONE:
         mesh = init_device_mesh("cpu", (options.num_ranks,), mesh_dim_names=(AXIS,))
         wish: Any = {} if strategy == "auto" else {"strategy": strategy}
-        model = autopar.compile(model, mesh, batch, hardware=options.hardware, recompute="none", **wish)
+        model = autopar.compile(
+            model, mesh, batch, hardware=options.hardware, memory=autopar.Memory(recompute="none"), **wish
+        )
         plan = model.plan
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []

@@ -125,8 +125,8 @@ def asked(name: str, limit: int | None, time_limit: float) -> Answer:
         warnings.simplefilter("ignore")
         try:
             mesh = autopar.Mesh(axes, hardware=hardware)
-            said: dict[str, Any] = {"memory_conventions": "tensors", "time_limit": time_limit}
-            plan = autopar.plan(model, mesh, inputs, memory=limit, **said)
+            memory = autopar.Memory(limit, conventions="tensors")
+            plan = autopar.plan(model, mesh, inputs, memory=memory, search=autopar.Search(time_limit))
         except InfeasibleError as error:
             return Answer(limit or 0, None, None, time.monotonic() - start, str(error))
     return Answer(limit or plan.peak_bytes, plan.peak_bytes, plan.seconds, time.monotonic() - start)

@@ -134,9 +134,8 @@ class Trained(TimedTraining):
             mesh,
             self.inputs,
             hardware=options.hardware,
-            schedule=options.schedule,
+            pipeline=autopar.Pipeline(schedule=options.schedule, split_points=stages),
             microbatches=options.microbatches,
-            stages=stages,
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         super().__init__(optimizer, lambda: self.model.train_step(*self.inputs))

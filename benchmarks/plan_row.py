@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning import request
-from autopar.planning.settings import TIME_LIMIT
+from autopar.planning.options.groups import TIME_LIMIT
 from benchmarks.wide_models import NAMES, wide_model
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
@@ -124,9 +124,8 @@ def measure(row: Row) -> Measured:
 def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """A Plan or a PipelinePlan."""
     limits: dict[str, Any] = {
-        "memory": row.memory,
-        "memory_conventions": "tensors",
-        "time_limit": row.time_limit,
+        "memory": autopar.Memory(row.memory, conventions="tensors"),
+        "search": autopar.Search(row.time_limit),
         "microbatches": row.microbatches,
     }
     if row.is_searched:
@@ -134,7 +133,8 @@ def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         return autopar.plan(model, "auto", inputs, **found, **limits)
     names = IN_STAGES if row.schedule else AXES[len(row.mesh)]
     mesh = Mesh(dict(zip(names, row.mesh, strict=True)), hardware=row.hardware)
-    return autopar.plan(model, mesh, inputs, schedule=row.schedule, **limits)
+    pipeline = None if row.schedule is None else autopar.Pipeline(schedule=row.schedule)
+    return autopar.plan(model, mesh, inputs, pipeline=pipeline, **limits)
 
 
 def example(row: Row) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -77,7 +77,7 @@ def measured(options: Options) -> list[Line]:
     for depth in options.depths:
         torch.manual_seed(0)
         model = Stack(options.layers, options.hidden)
-        compiled = autopar.compile(model, mesh, (x,), strategy="zero3", prefetch=depth)  # type: ignore[arg-type]
+        compiled = autopar.compile(model, mesh, (x,), strategy="zero3", memory=autopar.Memory(prefetch=depth))  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(compiled.parameters(), lr=1e-2)
         contestants.append(TimedTraining(optimizer, lambda compiled=compiled: _forward_and_backward(compiled, x)))
         peaks.append(compiled.plan.peak_bytes)

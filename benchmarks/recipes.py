@@ -45,6 +45,7 @@ from autopar.console.units import parse_bytes
 from autopar.costs.plans.plan import Plan
 from autopar.errors import AutoparError
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
+from autopar.planning.options.groups import Recompute
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.simulated import simulated_seconds
 from benchmarks.folding import MODELS as MAPPED
@@ -90,7 +91,7 @@ class Recipe:
     """Stages of a rank (virtual pipeline)."""
     schedule: str
     strategy: str
-    recompute: str
+    recompute: Recompute
     precision: str
     seconds: float | None
     """Measured, of a step."""
@@ -122,11 +123,10 @@ class Recipe:
         """Arguments of `autopar.plan` besides the model, the mesh and the inputs."""
         asked: dict[str, Any] = {
             "strategy": self.strategy,
-            "recompute": self.recompute,
             "precision": PRECISIONS.get(self.precision, self.precision),
             "microbatches": self.microbatches,
         }
-        return asked | ({"schedule": self.schedule, "chunks": self.chunks} if self.pp > 1 else {})
+        return asked | ({"pipeline": autopar.Pipeline("pp", self.schedule, self.chunks)} if self.pp > 1 else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,8 @@ def step_seconds(plan: Plan | PipelinePlan) -> float:
 def planned(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
     """Return the plan of a recipe, as its source has it, within so many bytes of a device."""
     mesh = autopar.Mesh(recipe.axes, hardware=recipe.device)
-    return planned_on(recipe, mesh, memory=memory, time_limit=time_limit, **recipe.options)
+    said = autopar.Memory(memory, recompute=recipe.recompute)
+    return planned_on(recipe, mesh, memory=said, search=autopar.Search(time_limit), **recipe.options)
 
 
 def planned_on(recipe: Recipe, mesh: autopar.Mesh | str, **options: Any) -> Plan | PipelinePlan:

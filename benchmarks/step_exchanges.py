@@ -77,8 +77,14 @@ class RowsAsSent(TorchDispatchMode):
 def pipeline(size: Size, mesh: DeviceMesh, schedule: str, precision: str | None, hardware: Hardware) -> Contestant:
     """A pipeline by autopar, cut into stages of equally many layers."""
     inputs, stages = batch(size), cuts(size, STAGES * STAGES_PER_RANK[schedule])
-    options: Any = {"schedule": schedule, "microbatches": MICROBATCHES, "stages": stages, "precision": precision}
-    model = autopar.compile(transformer(size), mesh, inputs, strategy="data_parallel", hardware=hardware, **options)
+    model: Any = autopar.compile(
+        *(transformer(size), mesh, inputs),
+        strategy="data_parallel",
+        hardware=hardware,
+        precision=precision,
+        microbatches=MICROBATCHES,
+        pipeline=autopar.Pipeline(schedule=schedule, split_points=stages),
+    )
 
     def train() -> None:
         with neighbours_like_this_one():

@@ -84,7 +84,8 @@ def ours(strategy: str) -> Build:
 
     def build(setting: Setting, mesh: DeviceMesh) -> Contestant:
         inputs = batch(setting.size)
-        options: Any = {"strategy": strategy, "recompute": setting.recompute, "precision": setting.precision}
+        memory: Any = {"recompute": setting.recompute}  # one of its words
+        options: Any = {"strategy": strategy, "precision": setting.precision, "memory": autopar.Memory(**memory)}
         return Contestant.of(
             autopar.compile(transformer(setting.size), mesh, inputs, hardware=MACHINE, **options), inputs
         )

@@ -88,7 +88,9 @@ class Contestant:
         model = Head(options).to(DTYPES[dtype])
         self.batch = tuple(torch.randint(options.classes, (8, options.rows // 8)) for _ in range(2))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-        self.model = autopar.compile(model, mesh, self.batch, strategy=preset, loss_tiles=tiles or None)
+        self.model = autopar.compile(
+            model, mesh, self.batch, strategy=preset, memory=autopar.Memory(loss_tiles=tiles or "auto")
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.seconds: list[float] = []
         self.loss = 0.0

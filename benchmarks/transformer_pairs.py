@@ -131,8 +131,12 @@ def _by_hand(size: Size, mesh: DeviceMesh, compiled: bool, stages_per_rank: int)
 
 
 def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str, precision: str | None = None) -> Baseline:
-    options: Any = {"strategy": strategy, "recompute": "none", "precision": precision}
-    found = autopar.compile(transformer(size), mesh, batch(size), **options)
+    found = autopar.compile(
+        *(transformer(size), mesh, batch(size)),
+        strategy=strategy,
+        memory=autopar.Memory(recompute="none"),
+        precision=precision,
+    )
     if compiled:
         found.compile()
     return Baseline(found, batch(size))
@@ -181,9 +185,13 @@ def interleaved(size: Size, mesh: DeviceMesh, compiled: bool) -> Scheduled:
 def _pipelined(size: Size, mesh: DeviceMesh, compiled: bool, schedule: str, stages_per_rank: int) -> Scheduled:
     assert mesh.mesh_dim_names, "a mesh of autopar names its axes"
     inputs, axis = batch(size), mesh.mesh_dim_names[0]
-    options: Any = {"pipeline": axis, "schedule": schedule, "microbatches": MICROBATCHES, "recompute": "none"}
     model: Any = autopar.compile(
-        transformer(size), mesh, inputs, stages=cuts(size, mesh.size() * stages_per_rank), **options
+        transformer(size),
+        mesh,
+        inputs,
+        microbatches=MICROBATCHES,
+        pipeline=autopar.Pipeline(axis, schedule, split_points=cuts(size, mesh.size() * stages_per_rank)),
+        memory=autopar.Memory(recompute="none"),
     )
     if compiled:
         model.compile()

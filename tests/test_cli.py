@@ -124,11 +124,18 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
     ("message", "said"),
     [
         ("devices=64 beside a mesh of 2.", "--devices 64 beside a mesh of 2."),
-        ("give weight_tiles=True or memory='8 GB'", "give --weight-tiles or --memory '8 GB'"),
-        ("offload='none' beside training=False, which", "--offload none beside --inference, which"),
-        ("loss_tiles=False; stages=['a']", "--loss-tiles off; stages=['a']"),
-        ("schedule is given (zbv)", "--schedule is given (zbv)"),
-        ('(imbalance=0.5; give mesh="auto")', "(--imbalance 0.5; give --mesh auto)"),
+        (
+            "give Memory(limit='8 GB', weight_tiles=True) or memory='8GB'",
+            "give --memory '8 GB' --weight-tiles or --memory 8GB",
+        ),
+        (
+            "Memory(offload='none') is given with training=False, which",
+            "--offload none is given with --inference, which",
+        ),
+        ("Memory(loss_tiles='none'); leave weight_tiles out", "--loss-tiles none; leave --weight-tiles out"),
+        ("Pipeline(split_points=('a', 'b')) is given", "--stages a,b is given"),
+        ("Run(seed=3) and Memory(prefetch=2)", "Run(seed=3) and Memory(prefetch=2)"),
+        ('(Experts(imbalance=0.5); give mesh="auto")', "(--imbalance 0.5; give --mesh auto)"),
         ('write Mesh({"dp": 2}, memory="h100")', 'write Mesh({"dp": 2}, memory="h100")'),
         (
             "Traceback (most recent call last):\n  f(x, memory=2)",
@@ -137,7 +144,7 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
     ],
 )
 def test_an_error_names_flags_and_leaves_python_as_it_is(message: str, said: str) -> None:
-    known = ("devices", "weight_tiles", "memory", "offload", "inference", "loss_tiles", "schedule", "imbalance", "mesh")
+    known = ("devices", "weight_tiles", "memory", "offload", "inference", "loss_tiles", "stages", "imbalance", "mesh")
     assert in_shell_terms(message, known) == said
 
 
@@ -331,8 +338,12 @@ def raises():
             2,
             ["--capacity-factor 2 limits the rows", "Leave --capacity-factor out"],
         ),
-        (["tiny-mlp", "--loss-tiles", "2000"], 2, ["--loss-tiles 2000; give a whole number from 1 to 1024"]),
-        (["tiny-mlp", "--mlp-tiles", "2000"], 2, ["--mlp-tiles 2000; give a whole number from 1 to 1024"]),
+        (
+            ["tiny-mlp", "--loss-tiles", "2000"],
+            2,
+            ["--loss-tiles 2000; give a whole number of at least 1, at most 1024"],
+        ),
+        (["tiny-mlp", "--mlp-tiles", "2000"], 2, ["--mlp-tiles 2000; give a whole number of at least 1, at most 1024"]),
         (["tiny-mlp", "--bfloat16", "--precision", "bf16"], 2, ["this is inside of autocast('cpu', torch.bfloat16)"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["--time-limit nan; give seconds of at least 0"]),
         (["tiny-mlp", "--imbalance", "0.5"], 2, ["--imbalance 0.5; give a finite number of at least 1"]),
@@ -413,7 +424,7 @@ def test_devices_alone_are_the_whole_command_and_a_recipe_is_put_next_to_the_bes
     assert main([*arguments, *options]) == 0
     printed = capsys.readouterr().out
     assert "plan for the mesh dp=4 (4 devices, hardware a100-80gb)" in printed and "→  dp=4" in printed
-    assert f"+  {recipe} " in printed and "dp=4: schedule is given" in printed
+    assert f"+  {recipe} " in printed and "dp=4: --schedule 1f1b is given" in printed
     saved = Plan.load(file).comparison
     assert saved is not None and [each.recipe for each in saved.planned] == ["dp=4", recipe]
     assert saved.excluded[0].asked == "dp=4 --schedule 1f1b" and saved.excluded[0].is_beside
@@ -458,7 +469,7 @@ def test_the_largest_size_is_asked_for_with_the_options_of_the_command(
     monkeypatch.setattr(f"autopar.api.sizing.largest_{largest}", answered)
     limit = ["--hardware", "h100", "--devices", "4", "--memory", "2GB", "--largest", largest]
     assert main(["plan", "tiny-mlp", *limit]) == 2
-    assert (asked["devices"], asked["memory"], asked["hardware"]) == (4, "2GB", "h100")
+    assert (asked["devices"], asked["memory"], asked["hardware"]) == (4, autopar.Memory("2GB"), "h100")
     assert asked["microbatches"] == (1 if largest == "batch" else None)
 
 

@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.entry import compile
-from autopar.api.option_types import ForwardOptions, PipelineOptions, TrainingOptions
-from autopar.compiler.arguments import ExampleInputs
+from autopar.api.option_types import Forward, InStages, Training
+from autopar.compiler.arguments import ExampleInputs, Run
 from autopar.compiler.inference.inference_module import InferenceModule
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
 
@@ -23,7 +25,10 @@ def load(
     mesh: DeviceMesh,
     path: str | Path,
     example_inputs: ExampleInputs,
-    **options: Unpack[PipelineOptions],
+    *,
+    plan: Plan | PipelinePlan | None = None,
+    run: Run | None = None,
+    **options: Unpack[InStages],
 ) -> PipelineModule: ...
 @overload
 def load(
@@ -31,7 +36,10 @@ def load(
     mesh: DeviceMesh,
     path: str | Path,
     example_inputs: ExampleInputs,
-    **options: Unpack[ForwardOptions],
+    *,
+    plan: Plan | PipelinePlan | None = None,
+    run: Run | None = None,
+    **options: Unpack[Forward],
 ) -> InferenceModule: ...
 @overload
 def load(
@@ -39,7 +47,10 @@ def load(
     mesh: DeviceMesh,
     path: str | Path,
     example_inputs: ExampleInputs,
-    **options: Unpack[TrainingOptions],
+    *,
+    plan: Plan | PipelinePlan | None = None,
+    run: Run | None = None,
+    **options: Unpack[Training],
 ) -> ParallelModule: ...
 def load(
     model: nn.Module, mesh: DeviceMesh, path: str | Path, example_inputs: ExampleInputs, **options: Any

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from autopar.api.entry import plan
 from autopar.compiler.arguments import ExampleInputs, plan_request
 from autopar.compiler.offline_planner import OfflinePlanner
-from autopar.compiler.options import check_known
 from autopar.compiler.plan_cache import PlanCache
 from autopar.console.tables import fitted_table, wrapped
 from autopar.console.units import format_bytes, format_count, format_seconds, parse_count
@@ -31,6 +30,7 @@ from autopar.costs.pricing.model_flops import batch_of
 from autopar.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_estimates.bisection import largest_size, least_size
+from autopar.planning.options.groups import Memory
 from autopar.planning.pipeline.plan import PipelinePlan
 
 DAY = 86400.0
@@ -139,7 +139,7 @@ def least_devices(
         example_inputs: of the global batch.
         tokens: to train on, a number or text as "1T".
         days: until they have to be trained on.
-        options: those of `plan`; `time_limit` is for each number of devices.
+        options: those of `plan`; `Search(time_limit=…)` is for each number of devices.
 
     Raises:
         InputError: the inputs hold no tokens, or `tokens` and `days` are no numbers above 0.
@@ -219,19 +219,17 @@ def largest_sequence(model: nn.Module, example_inputs: ExampleInputs, *, devices
 
 
 def _limited(options: Mapping[str, Any]) -> dict[str, Any]:
-    if options.get("memory") is None:
+    if Memory.of(options.get("memory")).limit is None:
         raise InputError('memory is not given, and without a limit any size fits; give it, as memory="80GB".')
     return dict(options)
 
 
 def _within(devices: int, options: Mapping[str, Any], more: str) -> str:
-    return f"the most that fits on {devices} devices within {options['memory']}{more}"
+    return f"the most that fits on {devices} devices within {Memory.of(options['memory']).limit}{more}"
 
 
 def _planner(model: nn.Module, example_inputs: ExampleInputs, options: Mapping[str, Any]) -> OfflinePlanner:
-    own = {name: value for name, value in options.items() if name not in ("max_axes", "plan_cache")}
-    check_known(own, plan_request)
-    return OfflinePlanner(model, example_inputs, plan_request(model, **own), PlanCache())
+    return OfflinePlanner(model, example_inputs, plan_request(model, **options), PlanCache())
 
 
 def _named(hardware: str | Hardware | None) -> str:

@@ -1,8 +1,8 @@
-"""Branches on the values of tensors while a model is traced: what `assume=` says of them is taken, the rest refused.
+"""Branches on the values of tensors while a model is traced: `Capture(assume=…)` settles them, the rest are refused.
 
 A captured graph is one path for all values. A check of the inputs (`assert torch.all(…)`, `if …: raise`) may be taken
 to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Where nothing is said, tracing
-goes on as if the checks passed, so that one error names all of them, in the words that `assume=` takes.
+goes on as if the checks passed, so that one error names all of them, in the words that `Capture(assume=…)` takes.
 An error names only assumptions with which the model can be traced.
 """
 
@@ -52,21 +52,23 @@ class Assumption:
 
 
 def assumptions_of(said: object) -> tuple[Assumption, ...]:
-    """Parse the option `assume=` to assumptions.
+    """Parse the option `Capture(assume=…)` to assumptions.
 
     Raises InputError unless it is None or a list of texts such as "model.py:12" and "model.py:12=True".
     """
     if said is None:
         return ()
     if not isinstance(said, list | tuple):
-        raise InputError(f'assume={said!r}; give a list of the lines whose checks are taken to pass, ["model.py:12"].')
+        raise InputError(
+            f'Capture(assume={said!r}); give a list of the lines whose checks are taken to pass, ["model.py:12"].'
+        )
     found = []
     for text in said:
         match = _SAID.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InputError(
-                f'assume has {text!r}; name a branch by file and line, "model.py:12" for a check that passes, or with '
-                'the value that it tests, "model.py:12=True", as the CaptureError prints it.'
+                f'Capture(assume=…) has {text!r}; name a branch by file and line, "model.py:12" for a check that '
+                'passes, or with the value that it tests, "model.py:12=True", as the CaptureError prints it.'
             )
         value = None if match["value"] is None else match["value"] == "True"
         found.append(Assumption(match["file"].replace("\\", "/"), int(match["line"]), value))
@@ -108,7 +110,7 @@ class Branches:
     """Place where a truth value was read that is tested elsewhere, by the value's expression."""
 
     def said(self, place: Place, passing: bool | None) -> bool | None:
-        """The value that `assume=` gives to the branch at a place."""
+        """The value that `Capture(assume=…)` gives to the branch at a place."""
         for each in self.assumptions:
             if each.names(place) and (each.value is not None or passing is not None):
                 value = passing if each.value is None else each.value
@@ -137,11 +139,11 @@ class Branches:
             checks = []
         advice = ""
         if checks:
-            advice += f" Checks that may be taken to pass are named so: assume=[{_quoted(checks, ', ')}]."
+            advice += f" Checks that may be taken to pass are named so: Capture(assume=[{_quoted(checks, ', ')}])."
         for place in (place for place, value in self.open.items() if value is None):
             tried = [place.assumed(value) for value in (True, False) if works([*checks, place.assumed(value)])]
             if tried:
-                advice += f" To fix what {place.name} tests, add {_quoted(tried, ' or ')} to assume=[…]."
+                advice += f" To fix what {place.name} tests, add {_quoted(tried, ' or ')} to Capture(assume=[…])."
             else:
                 advice += f" What follows {place.name} needs the value itself, so that it cannot be assumed."
         otherwise = "Otherwise replace" if "assume=[" in advice else "Replace"

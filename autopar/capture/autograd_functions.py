@@ -115,8 +115,8 @@ class _Watch(TorchDispatchMode):
 INSTEAD = {
     "liger_kernel.": (
         "Of Liger, RMSNorm, LayerNorm, SwiGLU, GEGLU and RoPE are known; for its losses let the model compute "
-        "torch.nn.functional.cross_entropy of the linear layer, which autopar takes in tiles by loss_tiles=, and wrap "
-        "other kernels by torch.library.custom_op with register_fake and autopar.register_rule"
+        "torch.nn.functional.cross_entropy of the linear layer, which autopar takes in tiles by Memory(loss_tiles=…), "
+        "and wrap other kernels by torch.library.custom_op with register_fake and autopar.register_rule"
     ),
     "transformer_engine.": (
         "Build the model with torch.nn's modules in place of TransformerEngine's, whose kernels decide on values of "

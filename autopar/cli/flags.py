@@ -6,8 +6,19 @@ import re
 import shlex
 from collections.abc import Collection
 
-OTHER_FLAGS = {"training": "inference", "prompt": "sequence", "tokens": "decode"}
+from autopar.cli.groups import OF_PLANS
+from autopar.planning.options.definition import options_of
+
+FIELDS = {group.__name__: {each.name: each.flat for each in options_of(group)} for group in OF_PLANS}
+"""Group → its fields, each with the name of its flag."""
+OTHER_FLAGS = {
+    **{name: flat for fields in FIELDS.values() for name, flat in fields.items() if "_" in name},
+    **{"training": "inference", "prompt": "sequence", "tokens": "decode"},
+}
 """Option in Python → option of the command line, where the names differ."""
+_VALUE = r"""(?:"[^"]*"|'[^']*'|[(\[][^()\[\]]*[)\]]|[^()\[\],"' ]+)"""
+_GROUP = re.compile(rf"(?<![\w.])({'|'.join(FIELDS)})\((\w+={_VALUE}(?:, \w+={_VALUE})*)\)")
+_FIELD = re.compile(rf"(\w+)=({_VALUE})")
 _GIVEN = re.compile(r"""(?<![\w.-])(\w+)=("[^"]*"|'[^']*'|-?\d\w*(?:\.\d\w*)?|[A-Za-z][\w-]*|…)""")
 _NAMED = re.compile(r"(?<![\w.-])(\w+_\w+|(?<=[Ll]eave )\w+(?= out)|^\w+(?= is given ))(?![\w=(.])")
 """A bare name that can only be an option's: one with an underscore, or where messages say what to leave out."""
@@ -21,21 +32,28 @@ def in_shell_terms(message: str, options: Collection[str]) -> str:
     '--devices 64 beside a mesh of 2; give --mesh auto.'
     >>> in_shell_terms('write Mesh({"dp": 2}, hardware="h100")', ["hardware"])
     'write Mesh({"dp": 2}, hardware="h100")'
+    >>> in_shell_terms('give Pipeline(schedule="1f1b", stages_per_rank=2)', ["schedule", "chunks"])
+    'give --schedule 1f1b --chunks 2'
     """
     if _TRACEBACK in message:
         return message
 
+    def of_group(given: re.Match[str]) -> str:
+        said = [(FIELDS[given[1]].get(name, ""), value) for name, value in _FIELD.findall(given[2])]
+        return " ".join(_flag(*each) for each in said) if all(name in options for name, _ in said) else given.group()
+
     def flag(given: re.Match[str]) -> str:
         name, value = given.groups()
-        if OTHER_FLAGS.get(name, name) not in options or _is_in_a_call(message, given.start()):
+        if OTHER_FLAGS.get(name, name) not in options or _is_in_a_call(ungrouped, given.start()):
             return given.group()
         return _flag(name, value)
 
     def bare(named: re.Match[str]) -> str:
-        is_option = named[1] in options and not _is_in_a_call(flagged, named.start())
+        is_option = OTHER_FLAGS.get(named[1], named[1]) in options and not _is_in_a_call(flagged, named.start())
         return _flag(named[1], "True") if is_option else named[1]
 
-    flagged = _GIVEN.sub(flag, message)
+    ungrouped = _GROUP.sub(of_group, message)
+    flagged = _GIVEN.sub(flag, ungrouped)
     return _NAMED.sub(bare, flagged)
 
 
@@ -48,8 +66,8 @@ def _flag(name: str, value: str) -> str:
 
 def _word(value: str) -> str:
     """Return a Python value as a word of a shell."""
-    if value == "False":
-        return "off"
+    if value[0] in "([":
+        return ",".join(each.strip(" \"'") for each in value[1:-1].split(",") if each.strip())
     return shlex.quote(value[1:-1]) if value[0] in "\"'" else value
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Literal
 
 import autopar
+from autopar.cli.groups import OF_PLANS, add_flags, whole_number
 from autopar.console import names
 from autopar.tools.benchmarking import command as bench_command
 from autopar.tools.calibration import command as calibrate_command
 
 HERE = "autopar.cli"
-MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
 BY_DEFAULT = "the model's own; of built-in models bf16-mixed where products in bfloat16 are faster, as on GPUs"
 
 
@@ -36,10 +35,10 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="processes to start (4); the product of the mesh")
     parser.add_argument("--mesh", help='axes and sizes, "2x2" or "dp=2,tp=2"')
-    parser.add_argument("--steps", type=_positive, default=30)
-    parser.add_argument("--layers", type=_positive, default=4)
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences of the global batch (8)")
-    parser.add_argument("--sequence", type=_positive, default=128, help="bytes of a sequence (128)")
+    parser.add_argument("--steps", type=whole_number, default=30)
+    parser.add_argument("--layers", type=whole_number, default=4)
+    parser.add_argument("--batch", type=whole_number, default=8, help="sequences of the global batch (8)")
+    parser.add_argument("--sequence", type=whole_number, default=128, help="bytes of a sequence (128)")
     parser.set_defaults(command=f"{HERE}.running:train_demo")
 
 
@@ -51,7 +50,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="show every operation")
     parser.add_argument(
         "--decode",
-        type=_positive,
+        type=whole_number,
         metavar="TOKENS",
         help="plan generation: --batch prompts of --sequence tokens, so many new ones each",
     )
@@ -94,36 +93,16 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(names.MODELS)}, or MODULE:FUNCTION that returns a model, or (model, example inputs)",
     )
     parser.add_argument("--mesh", help='axes and sizes, "dp=2,tp=2" or "2x2"; without it --devices are arranged')
-    parser.add_argument("--devices", type=_positive, help="how many devices to arrange in the best mesh")
-    parser.add_argument("--max-axes", type=_positive, help="with --devices: at most so many axes (2, or 3)")
+    parser.add_argument("--devices", type=whole_number, help="how many devices to arrange in the best mesh")
     parser.add_argument("--hardware", default="cpu", help="name or path of a hardware profile (cpu)")
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences or images of the global batch (8)")
-    parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")
-    parser.add_argument("--layers", type=_positive, help="layers of a built-in model, instead of its own number")
-    parser.add_argument("--memory", help='hard limit per device, such as "80GB"')
-    parser.add_argument(
-        "--memory-conventions",
-        choices=names.MEMORY_CONVENTIONS,
-        default="autopar",
-        help="what counts as memory of a device",
-    )
-    parser.add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        help="times its share of rows that the busiest device has of experts (1)",
-    )
-    parser.add_argument(
-        "--recompute", choices=("auto", *names.RECOMPUTATIONS), default="auto", help="layers computed again (auto)"
-    )
+    parser.add_argument("--batch", type=whole_number, default=8, help="sequences or images of the global batch (8)")
+    parser.add_argument("--sequence", type=whole_number, default=128, help="tokens of a sequence (128)")
+    parser.add_argument("--layers", type=whole_number, help="layers of a built-in model, instead of its own number")
+    for group in OF_PLANS:
+        add_flags(parser, group)
     parser.add_argument("--optimizer", choices=names.OPTIMIZERS, default="adamw")
-    parser.add_argument("--offload", choices=names.OFFLOADED, default="none", help="what is on the host (none)")
-    parser.add_argument("--host-memory", help='hard limit per host of what is offloaded, such as "512GB"')
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
-    parser.add_argument(
-        "--prefetch", type=_depth, choices=("auto", *names.PREFETCH_DEPTHS), default="auto", help="layers ahead (auto)"
-    )
     parser.add_argument(
         "--precision", choices=names.PRECISIONS, help=f"dtypes to store, compute and reduce in ({BY_DEFAULT})"
     )
@@ -133,36 +112,5 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", metavar="NAME", help=f"plan by a preset: {presets}, or in short {short}; several as fsdp+tp+cp"
     )
-    parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
-    parser.add_argument("--pipeline", metavar="AXIS", help='the axis whose ranks run stages; "pp" is taken by itself')
-    parser.add_argument("--schedule", choices=names.SCHEDULES, help="of the pipeline; the best one is taken")
-    parser.add_argument("--microbatches", type=_positive, help="into how many parts a batch is split")
-    parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
-    parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
-    parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
-    parser.add_argument("--mlp-tiles", type=_tiles, help='tiles of MLPs, "auto" or "off"')
-    parser.add_argument(
-        "--weight-tiles", action="store_true", help="gather weights a tile at a time where --memory asks"
-    )
+    parser.add_argument("--microbatches", type=whole_number, help="into how many parts a batch is split")
     parser.add_argument("--inference", action="store_true", help="plan the forward alone, without training")
-    parser.add_argument("--plan-cache", metavar="FOLDER", help="keep plans there, and take them from there")
-    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for solving (120)")
-
-
-def _tiles(text: str) -> int | Literal["auto", False]:
-    if text not in ("auto", "off") and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'{text!r} is no number, "auto" or "off"')
-    return "auto" if text == "auto" else False if text == "off" else _positive(text)
-
-
-def _depth(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    if number > MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text[:20]} is more than {MAX_COUNT}")
-    return number

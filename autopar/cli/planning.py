@@ -9,18 +9,22 @@ from typing import Any, Literal
 import torch
 
 from autopar.api import entry
+from autopar.cli import groups
 from autopar.cli.files import write_files
-from autopar.cli.meshes import DEFAULT_AXES, parse_mesh, parse_recipe
+from autopar.cli.flags import in_shell_terms
+from autopar.cli.meshes import parse_mesh, parse_recipe
 from autopar.compiler.inference.offline import plan_generation
 from autopar.console.names import AUTO, MODELS
 from autopar.costs.hardware.load import load
 from autopar.costs.plans.comparison import Contender
 from autopar.costs.plans.plan import Plan
+from autopar.costs.pricing.optimizer import Optimizer
 from autopar.errors import AnnotationError, InfeasibleError, InputError, PipelineError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import LanguageModel
 from autopar.models.named import named
 from autopar.planning.mesh_estimates.compared import contender_of
+from autopar.planning.options.groups import Experts, Memory, Pipeline, Search
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.views.report.table import plan_table
 
@@ -60,11 +64,12 @@ def recipes_of(options: argparse.Namespace) -> list[Contender]:
 
 def _planned_recipe(options: argparse.Namespace, text: str, mesh: Mesh, own: dict[str, Any]) -> Contender:
     try:
-        return replace(contender_of(planned(options, mesh, **own)), asked=text)
+        return replace(contender_of(planned(argparse.Namespace(**{**vars(options), **own}), mesh)), asked=text)
     except (InfeasibleError, TimeLimitError, AnnotationError, PipelineError) as error:
         runs = {name: own[name] for name in ("microbatches", "schedule", "chunks") if name in own}
         kind = "room" if isinstance(error, InfeasibleError) else "error"
-        return Contender(mesh, **runs, asked=text, excluded=kind, reason=str(error))
+        reason = in_shell_terms(str(error), vars(options))
+        return Contender(mesh, **runs, asked=text, excluded=kind, reason=reason)
 
 
 def _print_precision(options: argparse.Namespace) -> None:
@@ -89,31 +94,18 @@ def precision_for(options: argparse.Namespace) -> str | None:
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of any plan, training or not."""
+    """Return the options of any plan, training or not."""
     return {
         "hardware": options.hardware,
         "mode": options.mode,
         "strategy": options.strategy,
-        "memory": options.memory,
-        "memory_conventions": options.memory_conventions,
-        "recompute": options.recompute,
-        "optimizer": options.optimizer,
-        "master_copies": options.master_copies,
-        "offload": options.offload,
-        "host_memory": options.host_memory,
-        "solver": options.solver,
-        "time_limit": options.time_limit,
-        "pipeline": options.pipeline,
-        "schedule": options.schedule,
-        "microbatches": options.microbatches,
-        "chunks": options.chunks,
-        "capacity_factor": options.capacity_factor,
-        "loss_tiles": options.loss_tiles,
-        "mlp_tiles": options.mlp_tiles or None,
-        "weight_tiles": options.weight_tiles,
-        "imbalance": options.imbalance,
         "precision": precision_for(options),
-        "prefetch": options.prefetch,
+        "optimizer": Optimizer(options.optimizer, options.master_copies),
+        "microbatches": options.microbatches,
+        "memory": groups.given(Memory, options),
+        "pipeline": groups.given(Pipeline, options),
+        "experts": groups.given(Experts, options),
+        "search": groups.given(Search, options),
     }
 
 
@@ -133,7 +125,6 @@ def _generation(options: argparse.Namespace) -> object:
             prompt=options.sequence,
             tokens=options.decode,
             devices=options.devices,
-            max_axes=options.max_axes or len(DEFAULT_AXES),
             within=options.within,
             **asked(options),
         )
@@ -153,7 +144,7 @@ def explain(options: argparse.Namespace) -> int:
 
 def made(options: argparse.Namespace) -> Plan | PipelinePlan:
     """Return the plan that the options ask for."""
-    return planned(options, mesh_of(options), devices=options.devices, max_axes=options.max_axes)
+    return planned(options, mesh_of(options), options.devices)
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | Literal["auto"]:
@@ -166,9 +157,11 @@ def mesh_of(options: argparse.Namespace) -> Mesh | Literal["auto"]:
     return AUTO if options.mesh in (None, AUTO) else parse_mesh(options.mesh, options.hardware)
 
 
-def planned(options: argparse.Namespace, mesh: Mesh | Literal["auto"], **others: Any) -> Plan | PipelinePlan:
-    """Return the plan of the named model on a mesh, with some other options than those of the command line."""
+def planned(
+    options: argparse.Namespace, mesh: Mesh | Literal["auto"], devices: int | None = None
+) -> Plan | PipelinePlan:
+    """Return the plan of the named model on a mesh."""
     model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
-    wanted = {**asked(options), "plan_cache": options.plan_cache, "training": not options.inference, **others}
+    wanted = {**asked(options), "devices": devices, "training": not options.inference}
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
         return entry.plan(model, mesh, example_inputs, **wanted)

@@ -35,7 +35,7 @@ def sized(options: argparse.Namespace) -> sizing.Sized:
             "--inference and --plan-cache out."
         )
     model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
-    wanted = {**asked(options), "max_axes": options.max_axes}
+    wanted = asked(options)
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
         if options.largest is not None:
             if options.devices is None:

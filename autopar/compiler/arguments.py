@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -11,51 +13,71 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.assumptions import assumptions_of
 from autopar.capture.static.arguments import static_argnames_of
-from autopar.capture.tiles.mlp import MlpTiles
-from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
-from autopar.console.units import parse_bytes
 from autopar.costs.hardware.profile import Hardware
-from autopar.costs.plans.plan import Plan
 from autopar.costs.plans.workload import Workload
-from autopar.costs.pricing.conventions import MemoryConventions
-from autopar.costs.pricing.optimizer import Optimizer
+from autopar.costs.pricing.optimizer import ADAMW, Optimizer
 from autopar.costs.space.returned import Outputs
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
+from autopar.files.schema import Flag, Maybe, Whole
 from autopar.ir.program.precision import Precision, precision_of
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.annotate import annotations_of
 from autopar.planning.annotations.pins import Mode
+from autopar.planning.options.definition import OFF, Group, Satisfying, flat_name, option
+from autopar.planning.options.groups import Capture, Experts, Memory, Pipeline, Search
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.schedules.schedule import HALVING
-from autopar.planning.request import Inputs, Offloaded, PlanRequest
-from autopar.planning.settings import TIME_LIMIT, Settings
+from autopar.planning.request import Inputs, PlanRequest
+from autopar.planning.settings import Settings
 from autopar.runtime.lengths.length_buckets import Buckets
 from autopar.strategies.presets import preset_named
 from autopar.strategies.presets.data import OF_TRAINING, parts_named
 
-Recompute = Literal["auto", "none", "selective", "full_save_collectives", "full"]
-Solver = Literal["auto", "ilp"]
-Prefetch = Literal["auto", 0, 1, 2]
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
+_SEED = Maybe(Whole(-(2**63), 2**64 - 1))
+_BUCKETS = Satisfying(
+    lambda found: isinstance(found, Buckets) or (isinstance(found, str) and found in ("auto", OFF)),
+    '"auto", "none" or autopar.Buckets(…)',
+)
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Options for running a compiled module, besides its plan; `plan` is one that was made before."""
 
-    plan: Plan | PipelinePlan | None = None
-    deterministic: bool = False
-    seed: int | None = None
-    check_inputs: bool | None = None
-    buckets: Buckets | None = None
-    """Sizes to which inputs are padded; None for no padding."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Run(Group):
+    """Run of a compiled module: its random numbers, and its inputs."""
 
-    def __post_init__(self) -> None:
-        check_options({each.name: getattr(self, each.name) for each in fields(self)})
+    seed: int | None = option(None, _SEED)
+    """Seed of random numbers (dropout and the like); by default `torch.initial_seed()` of rank 0."""
+    deterministic: bool = option(False, Flag())
+    """Draw the random numbers that one device draws, at the price of drawing whole tensors."""
+    check_inputs: bool | None = option(None, Maybe(Flag()))
+    """Compare the values of inputs that ranks must hold alike in every call (True), never (False), or by default in
+    the first, second, tenth, hundredth … call of a kind."""
+    buckets: Buckets | Literal["auto", "none"] | None = option(None, Maybe(_BUCKETS))
+    """Lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an `autopar.Buckets`
+    (docs/training.md), or "auto" for powers of two and the input names of transformers. By default inputs are taken as
+    they are, except that the Trainer pads texts of different lengths; "none" turns that off, too."""
+
+    @property
+    def sizes(self) -> Buckets | None:
+        """Sizes to which inputs are padded; None for no padding."""
+        return Buckets.of(self.buckets)
+
+
+GROUPS: Mapping[str, type[Group]] = {
+    "memory": Memory,
+    "pipeline": Pipeline,
+    "experts": Experts,
+    "search": Search,
+    "capture": Capture,
+    "run": Run,
+}
+"""Option of `compile` → the group that it takes."""
+_TAKING: Mapping[str, type] = {**GROUPS, "optimizer": Optimizer, "precision": Precision}
+"""Option → the value with fields that it takes."""
 
 
 def plan_request(
@@ -63,105 +85,94 @@ def plan_request(
     *,
     mode: Mode = "auto",
     strategy: str | None = None,
-    memory: str | int | None = None,
-    recompute: Recompute = "auto",
+    memory: Memory | str | int | None = None,
+    precision: str | Precision | None = None,
     optimizer: str | Optimizer = "adamw",
-    master_copies: bool = False,
+    hardware: str | Hardware | None = None,
     inputs: Inputs = "whole",
     outputs: Outputs = "plain",
-    hardware: str | Hardware | None = None,
-    solver: Solver = "auto",
-    time_limit: float = TIME_LIMIT,
-    gap: float | None = None,
     microbatches: int | None = None,
-    pipeline: str | None = None,
-    schedule: str | None = None,
-    chunks: int | None = None,
-    stages: Sequence[str] | None = None,
-    assume: Sequence[str] | None = None,
-    static_argnames: Sequence[str] | None = None,
-    capacity_factor: float | None = None,
-    loss_tiles: LossTiles = None,
-    mlp_tiles: MlpTiles = None,
-    weight_tiles: bool = False,
-    imbalance: float = 1.0,
-    precision: str | Precision | None = None,
-    prefetch: Prefetch = "auto",
-    offload: Offloaded = "none",
-    host_memory: str | int | None = None,
-    memory_conventions: str | MemoryConventions = "autopar",
+    pipeline: Pipeline | str | None = None,
+    experts: Experts | None = None,
+    search: Search | None = None,
+    capture: Capture | None = None,
     training: bool = True,
+    **unknown: Any,
 ) -> PlanRequest:
-    """The options of `compile` and `plan`, with what was said about the model, as one value.
+    """Return the options of `compile` and `plan`, with the annotations of the model, as one value.
 
-    Raises InputError for an option that is not of its kind, or has no place beside training=False.
+    Raises InputError for an option that is not known or not of its kind, or has no place with training=False.
     """
+    check_known(unknown)
     check_options(locals())
     check_model(model)
-    strategy = None if strategy is None else preset_named(strategy)
-    if not training:
-        check_forward_alone(locals())
-        recompute = "none"
-    return PlanRequest(
-        annotations_of(model),
-        strategy,
-        mode,
-        Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap, prefetch),
-        _optimizer(optimizer, master_copies, offload),
-        hardware,
-        outputs,
-        microbatches,
-        pipeline,
-        schedule,
-        chunks,
-        None if stages is None else tuple(stages),
-        assumptions_of(assume),
-        inputs,
-        None if capacity_factor is None else float(capacity_factor),
-        loss_tiles,
-        mlp_tiles,
-        weight_tiles,
-        imbalance,
-        precision_of(precision),
-        offload=offload,
-        host_memory=None if host_memory is None else parse_bytes(host_memory),
+    request = PlanRequest(
+        annotations=annotations_of(model),
+        strategy=None if strategy is None else preset_named(strategy),
+        mode=mode,
+        settings=Settings(Memory.of(memory), Search.of(search)),
+        optimizer=Optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
+        hardware=hardware,
+        outputs=outputs,
+        inputs=inputs,
+        microbatches=microbatches,
+        pipeline=Pipeline.of(pipeline),
+        experts=Experts.of(experts),
+        capture=Capture.of(capture),
+        precision=precision_of(precision),
         training=training,
-        static_argnames=static_argnames_of(static_argnames, model),
-        memory_conventions=MemoryConventions.of(memory_conventions),
     )
-
-
-USUAL: Mapping[str, tuple[object, ...]] = {
-    "optimizer": ("adamw", "none"),
-    "master_copies": (False,),
-    "recompute": ("auto", "none"),
-    "microbatches": (None, 1),
-    "pipeline": (None,),
-    "schedule": (None,),
-    "chunks": (None,),
-    "stages": (None,),
-    "loss_tiles": (None, False),
-    "mlp_tiles": (None,),
-    "weight_tiles": (False,),
-    "offload": ("none",),
-    "host_memory": (None,),
-}
-"""Training option → the values that are accepted with training=False."""
-
-
-def check_forward_alone(given: Mapping[str, Any]) -> None:
-    """Raise InputError for the first option that is of training alone."""
-    for name, usual in USUAL.items():
-        if not any(type(given[name]) is type(each) and given[name] == each for each in usual):
-            raise InputError(
-                f"{name}={given[name]!r} beside training=False, which plans and runs the forward alone, in one piece: "
-                "there are no gradients, no optimizer and no micro-batches. Leave it out."
-            )
-    if not OF_TRAINING.isdisjoint(parts_named(given["strategy"])):
+    static_argnames_of(request.static_argnames, model)
+    if request.optimizer.gradients == "host" and request.memory.offload in ("none", "activations"):
         raise InputError(
-            f'strategy="{given["strategy"]}" beside training=False: it divides what a forward has not, gradients and '
-            'the state of an optimizer. "zero3" stores parameters in parts, "data_parallel" whole.'
+            f'Optimizer(gradients="host") is given with Memory(offload={request.memory.offload!r}): gradients wait on '
+            'the host where the optimizer steps there; give Memory(offload="optimizer"), "both" or "auto", too, or '
+            'Optimizer(gradients="device").'
         )
+    return request if training else forward_alone(request)
+
+
+def defaults() -> dict[str, Any]:
+    """Return each option of `plan_request` with its default."""
+    taken = inspect.signature(plan_request).parameters.values()
+    return {each.name: each.default for each in taken if each.kind is each.KEYWORD_ONLY}
+
+
+def check_known(unknown: Mapping[str, Any]) -> None:
+    """Raise InputError for the first unknown option; if it is a field of a group, the message names the group."""
+    for name, value in unknown.items():
+        for taking, kind in _TAKING.items():
+            for each in fields(kind):
+                if name in (each.name, flat_name(each)):
+                    said = f"{kind.__name__}({each.name}={reprlib.repr(value)})"
+                    raise InputError(f"{name} is a field of autopar.{kind.__name__}; give {taking}={said}.")
+        raise InputError(f"{name} is no option here; options are {', '.join(defaults())}.")
+
+
+def forward_alone(request: PlanRequest) -> PlanRequest:
+    """Return the request for the forward alone; InputError for the first option that is of training alone."""
+    optimizer = request.optimizer
+    for group in (request.memory, request.pipeline):
+        for each, value in group.given():
+            if each.of_training and value != OFF:
+                raise _of_training(f"{type(group).__name__}({each.name}={value!r})")
+    if optimizer not in (ADAMW, Optimizer("none")):
+        raise _of_training(f"optimizer={optimizer.name!r}" if optimizer.name != "adamw" else f"optimizer={optimizer!r}")
+    if request.microbatches not in (None, 1):
+        raise _of_training(f"microbatches={request.microbatches}")
+    if not OF_TRAINING.isdisjoint(parts_named(request.strategy)):
+        raise InputError(
+            f'strategy="{request.strategy}" is given with training=False: it shards gradients and optimizer state, '
+            'which a forward has not. "zero3" stores parameters in parts, "data_parallel" whole.'
+        )
+    return request.with_memory(replace(request.memory, recompute="none"))
+
+
+def _of_training(said: str) -> InputError:
+    return InputError(
+        f"{said} is given with training=False, which plans and runs the forward alone, in one piece: there are no "
+        "gradients, no optimizer and no micro-batches. Leave it out."
+    )
 
 
 def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
@@ -171,17 +182,6 @@ def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
             f'the mesh has a pipeline, the axis "{axis}", and training=False runs a forward in one piece; call the '
             "axis otherwise, or give a mesh without it."
         )
-
-
-def _optimizer(said: str | Optimizer, master_copies: bool, offload: Offloaded) -> Optimizer:
-    if isinstance(said, str):
-        return Optimizer(said, master_copies)
-    if said.gradients == "host" and offload in ("none", "activations"):
-        raise InputError(
-            f'gradients="host" beside offload={offload!r}: gradients wait on the host where the optimizer steps there; '
-            'give offload="optimizer", "both" or "auto", too, or gradients="device".'
-        )
-    return replace(said, master_copies=master_copies or said.master_copies)
 
 
 def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -198,18 +198,13 @@ def check_one_decides(plan: object, strategy: str | None) -> None:
 
 def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
     """Raise PipelineError for what is said about a pipeline on a mesh without one."""
-    said: dict[str, object] = {
-        "schedule": request.schedule,
-        "chunks": request.chunks,
-        "stages": None if request.stages is None else list(request.stages),
-        "annotate(stage=…)": next((each for each in request.annotations if each.stage is not None), None),
-    }
-    for name, value in said.items():
-        if value is not None:
-            raise PipelineError(
-                f"{name} is given ({value}), but no axis of the mesh {mesh} is a pipeline; name one, as in "
-                f'pipeline="{mesh.names[0]}", or call an axis "pp".'
-            )
+    said = [f"Pipeline({each.name}={value!r})" for each, value in request.pipeline.given() if each.name != "axis"]
+    said += [f"annotate(stage=…) ({each})" for each in request.annotations if each.stage is not None]
+    if said:
+        raise PipelineError(
+            f"{said[0]} is given, but no axis of the mesh {mesh} is a pipeline; name one, as in "
+            f'Pipeline(axis="{mesh.names[0]}"), or call an axis "pp".'
+        )
     if isinstance(plan, PipelinePlan):
         raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {mesh}.")
 
@@ -218,19 +213,20 @@ def check_stages(request: PlanRequest) -> None:
     """Raise PipelineError for what is asked and stages do not do."""
     if request.static_argnames:
         raise PipelineError(
-            f"static_argnames={list(request.static_argnames)} is given on a mesh with a pipeline, which would give "
-            "each micro-batch the values of the whole batch. Use a mesh without a pipeline axis."
+            f"Capture(static_argnames={list(request.static_argnames)}) is given on a mesh with a pipeline, which would "
+            "give each micro-batch the values of the whole batch. Use a mesh without a pipeline axis."
         )
-    if request.offload in ("activations", "both") and request.schedule in HALVING:
+    if request.memory.offloads_activations and request.pipeline.schedule in HALVING:
         raise PipelineError(
-            f"offload={request.offload!r} sends what layers keep for their backward to the host, and "
-            f'schedule="{request.schedule}" makes gradients of inputs and of weights apart, between which all of it '
-            'would be back on the device; give schedule="1f1b" or "interleaved_1f1b", or offload="optimizer".'
+            f"Memory(offload={request.memory.offload!r}) sends what layers keep for their backward to the host, and "
+            f'Pipeline(schedule="{request.pipeline.schedule}") makes gradients of inputs and of weights apart, between '
+            'which all of it would be back on the device; give Pipeline(schedule="1f1b") or '
+            'Pipeline(schedule="interleaved_1f1b"), or Memory(offload="optimizer").'
         )
-    if request.mlp_tiles == AUTO:
+    if request.memory.mlp_tiles == "auto":
         raise PipelineError(
-            'mlp_tiles="auto" takes MLPs in tiles where a plan of the whole model asks for it, and the mesh has a '
-            "pipeline; give a number of tiles, as in mlp_tiles=4, or leave it out."
+            'Memory(mlp_tiles="auto") takes MLPs in tiles where a plan of the whole model asks for it, and the mesh '
+            "has a pipeline; give a number of tiles, as in Memory(mlp_tiles=4), or leave it out."
         )
 
 
@@ -241,8 +237,8 @@ def check_buckets(buckets: Buckets | None, num_microbatches: int | None, static:
     """
     if buckets is not None and static:
         raise InputError(
-            f"buckets is given with static_argnames={list(static)}: buckets pad inputs, and the values of static "
-            "arguments would not fit the padded ones. Pad inputs before the call, and leave buckets out."
+            f"Run(buckets=…) is given with Capture(static_argnames={list(static)}): buckets pad inputs, and the "
+            "values of static arguments would not fit the padded ones. Pad inputs before the call, without buckets."
         )
     if buckets is not None and buckets.batches is not None and num_microbatches != 1:
         raise InputError(

@@ -11,8 +11,7 @@ from torch import nn
 from autopar.capture.export import skeleton_of, trace
 from autopar.capture.static.arguments import with_static
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
-from autopar.compiler.options import check_known
-from autopar.compiler.tiles import tiles_asked, tiles_of
+from autopar.compiler.tiles import tiles_of
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
@@ -20,6 +19,7 @@ from autopar.costs.pricing.optimizer import Optimizer
 from autopar.errors import PlanError
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Formulation
+from autopar.planning.options.groups import Experts, Memory
 from autopar.planning.record import choices_of
 from autopar.planning.request import axes_of_parts
 from autopar.planning.settings import PlanContext
@@ -33,14 +33,12 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
 
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
-    check_known(options, plan_request)
     optimizer = options.get("optimizer")
     if isinstance(optimizer, Optimizer) and not plan.offloads_optimizer:  # what "auto" leaves on the device
         options = {**options, "optimizer": replace(optimizer, gradients="device")}
-    host_memory = options.get("host_memory") if plan.offload != "none" else None
-    decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
-    request = plan_request(model, **{**options, **decided, "host_memory": host_memory})
-    request = request.running(plan.implementations)
+    memory = Memory.of(options.get("memory")).limited(plan.memory_limit).offloading(plan.offload)
+    experts = replace(Experts.of(options.get("experts")), imbalance=plan.imbalance)
+    request = plan_request(model, **{**options, "memory": memory, "experts": experts}).running(plan.implementations)
     request = replace(request, settings=replace(request.settings, reserved=plan.reserved))
     given = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     batch = with_static(given, request.static_argnames, model.forward)
@@ -53,11 +51,11 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
         args,
         kwargs,
         training=model.training and request.training,
-        assume=request.assume,
-        capacity_factor=request.capacity_factor,
+        assume=request.assumptions,
+        capacity_factor=request.experts.capacity_factor,
         precision=request.precision,
     )
-    asked = tiles_asked(request)
+    asked = request.tiles
     program = traced.program(asked)
     tiles = tiles_of(plan, program, asked, plan.mesh)
     program = program if tiles == asked else traced.program(tiles)
@@ -67,7 +65,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})
-    lasting = request.memory_conventions.main_gradients
+    lasting = request.conventions.main_gradients
     runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each, main_gradients=lasting)
     memory = MemoryModel(space, runs, plan.prefetch, offloads=request.searched.offloads)
     segments = None if not plan.recompute else dict.fromkeys(memory.lifetimes.segments, "")

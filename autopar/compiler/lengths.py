@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import skeleton, trace
 from autopar.compiler.garbage_collection import uncollected
-from autopar.compiler.tiles import tiles_asked
 from autopar.errors import AutoparError, InputError
 from autopar.ir.program.program import Program
 from autopar.planning.request import PlanRequest
@@ -117,10 +116,10 @@ class SmallSizes:
                     model,
                     *inputs,
                     training=self.training,
-                    assume=self.request.assume,
-                    capacity_factor=self.request.capacity_factor,
+                    assume=self.request.assumptions,
+                    capacity_factor=self.request.experts.capacity_factor,
                 )
-                return traced.program(tiles_asked(self.request))
+                return traced.program(self.request.tiles)
         except AutoparError as error:
             short, long = self.buckets.check_lengths
             raise InputError(
@@ -136,5 +135,5 @@ def _said(found: Unequal, what: str) -> str:
 
 
 def _way_out(what: str) -> str:
-    option = {"length": "give buckets=None", "batch": "say Buckets(batches=None)"}[what]
+    option = {"length": 'give Run(buckets="none")', "batch": "say Buckets(batches=None)"}[what]
     return f"If you know better, say Buckets(check=False); to plan each {what} anew, {option}."

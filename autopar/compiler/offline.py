@@ -42,44 +42,45 @@ def plan_offline(
     example_inputs: ExampleInputs,
     request: PlanRequest,
     devices: int | None,
-    max_axes: int | None,
-    cache: PlanCache,
 ) -> Plan | PipelinePlan:
-    """The best plan on the mesh; on "auto", on the best mesh of `devices` in up to `max_axes` axes."""
+    """The best plan on the mesh; on "auto", on the best mesh of `devices`."""
     check_planned_mesh(mesh, devices)
     # Meshes that are compared share their time, so that a plan of one is not what would be made of it alone.
-    planner = OfflinePlanner(model, example_inputs, request, PlanCache() if isinstance(mesh, str) else cache)
+    cache = PlanCache() if isinstance(mesh, str) else PlanCache.of(request.settings.search.cache)
+    planner = OfflinePlanner(model, example_inputs, request, cache)
     if isinstance(mesh, str):
-        return _on_the_best(planner, mesh, devices, max_axes)
+        return _on_the_best(planner, mesh, devices)
     abstract = Mesh.of(mesh)
-    axis = pipeline_axis(abstract, request.pipeline)
+    axis = pipeline_axis(abstract, request.pipeline.axis)
     check_in_one_piece(request, axis)
     return planner.on(abstract) if axis is None else planner.in_stages(abstract, axis)
 
 
-def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> Plan | PipelinePlan:
+def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan:
     """The best plan of all meshes; where a memory limit leaves none in one piece, that of the best pipeline."""
     request = planner.request
-    meshes = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), request.pipeline)
-    if request.pipeline is None:
+    meshes = meshes_of(mesh, devices, request.hardware, planner.most_axes(devices), request.pipeline.axis)
+    if request.pipeline.axis is None:
         try:
             check_no_pipeline(request, meshes[0])
         except PipelineError as error:
             raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
-    time_limit = request.settings.time_limit
+    time_limit = request.settings.search.time_limit
     with interruptible(), planner.allowance.searching():
         if planner.is_estimated:
-            found = _estimated(planner, mesh, devices, max_axes)
+            found = _estimated(planner, mesh, devices)
             if found is not None:
                 return found
         try:
-            searched = best_mesh(planner.candidate, meshes, time_limit, planner.at_least, request.pipeline)
+            searched = best_mesh(planner.candidate, meshes, time_limit, planner.at_least, request.pipeline.axis)
         except InfeasibleError as error:
-            every = meshes_of(mesh, devices, request.hardware, max_axes or USUAL_AXES, USUAL_PIPELINE)
+            every = meshes_of(
+                mesh, devices, request.hardware, request.settings.search.max_axes or USUAL_AXES, USUAL_PIPELINE
+            )
             longer = [each for each in every if USUAL_PIPELINE in each.axes]
             limit = planner.limit(longer[0]) if longer else None
             if (
-                request.pipeline is not None
+                request.pipeline.axis is not None
                 or not request.training
                 or request.static_argnames
                 or not longer
@@ -95,13 +96,11 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_ax
     return replace(searched.best, comparison=compared(searched))
 
 
-def _estimated(
-    planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None
-) -> Plan | PipelinePlan | None:
+def _estimated(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan | None:
     """The best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
-    subject, exact = subject_of(planner, mesh, devices, max_axes)
+    subject, exact = subject_of(planner, mesh, devices)
     _check_room(planner, subject.meshes[0])
-    deadline = after(planner.request.settings.time_limit)
+    deadline = after(planner.request.settings.search.time_limit)
     estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
     estimates.search()
     planned = Planned(estimates, exact, deadline)
@@ -134,19 +133,20 @@ def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
     )
 
 
-def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> tuple[Subject, Exact]:
+def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None) -> tuple[Subject, Exact]:
     """Return the model to estimate, and the function that plans a candidate exactly.
 
     Under a memory limit pipelines take part without being asked for; without one, a batch stays in one piece where
     none is.
     """
     request = planner.request
-    limited = request.settings.memory is not None
+    limited = request.settings.limit is not None
     offers_pipelines = limited and not request.static_argnames and request.inputs == "whole"
-    axis = request.pipeline or (USUAL_PIPELINE if offers_pipelines else None)
-    staged = planner if request.pipeline is not None or axis is None else planner.in_pipelines()
-    names = (request.schedule,) if request.schedule else tuple(n for n in RECOMMENDED if n != "gpipe")
-    every = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), axis)
+    axis = request.pipeline.axis or (USUAL_PIPELINE if offers_pipelines else None)
+    staged = planner if request.pipeline.axis is not None or axis is None else planner.in_pipelines()
+    schedule = request.pipeline.schedule
+    names = (schedule,) if schedule else tuple(n for n in RECOMMENDED if n != "gpipe")
+    every = meshes_of(mesh, devices, request.hardware, planner.most_axes(devices), axis)
     longest = len(planner.blocks)
     meshes = tuple(each for each in every if axis not in each.axes or each.size(str(axis)) <= longest)
     subject = Subject(

@@ -15,17 +15,11 @@ from autopar.capture.layers.fewer import without_layers
 from autopar.capture.static.arguments import with_static
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.tiled_losses import Fitting
-from autopar.compiler.arguments import (
-    ExampleInputs,
-    check_hooks,
-    check_no_pipeline,
-    check_stages,
-    example_arguments,
-)
+from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, check_stages, example_arguments
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked
+from autopar.compiler.tiles import pipeline_as_memory_asks
 from autopar.console.progress import stages as progress
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
@@ -67,7 +61,7 @@ class OfflinePlanner:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest, cache: PlanCache) -> None:
         self.model, self.request, self.cache = model, request, cache
-        self.allowance = Allowance.from_now(request.settings.time_limit)
+        self.allowance = Allowance.from_now(request.settings.search.time_limit)
         batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
         self.batch = with_static(batch, request.static_argnames, model.forward)
         self.traces: dict[tuple[int, int], Traced] = {}
@@ -103,8 +97,8 @@ class OfflinePlanner:
             model,
             *whole_batch(split_batch(self.batch, count)[0], num_parts),
             training=self.model.training and self.request.training,
-            assume=self.request.assume,
-            capacity_factor=self.request.capacity_factor,
+            assume=self.request.assumptions,
+            capacity_factor=self.request.experts.capacity_factor,
             precision=self.request.precision,
         )
 
@@ -117,15 +111,16 @@ class OfflinePlanner:
     @functools.cached_property
     def single(self) -> Space:
         """A micro-batch, or the whole batch where nothing is said of them, on one device."""
-        program = self.captured(self.request.microbatches or 1, 1, tiles_asked(self.request))
+        program = self.captured(self.request.microbatches or 1, 1, self.request.tiles)
         return self.request.space(program, self.request.named(Mesh({"dp": 1})))
 
-    def usual_axes(self, devices: int | None) -> int:
-        """Return the most axes of a searched mesh, besides a pipeline's: a third one if the second has two purposes.
+    def most_axes(self, devices: int | None) -> int:
+        """Return the most axes of a searched mesh, besides a pipeline's: by default a third if the second has two uses.
 
-        A third axis serves models with experts. It also serves batches with fewer samples than devices, whose positions
-        are sharded, too.
+        It serves models with experts, and batches with fewer samples than devices, whose positions are sharded, too.
         """
+        if self.request.settings.search.max_axes is not None:
+            return self.request.settings.search.max_axes
         has_experts = any(node.target is DISPATCH for node in self.single.program.graph.nodes)
         is_whole = self.request.inputs == "whole"
         few = is_whole and batch_size(self.batch) // (self.request.microbatches or 1) < (devices or 1)
@@ -138,7 +133,7 @@ class OfflinePlanner:
     def in_pipelines(self) -> OfflinePlanner:
         """The same for pipelines, whose axis has its usual name; what is captured serves both."""
         other = copy.copy(self)
-        other.request = replace(self.request, pipeline=USUAL_PIPELINE)
+        other.request = replace(self.request, pipeline=replace(self.request.pipeline, axis=USUAL_PIPELINE))
         return other
 
     def samples(self, mesh: Mesh) -> int:
@@ -156,12 +151,12 @@ class OfflinePlanner:
         Its last rank waits for the first micro-batch, whose forward is a third of its work, through the stages before.
         """
         own = self.least_computing / mesh.num_devices
-        axis = self.request.pipeline
+        axis = self.request.pipeline.axis
         if axis is None or axis not in mesh.axes:
             return own
         num_ranks = mesh.size(axis)
         most = self.request.microbatches or most_microbatches(self.samples(stage_mesh(mesh, axis)), mesh, axis)
-        chunks = self.request.chunks or max(len(self.blocks) // num_ranks, 1)
+        chunks = self.request.pipeline.stages_per_rank or max(len(self.blocks) // num_ranks, 1)
         return own * (1 + (num_ranks - 1) / (3 * chunks * most))
 
     @functools.cached_property
@@ -192,7 +187,7 @@ class OfflinePlanner:
 
         Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
         """
-        axes, tiles = axes_of_parts(self.request.inputs, mesh), tiles_asked(self.request)
+        axes, tiles = axes_of_parts(self.request.inputs, mesh), self.request.tiles
         num_parts = math.prod(map(mesh.size, axes))
         found = self.shortened(count, num_parts, tiles)
         yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
@@ -238,7 +233,7 @@ class OfflinePlanner:
         traced = self._of_fewer_layers(self.request.microbatches or 1, 1)
         if traced is None:
             return False
-        program = traced.program(tiles_asked(self.request))
+        program = traced.program(self.request.tiles)
         return is_alike(self.base, program, blocks_of(program), same_sizes=True)
 
     @functools.cached_property
@@ -261,14 +256,14 @@ class OfflinePlanner:
     def is_estimated(self) -> bool:
         """True if arrangements of the model are estimated by a shorter form of it before some are planned."""
         request = self.request
-        if not request.training or request.offload != "none" or request.schedule in UPDATING_OTHERWISE:
+        if not request.training or request.memory.offload != "none" or request.pipeline.schedule in UPDATING_OTHERWISE:
             return False
         return WORTH * len(self.base.program.graph.nodes) <= len(self.single.program.graph.nodes)
 
     def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan of an estimated candidate, with its schedule and micro-batches."""
         mesh, count, schedule = estimate.mesh, estimate.microbatches, estimate.schedule
-        settings = replace(self.request.settings, time_limit=turn.time_limit)
+        settings = self.request.settings.lasting(turn.time_limit)
         if schedule is None:
             settings = replace(settings, cutoff=turn.cutoff / count)
             try:
@@ -276,29 +271,33 @@ class OfflinePlanner:
             except CutOffError as error:
                 raise CutOffError(count * error.seconds) from error
             return of_plan(plan if count == 1 or self.request.microbatches else saying(plan, count), count)
-        stage, asked = stage_mesh(mesh, str(self.request.pipeline)), tiles_asked(self.request)
+        stage, asked = stage_mesh(mesh, str(self.request.pipeline.axis)), self.request.tiles
         num_parts = math.prod(map(stage.size, axes_of_parts(self.request.inputs, stage)))
         in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, asked)
-        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else self.request.loss_tiles or False
+        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else asked.loss or False
         chunks = schedule.chunks if schedule.chunks > 1 else None
         wanted = replace(
-            self.request, microbatches=count, schedule=schedule.name, chunks=chunks, settings=settings, loss_tiles=tiles
+            self.request,
+            microbatches=count,
+            pipeline=replace(self.request.pipeline, schedule=schedule.name, stages_per_rank=chunks),
+            settings=settings,
+            chosen_tiles=asked._replace(loss=tiles),
         )
-        looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, tiles_asked(wanted))))
-        return of_pipeline(self.in_stages(mesh, str(self.request.pipeline), wanted, turn.cutoff, looked_at))
+        looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, wanted.tiles)))
+        return of_pipeline(self.in_stages(mesh, str(self.request.pipeline.axis), wanted, turn.cutoff, looked_at))
 
     def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan on one of the meshes that are compared.
 
         Where a pipeline has no part in it and the whole batch does not fit, it is halved until its micro-batches do.
         """
-        settings, deadline = replace(self.request.settings, time_limit=turn.time_limit), after(turn.time_limit)
+        settings, deadline = self.request.settings.lasting(turn.time_limit), after(turn.time_limit)
         request = replace(self.request, settings=settings)
-        if request.pipeline is not None and request.pipeline in mesh.axes:
-            return of_pipeline(self.in_stages(mesh, request.pipeline, request, turn.cutoff))
+        if request.pipeline.axis is not None and request.pipeline.axis in mesh.axes:
+            return of_pipeline(self.in_stages(mesh, request.pipeline.axis, request, turn.cutoff))
         count = request.microbatches or 1
         while True:
-            left = replace(settings, time_limit=seconds_until(deadline), cutoff=turn.cutoff / count)
+            left = replace(settings.lasting(seconds_until(deadline)), cutoff=turn.cutoff / count)
             try:
                 plan = self.on(mesh, replace(request, microbatches=count, settings=left))
             except CutOffError as error:
@@ -321,7 +320,7 @@ class OfflinePlanner:
         None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
         """
         settings, size = self.request.within(mesh).settings, batch_size(self.batch)
-        limit = settings.memory
+        limit = settings.limit
         if self.request.microbatches or limit is None or self.request.static_argnames:
             return None
         stored = settings.reserved.on_device(self.floor(mesh, count))
@@ -334,12 +333,12 @@ class OfflinePlanner:
 
     def floor(self, mesh: Mesh, count: int) -> int:
         """Bytes per device that are stored however small micro-batches are."""
-        program, arriving = self.arriving(count, mesh, tiles_asked(self.request))
+        program, arriving = self.arriving(count, mesh, self.request.tiles)
         return least_stored(MemoryModel(self._with_least_stored(self.request.space(program, mesh, arriving))))
 
     def _with_least_stored(self, space: Space) -> Space:
         """The space with as little on the device as the request allows."""
-        if self.request.offload != "auto":
+        if self.request.memory.offload != "auto":
             return space
         return space.with_optimizer(self.request.offloading(space.hardware, space.mesh.num_devices))
 
@@ -347,7 +346,7 @@ class OfflinePlanner:
         """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
         request = (request or self.request).within(mesh)
         check_no_pipeline(request, mesh)
-        count, tiles = request.microbatches or 1, tiles_asked(request)
+        count, tiles = request.microbatches or 1, request.tiles
         program, _ = self.arriving(count, mesh, tiles)
         self.warned = self.warned or warn_of_batch_statistics(program, count)
 
@@ -390,7 +389,7 @@ class OfflinePlanner:
                 return replace(made, strategies=strategies or {})
 
             settings, size = request.settings, self.samples(inner)
-            limited, seconds = settings.memory is not None, settings.time_limit
+            limited, seconds = settings.limit is not None, settings.search.time_limit
             chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited, seconds, cutoff)
             asked = requested(chosen.schedule)
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)

@@ -1,4 +1,4 @@
-"""Allowed arguments of `compile`, `plan` and `attach`: a table of kinds, checked before anything is captured.
+"""Allowed arguments of `compile`, `plan` and `attach` that are no groups, checked before anything is captured.
 
 The meaning of words and numbers (an unknown preset, a schedule that does not fit) is checked by the code that reads
 them.
@@ -6,14 +6,10 @@ them.
 
 from __future__ import annotations
 
-import inspect
-import math
 import os
 import reprlib
-import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,160 +18,57 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.plans.plan import Plan
-from autopar.costs.pricing.conventions import CONVENTIONS, MemoryConventions
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.errors import InputError, MeshError
-from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
+from autopar.files.schema import Flag, Maybe, Schema, Text, Whole
 from autopar.ir.program.precision import NAMED, Precision
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.options.definition import Satisfying, check_kind
+from autopar.planning.options.groups import is_names
 from autopar.planning.pipeline.plan import PipelinePlan
-from autopar.planning.settings import DEPTHS
-from autopar.runtime.lengths.length_buckets import Buckets
 from autopar.runtime.module.stored import StoredModule
 
-MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
-
-
-@dataclass(frozen=True, slots=True)
-class _Satisfying:
-    """Schema of the values that a predicate accepts."""
-
-    accepts: Callable[[Any], bool]
-    needed: str
-
-    def __str__(self) -> str:
-        return self.needed
-
-    def check(self, found: Any, where: str) -> None:
-        if not self.accepts(found):
-            differs(found, where, self)
-
-
-def _is_names(found: object) -> bool:
-    return isinstance(found, Sequence) and not isinstance(found, str) and all(isinstance(each, str) for each in found)
-
-
 _WORD = Text()
-_MEMORY = _Satisfying(
-    lambda found: isinstance(found, str) or (isinstance(found, int) and not isinstance(found, bool) and found > 0),
-    'bytes per device, as a whole number above 0 or as text ("8GB")',
-)
-_HOST_MEMORY = _Satisfying(_MEMORY.accepts, 'bytes per host, as a whole number above 0 or as text ("512GB")')
-_OPTIMIZER = _Satisfying(
+_OPTIMIZER = Satisfying(
     lambda found: isinstance(found, str | Optimizer), 'the name of an optimizer ("adamw") or an autopar.Optimizer'
 )
-_CONVENTIONS = _Satisfying(
-    lambda found: isinstance(found, str | MemoryConventions),
-    f"one of {', '.join(map(repr, CONVENTIONS))}, or an autopar.MemoryConventions",
-)
-_PROFILE = _Satisfying(
+_PROFILE = Satisfying(
     lambda found: isinstance(found, str | os.PathLike | Hardware),
     'the name of a hardware profile ("h100"), the path of one, or a Hardware',
 )
-_PLAN = _Satisfying(
+_PLAN = Satisfying(
     lambda found: isinstance(found, Plan | PipelinePlan),
     "a Plan or a PipelinePlan, as autopar.plan or Plan.load(path) return it",
 )
-_MODULES = _Satisfying(_is_names, 'a list of names of modules, as in ["layers.4", "layers.8"]')
-_ARGUMENTS = _Satisfying(_is_names, 'a list of names of arguments of forward, as in ["image_grid_thw"]')
-_PARTS = _Satisfying(
-    lambda found: isinstance(found, str) or _is_names(found),
+_PARTS = Satisfying(
+    lambda found: isinstance(found, str) or is_names(found),
     '"whole", "local", or names of axes over which ranks give different parts of the batch',
 )
-_SECONDS = _Satisfying(
-    lambda found: isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= math.inf,
-    "seconds of at least 0",
-)
-_FACTOR = _Satisfying(
-    lambda found: isinstance(found, int | float) and not isinstance(found, bool) and 0 < found <= sys.float_info.max,
-    "a finite number above 0 (1.25: a quarter more rows than an expert has where routing is balanced)",
-)
-
-
-def _is_tiles(found: object) -> bool:
-    return (type(found) is int and 0 < found <= MAX_TILES) or (isinstance(found, str) and found == "auto")
-
-
-_TILES = _Satisfying(
-    lambda found: found is False or _is_tiles(found), f'a whole number from 1 to {MAX_TILES}, "auto" or False'
-)
-_MLP_TILES = _Satisfying(_is_tiles, f'a whole number from 1 to {MAX_TILES}, or "auto"')
-
-_PRECISION = _Satisfying(
+_PRECISION = Satisfying(
     lambda found: isinstance(found, str | Precision),
     f"one of {', '.join(map(repr, NAMED))}, or an autopar.Precision",
-)
-
-_FOLDER = _Satisfying(lambda found: isinstance(found, str | os.PathLike), "the path of a folder")
-_BUCKETS = _Satisfying(
-    lambda found: isinstance(found, Buckets) or (isinstance(found, str) and found == "auto"),
-    '"auto" or autopar.Buckets(…)',
-)
-
-_DEPTH = _Satisfying(
-    lambda found: (type(found) is int and found in DEPTHS) or (isinstance(found, str) and found == "auto"),
-    f'"auto", or how many layers ahead of their use weights are gathered, {", ".join(map(str, DEPTHS))}',
 )
 
 OPTIONS: Mapping[str, Schema] = {
     "mode": _WORD,
     "strategy": Maybe(_WORD),
     "plan": Maybe(_PLAN),
-    "memory": Maybe(_MEMORY),
-    "recompute": _WORD,
-    "prefetch": _DEPTH,
-    "optimizer": _OPTIMIZER,
-    "master_copies": Flag(),
-    "outputs": _WORD,
-    "hardware": Maybe(_PROFILE),
-    "solver": _WORD,
-    "time_limit": _SECONDS,
-    "gap": Maybe(Real(0)),
-    "imbalance": Real(1),
-    "deterministic": Flag(),
-    "seed": Maybe(Whole(-(2**63), 2**64 - 1)),
-    "microbatches": Maybe(Whole(1)),
-    "pipeline": Maybe(_WORD),
-    "schedule": Maybe(_WORD),
-    "chunks": Maybe(Whole(1)),
-    "stages": Maybe(_MODULES),
-    "static_argnames": Maybe(_ARGUMENTS),
-    "inputs": _PARTS,
-    "check_inputs": Maybe(Flag()),
-    "capacity_factor": Maybe(_FACTOR),
-    "loss_tiles": Maybe(_TILES),
-    "mlp_tiles": Maybe(_MLP_TILES),
-    "weight_tiles": Flag(),
     "precision": Maybe(_PRECISION),
+    "optimizer": _OPTIMIZER,
+    "hardware": Maybe(_PROFILE),
+    "inputs": _PARTS,
+    "outputs": _WORD,
+    "microbatches": Maybe(Whole(1)),
     "training": Flag(),
-    "buckets": Maybe(_BUCKETS),
-    "offload": _WORD,
-    "host_memory": Maybe(_HOST_MEMORY),
-    "plan_cache": Maybe(_FOLDER),
-    "memory_conventions": _CONVENTIONS,
 }
-"""Argument → what it may be, beside None where that is its default."""
+"""Option that is no group → what it may be."""
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Raise InputError for the first argument that is not of its kind."""
-    for name, value in given.items():
-        kind = OPTIONS.get(name)
-        if kind is None:
-            continue
-        try:
-            kind.check(value, name)
-        except Malformed:
-            needed = f"{kind.kind}, or None" if isinstance(kind, Maybe) else str(kind)
-            raise InputError(f"{name}={reprlib.repr(value)}; give {needed}.") from None
-
-
-def check_known(given: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raise InputError for an argument that a function does not take by name."""
-    known = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise InputError(f"{unknown[0]} is no option here; options are {', '.join(known)}.")
+    """Raise InputError for the first option that is not of its kind."""
+    for name, kind in OPTIONS.items():
+        if name in given:
+            check_kind(kind, given[name], f"{name}={reprlib.repr(given[name])}")
 
 
 def check_model(model: object) -> None:

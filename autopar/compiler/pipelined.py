@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.export import freeze, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.tiled_losses import Fitting
-from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_stages, on_device
+from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_stages, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_asked, tiles_of_pipeline
+from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_of_pipeline
+from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, MeshError, PipelineError, PlanError
 from autopar.ir.program.effects import is_random
 from autopar.ir.program.program import Program
@@ -54,10 +55,15 @@ from autopar.solver.deadline import Allowance
 
 
 def compile_pipeline(
-    model: nn.Module, mesh: DeviceMesh, axis: str, request: PlanRequest, run: RunOptions, cache: PlanCache
+    model: nn.Module,
+    mesh: DeviceMesh,
+    axis: str,
+    request: PlanRequest,
+    run: Run,
+    made: Plan | PipelinePlan | None = None,
 ) -> PipelineModule:
-    """Parallelize `model` over `mesh`, of which `axis` is the pipeline; planned when the first inputs are given."""
-    plan = pipeline_plan_of(run.plan)
+    """Parallelize `model` over `mesh` with the pipeline `axis`, by a plan made before, or on its first inputs."""
+    plan = pipeline_plan_of(made)
     check_wish(Wish.of(request), plan)
     _check_not_deterministic(run)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
@@ -65,7 +71,7 @@ def compile_pipeline(
         offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
         request = request.running(plan.implementations).offloading_as(offload)
     check_stages(request)
-    compiler = _Compiler(model, mesh, axis, request, plan, run, cache)
+    compiler = _Compiler(model, mesh, axis, request, plan, run)
     module = compiler.make_module(RandomState.agreed(run.seed, run.deterministic, mesh))
     module.follow(model)
     return module
@@ -83,10 +89,10 @@ class _Compiler:
         axis: str,
         request: PlanRequest,
         plan: PipelinePlan | None,
-        run: RunOptions,
-        cache: PlanCache,
+        run: Run,
     ) -> None:
-        self.mesh, self.axis, self.request, self.plan, self.run, self.cache = mesh, axis, request, plan, run, cache
+        self.mesh, self.axis, self.request, self.plan, self.run = mesh, axis, request, plan, run
+        self.cache = PlanCache.of(request.settings.search.cache)
         self.stage_devices = stage_devices(mesh, axis)
         self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
@@ -98,7 +104,7 @@ class _Compiler:
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
         self.schedule = None if plan is None else plan.schedule
-        self.tiles = tiles_asked(request)
+        self.tiles = request.tiles
         """Tiles in which the model is captured: the requested ones, then those of the first plan."""
         self.allowance: Allowance | None = None
         """Time that the choice of a schedule has left of the limit, for the first plan."""
@@ -121,9 +127,9 @@ class _Compiler:
             given=Given(axes, self.run.check_inputs),
         )
         self.module.duplicate = self.duplicate
-        if self.run.buckets is not None:
-            check_buckets(self.run.buckets, None)
-            self.module.varying = Varying(self.run.buckets, inner, axes)
+        if (sizes := self.run.sizes) is not None:
+            check_buckets(sizes, None)
+            self.module.varying = Varying(sizes, inner, axes)
         return self.module
 
     def duplicate(self) -> PipelineModule:
@@ -142,8 +148,8 @@ class _Compiler:
             return self._requested(self.capture(part, training, None, tiles), part, schedule)
 
         def choice() -> dict[str, Any]:
-            size, limited = batch_size(arguments), self.request.settings.memory is not None
-            wish, seconds = Wish.of(self.request), self.request.settings.time_limit
+            size, limited = batch_size(arguments), self.request.settings.limit is not None
+            wish, seconds = Wish.of(self.request), self.request.settings.search.time_limit
 
             def best(tiles: Tiles) -> Schedule:
                 requested = partial(request_of, tiles=tiles)
@@ -153,20 +159,20 @@ class _Compiler:
                 try:
                     return asdict(best(self.tiles))
                 except (InfeasibleError, PipelineError):
-                    if not limited or self.request.loss_tiles is not None:
+                    if not limited or self.request.tiles.loss is not None:
                         raise
                     with suppress(InfeasibleError, PipelineError):
                         return asdict(best(self._fitting))
                     raise
 
         if self.schedule is None:
-            self.allowance = allowance = Allowance.from_now(self.request.settings.time_limit)
+            self.allowance = allowance = Allowance.from_now(self.request.settings.search.time_limit)
             self.schedule = Schedule(**from_first_rank(choice, self.mesh))
         return self.schedule.num_microbatches
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
         """Capture, plan and cut, rewrite this rank's stages, for micro-batches such as these; what is returned runs."""
-        allowance, self.allowance = self.allowance or Allowance.from_now(self.request.settings.time_limit), None
+        allowance, self.allowance = self.allowance or Allowance.from_now(self.request.settings.search.time_limit), None
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 
@@ -204,8 +210,8 @@ class _Compiler:
                 model,
                 *without_placements(arguments),
                 device=torch.device(self.mesh.device_type),
-                assume=self.request.assume,
-                capacity_factor=self.request.capacity_factor,
+                assume=self.request.assumptions,
+                capacity_factor=self.request.experts.capacity_factor,
                 precision=self.request.precision,
             )
         program = traced.program(tiles or self.tiles)
@@ -216,7 +222,7 @@ class _Compiler:
 
         Once parameters are laid out, they keep their layouts, and no memory limit applies.
         """
-        settings = self.request.settings if self.original is not None else replace(self.request.settings, memory=None)
+        settings = self.request.settings if self.original is not None else self.request.settings.limited(None)
         return PipelineRequest.of(
             replace(self.request, settings=settings),
             program,
@@ -241,7 +247,7 @@ class _Compiler:
         num_devices = Mesh.of(self.stage_devices).num_devices
 
         def planned(tiles: Tiles) -> PipelinePlan:
-            return self.cache.pipeline_plan(request if tiles == tiles_asked(request.wanted) else in_tiles(tiles))
+            return self.cache.pipeline_plan(request if tiles == request.wanted.tiles else in_tiles(tiles))
 
         def tileable() -> bool:
             return request.program.tileable
@@ -287,7 +293,7 @@ def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:
     found = (plan.schedule.name, plan.schedule.num_microbatches, plan.schedule.chunks)
     if any(a is not None and a != f for a, f in zip(asked, found, strict=True)):
         raise PipelineError(
-            f"the plan is for schedule, microbatches and chunks {found}; found {asked} beside it. "
+            f"the plan is for schedule, microbatches and stages_per_rank {found}; found {asked}. "
             "Leave them out, or plan again."
         )
 
@@ -302,10 +308,10 @@ def pipeline_plan_of(plan: object) -> PipelinePlan | None:
     )
 
 
-def _check_not_deterministic(run: RunOptions) -> None:
+def _check_not_deterministic(run: Run) -> None:
     if run.deterministic:
         raise PipelineError(
-            "deterministic=True draws dropout masks in the order of one device, which the stages of a pipeline do "
+            "Run(deterministic=True) draws dropout masks in the order of one device, which the stages of a pipeline do "
             "not run in; leave it out. The masks of a pipeline are equal in every run with the same seed."
         )
 

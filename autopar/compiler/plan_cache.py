@@ -24,7 +24,7 @@ import torch
 
 import autopar.runtime
 import autopar.strategies
-from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_asked, tiles_of
+from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_of
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.menu import Menu
@@ -72,8 +72,8 @@ class PlanCache:
         """Return the plan of `_planned`, read from the folder if it is there; a plan that was read has no context."""
 
         def check(plan: Plan) -> None:
-            tiles = tiles_of(plan, space.program, tiles_asked(request), space.mesh)
-            fitting = (space if tiles == tiles_asked(request) else spaces(tiles)).dealing_over(plan.dealing)
+            tiles = tiles_of(plan, space.program, request.tiles, space.mesh)
+            fitting = (space if tiles == request.tiles else spaces(tiles)).dealing_over(plan.dealing)
             request.warn(plan, fitting, choices_of(plan, fitting), stored=bool(storage))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
@@ -179,8 +179,14 @@ def _of_program(program: Program) -> list[Any]:
 
 
 def _of_request(request: PlanRequest) -> PlanRequest:
-    """Return the request without its profile: the space has the same profile, under whatever name it was given."""
-    return replace(request, hardware=None)
+    """Return the request without what its plan does not depend on, with sizes in bytes however they were written.
+
+    The space has the profile, under whatever name it was given.
+    """
+    settings = request.settings
+    memory = replace(settings.memory.limited(settings.limit), host_limit=settings.memory.host_limit_bytes)
+    search = replace(settings.search, cache=None, max_axes=None)
+    return replace(request, hardware=None, settings=replace(settings, memory=memory, search=search))
 
 
 def _plain(value: Any) -> Any:

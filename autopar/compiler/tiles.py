@@ -2,8 +2,8 @@
 
 A model is planned within its limit as it is. Where memory costs time, or nothing fits, it is planned once more with its
 losses in tiles, if nothing was said of these, it has some that can be taken so and their logits are worth it; and where
-`mlp_tiles="auto"` with its MLPs in tiles, too. The fastest of the plans is kept. Plans that memory does not bound are
-those of a model without tiles, and take no longer to make.
+`Memory(mlp_tiles="auto")` with its MLPs in tiles, too. The fastest of the plans is kept. Plans that memory does not
+bound are those of a model without tiles, and take no longer to make.
 
 No two searches go to their ends where one says enough: each ends once it proves that its plan is no faster than the
 best so far (`cutoff`). Where logits are a large part of the limit however they are laid out, the model in tiles is
@@ -46,11 +46,6 @@ Spaces = Callable[[Tiles], Space]
 """The space of a model that is captured in these tiles."""
 
 
-def tiles_asked(request: PlanRequest) -> Tiles:
-    """Return the tiles that the user requested."""
-    return Tiles(request.loss_tiles, request.mlp_tiles)
-
-
 def plan_as_memory_asks(
     request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
 ) -> Plan:
@@ -59,7 +54,7 @@ def plan_as_memory_asks(
     memory = request.settings.tensor_limit
     if memory is None or not (losses or mlps):
         return request.plan(space, storage)
-    turns, tiles = _Turns(request, storage), tiles_asked(request)
+    turns, tiles = _Turns(request, storage), request.tiles
     fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
     in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
     at_least = turns.take_as_it_is(space, cutoff=AS_WITHOUT_A_LIMIT if in_tiles_first else math.inf)
@@ -85,7 +80,7 @@ class _Turns:
 
     def __init__(self, request: PlanRequest, storage: Mapping[str, Layout] | None) -> None:
         self._request, self._storage = request, storage
-        self._deadline = after(request.settings.time_limit)
+        self._deadline = after(request.settings.search.time_limit)
         self._refused: InfeasibleError | None = None
         """Why the model as it is has no plan."""
         self._late: TimeLimitError | None = None
@@ -138,7 +133,7 @@ class _Turns:
         if self._late is not None:
             return
         cutoff = min(cutoff, math.nextafter(self._request.settings.cutoff, math.inf))
-        settings = replace(self._request.settings, time_limit=seconds_until(self._deadline), cutoff=cutoff)
+        settings = replace(self._request.settings.lasting(seconds_until(self._deadline)), cutoff=cutoff)
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
@@ -179,17 +174,17 @@ def pipeline_as_memory_asks(
     """
     best, refused = None, None
     try:
-        best = planned(tiles_asked(request))
+        best = planned(request.tiles)
     except (InfeasibleError, PipelineError) as error:
         refused = error
-    if request.settings.memory is None or request.loss_tiles is not None or not is_tileable():
+    if request.settings.limit is None or request.tiles.loss is not None or not is_tileable():
         tries = False
     else:
-        tries = best is None or _costs_time(best, request.settings.memory)
+        tries = best is None or _costs_time(best, request.settings.limit)
     if tries:
         with warnings.catch_warnings(), suppress(CutOffError, InfeasibleError, PipelineError, TimeLimitError):
             warnings.simplefilter("ignore")  # they were said of the model as it is
-            tiled = planned(tiles_asked(request)._replace(loss=Fitting(num_devices)))
+            tiled = planned(request.tiles._replace(loss=Fitting(num_devices)))
             best = tiled if best is None or tiled.seconds < best.seconds else best
     if best is None:
         assert refused is not None
@@ -204,11 +199,11 @@ def _costs_time(plan: PipelinePlan, memory: int) -> bool:
 
 
 def _takes_losses(request: PlanRequest, space: Space) -> bool:
-    return request.loss_tiles is None and space.program.tileable
+    return request.tiles.loss is None and space.program.tileable
 
 
 def _takes_mlps(request: PlanRequest, space: Space) -> bool:
-    return request.mlp_tiles == AUTO and space.program.mlp_tileable
+    return request.tiles.mlp == AUTO and space.program.mlp_tileable
 
 
 def _bytes_of_logits(space: Space) -> dict[int, list[int]]:

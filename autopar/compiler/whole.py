@@ -12,17 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import Traced, freeze, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
-from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_no_pipeline, on_device
+from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_no_pipeline, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import Spaces, tiles_asked, tiles_of
+from autopar.compiler.tiles import Spaces, tiles_of
 from autopar.costs.plans.plan import Context, Plan
 from autopar.costs.space.space import Space
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout, replicated
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.runtime.lengths.varying import Varying
@@ -43,17 +44,20 @@ def compile_whole(
     model: nn.Module,
     mesh: DeviceMesh,
     request: PlanRequest,
-    run: RunOptions,
-    cache: PlanCache,
+    run: Run,
+    made: Plan | PipelinePlan | None = None,
     kind: type[ParallelModule] = ParallelModule,
 ) -> ParallelModule:
-    """Parallelize `model` over `mesh`, as a module of this kind; planned when the first inputs are given."""
-    check_no_pipeline(request, Mesh.of(mesh), run.plan)
-    plan = run.plan if isinstance(run.plan, Plan) else None
+    """Parallelize `model` over `mesh`, as a module of this kind.
+
+    It runs a plan that was made before, or is planned when the first inputs are given.
+    """
+    check_no_pipeline(request, Mesh.of(mesh), made)
+    plan = made if isinstance(made, Plan) else None
     if plan is not None:
         offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
         request = request.running(plan.implementations).offloading_as(offload)
-    compiler = _Compiler(model, mesh, request, plan, run, cache, kind)
+    compiler = _Compiler(model, mesh, request, plan, run, kind)
     module = compiler.make_module(RandomState.agreed(run.seed, run.deterministic, mesh))
     module.follow(model)
     return module
@@ -70,11 +74,11 @@ class _Compiler:
         mesh: DeviceMesh,
         request: PlanRequest,
         plan: Plan | None,
-        run: RunOptions,
-        cache: PlanCache,
+        run: Run,
         kind: type[ParallelModule],
     ) -> None:
-        self.mesh, self.request, self.plan, self.run, self.cache, self.kind = mesh, request, plan, run, cache, kind
+        self.mesh, self.request, self.plan, self.run, self.kind = mesh, request, plan, run, kind
+        self.cache = PlanCache.of(request.settings.search.cache)
         self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
@@ -99,9 +103,9 @@ class _Compiler:
             given=Given(axes, self.run.check_inputs, request.static_argnames),
         )
         self.module.duplicate = self.duplicate
-        if self.run.buckets is not None:
-            check_buckets(self.run.buckets, request.microbatches or 1, request.static_argnames)
-            self.module.varying = Varying(self.run.buckets, mesh, axes)
+        if (sizes := self.run.sizes) is not None:
+            check_buckets(sizes, request.microbatches or 1, request.static_argnames)
+            self.module.varying = Varying(sizes, mesh, axes)
         if not request.training:
             self.module.eval()
         return self.module
@@ -116,7 +120,7 @@ class _Compiler:
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
-        allowance = Allowance.from_now(self.request.settings.time_limit)
+        allowance = Allowance.from_now(self.request.settings.search.time_limit)
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 
@@ -136,7 +140,7 @@ class _Compiler:
                 lambda found: found.program.lines(),
             )
 
-        asked = tiles_asked(self.request)
+        asked = self.request.tiles
         space = on_ranks(asked)
         plan = self._plan(space, captured, allowance)
         self.request = self.request.without_auto(plan.offloads_optimizer)  # one optimizer steps, whatever the inputs
@@ -151,7 +155,7 @@ class _Compiler:
 
     def capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
         """Return the program for inputs such as these, before a plan takes losses or MLPs in tiles."""
-        return self._trace(arguments, training, frozen).program(tiles_asked(self.request))
+        return self._trace(arguments, training, frozen).program(self.request.tiles)
 
     @uncollected()
     def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
@@ -161,8 +165,8 @@ class _Compiler:
                 model,
                 *without_placements(arguments),
                 device=torch.device(self.mesh.device_type),
-                assume=self.request.assume,
-                capacity_factor=self.request.capacity_factor,
+                assume=self.request.assumptions,
+                capacity_factor=self.request.experts.capacity_factor,
                 precision=self.request.precision,
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from autopar.api.entry import compile
+from autopar.compiler.arguments import Run
 from autopar.errors import InputError
 from autopar.integrations.varying_texts import LOOKED_AT, buckets_for
 from autopar.runtime.module.compiled_module import ParallelModule
@@ -52,8 +54,9 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """`mesh`: compile the model on it, for batches of the datasets, with these `options` of `autopar.compile`.
 
-        If samples differ in length, and the collator pads each batch to its longest sample, `buckets` is by default
-        "auto" with the padding of the tokenizer, so that ranks with batches of different lengths are called alike.
+        If samples differ in length, and the collator pads each batch to its longest sample, `Run(buckets=…)` is by
+        default "auto" with the padding of the tokenizer, so that ranks with batches of different lengths are called
+        alike; "none" pads nothing.
         Other arguments are those of `transformers.Trainer`.
         """
         check_is_honoured(args)
@@ -81,10 +84,11 @@ class Trainer(transformers.Trainer):
         size = self._train_batch_size if trains else self.args.eval_batch_size
         with torch.random.fork_rng(devices=[]):  # collators may draw
             batch = loader.collate_fn(list(itertools.islice(_samples(loader.dataset), size)))
-            if "buckets" not in options:
+            run = Run.of(options.get("run"))
+            if run.buckets is None:
                 looked_at = itertools.islice(_samples(loader.dataset), LOOKED_AT)
                 buckets = buckets_for(looked_at, loader.collate_fn, plain, self.processing_class)
-                options = {"buckets": buckets, **options}
+                options = {**options, "run": replace(run, buckets=buckets)}
         if trains:
             _, num_items = self.get_batch_samples(iter([batch]), 1, self.args.device)
             batch = self._with_num_items(batch, num_items)

@@ -2,7 +2,7 @@
 
 `Muon`, `GaLoreAdamW` and `OffloadedAdamW` are `torch.optim.Optimizer`s: on a compiled model each is equal to itself in
 one process, however a plan stores the parameters, and on a model that is not compiled it is an ordinary optimizer. What
-they hold is what `optimizer="muon"`, `optimizer="galore"` and `offload="optimizer"` plan for. `clip_grad_norm_`
+they hold is what `optimizer="muon"`, `optimizer="galore"` and `Memory(offload="optimizer")` plan for. `clip_grad_norm_`
 clips gradients that one of them has taken to the host, too. Knows no plans.
 """
 

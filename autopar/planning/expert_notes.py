@@ -83,7 +83,7 @@ def _survived(context: PlanContext, answer: Answer, limit: int, most: int) -> tu
         low, high = (middle, high) if fits(middle) else (low, middle)
     return (
         f"the memory limit holds up to an imbalance of {low / HUNDREDTHS:.2f}: where the busiest device has so many "
-        "times its share of the rows of experts. Plan with imbalance=… for more.",
+        "times its share of the rows of experts. Plan with Experts(imbalance=…) for more.",
     )
 
 

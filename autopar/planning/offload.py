@@ -81,7 +81,7 @@ def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> 
 
     def noted(plan: Plan, notes: tuple[str, ...], request: PlanRequest) -> Plan:
         made, said = context_of(plan), request.settings
-        settings = replace(made.settings, cutoff=said.cutoff, time_limit=said.time_limit)
+        settings = replace(made.settings, cutoff=said.cutoff, search=said.search)
         return replace(plan, context=replace(made, settings=settings), notes=notes)
 
     return Plans(best, lambda plan: (plan,), seconds_of_microbatch, seconds_of_microbatch, stored, noted)
@@ -104,16 +104,16 @@ class _Planned(Generic[P]):
 
 
 def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
-    """The best plan; with offload="auto" the better of those with, and without it.
+    """The best plan; with Memory(offload="auto") the better of those with, and without it.
 
     Raises InfeasibleError, or PipelineError of stages, where there is none.
     """
-    if request.offload == "none":
+    if request.memory.offload == "none":
         return plans.best(request)
-    if request.offload == "auto" and request.settings.memory is None:
+    if request.memory.offload == "auto" and request.settings.limit is None:
         return plans.best(request.offloading_as("none"))
-    best, refused, deadline = None, None, after(request.settings.time_limit)
-    if request.offload == "auto":
+    best, refused, deadline = None, None, after(request.settings.search.time_limit)
+    if request.memory.offload == "auto":
         try:
             _check_stored(plans.stored(), request.settings.tensor_limit)
             best = _with_room(request.without_auto(offloads_optimizer=False), plans, deadline)
@@ -133,7 +133,7 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     else:
         found = offloaded if best is None or plans.seconds(offloaded.plan) < plans.seconds(best.plan) else best
     assert found is not None, "one of them is not refused"
-    if found.plan.offload == "none" or request.settings.memory is None:
+    if found.plan.offload == "none" or request.settings.limit is None:
         return _told(found)
     here = best if best is not None and best.plan.offload == "none" else None
     beside = here or _without_limit(request.offloading_as("none"), plans, deadline)
@@ -148,10 +148,10 @@ def _refusal(plan: AnyPlan, plans: Plans[Any], asked: int | None) -> _NoRoomErro
     limit, needed = hardware.host_memory_bytes if asked is None else asked, plan.host_bytes * devices
     if not limit or needed <= limit:
         return None
-    whose = f"hardware {hardware.name!r} has" if asked is None else "host_memory is"
+    whose = f"hardware {hardware.name!r} has" if asked is None else "Memory(host_limit=…) is"
     return _NoRoomError(
         f"what is offloaded takes {format_bytes(plan.host_bytes)} per device, and {format_bytes(needed)} ({needed} "
-        f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_memory, use "
+        f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_limit, use "
         'fewer devices of a host, or store parameters in parts (strategy="zero3").',
         plan.host_bytes - limit // devices,
     )
@@ -170,7 +170,7 @@ def _check_stored(stored: int, limit: int | None) -> None:
 def _against(request: PlanRequest, cutoff: float, deadline: float) -> PlanRequest:
     """Return the request for a plan with optimizer state on the host, to be faster than the best on the device."""
     settings = request.settings
-    settings = replace(settings, cutoff=min(settings.cutoff, cutoff), time_limit=seconds_until(deadline))
+    settings = replace(settings.lasting(seconds_until(deadline)), cutoff=min(settings.cutoff, cutoff))
     return replace(request, settings=settings).without_auto(offloads_optimizer=True)
 
 
@@ -181,7 +181,7 @@ def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Plann
     for a plan that has no room all the same, or of which all activations were to leave.
     """
     found, settings = _made(request, plans), request.settings
-    while (refusal := _refusal(found.plan, plans, request.host_memory)) is not None:
+    while (refusal := _refusal(found.plan, plans, request.memory.host_limit_bytes)) is not None:
         activations = found.plan.host.get(ACTIVATIONS, 0)
         if not activations:
             raise refusal
@@ -189,9 +189,9 @@ def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Plann
         leaving = max(list(each.recompute.values()).count(OFFLOAD) for each in pieces)
         room = activations - refusal.over
         fewer = min(leaving - 1, leaving * room // activations)
-        if fewer < 1 and settings.memory is None:
+        if fewer < 1 and settings.limit is None:
             raise refusal
-        left = replace(settings, time_limit=seconds_until(deadline))
+        left = settings.lasting(seconds_until(deadline))
         asked = replace(request, settings=replace(left, leaving=fewer))
         if fewer < 1:
             asked = replace(request, settings=left).keeping_activations()
@@ -201,7 +201,7 @@ def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Plann
             told = f"{error}\nWith more on the host: {refusal}"
             least = error.least_bytes if isinstance(error, InfeasibleError) else None
             raise InfeasibleError(told, least) from None
-        if ACTIVATIONS in found.plan.host and _refusal(found.plan, plans, request.host_memory) is None:
+        if ACTIVATIONS in found.plan.host and _refusal(found.plan, plans, request.memory.host_limit_bytes) is None:
             note = f"the host has room for what {fewer} layers{' of a stage' * (len(pieces) > 1)} keep, the first ones"
             return replace(found, plan=plans.noted(found.plan, (*found.plan.notes, note), request))
     return found
@@ -230,7 +230,7 @@ def _both(refused: Exception | None, error: Exception) -> Exception:
 
 def _without_limit(here: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P] | None:
     """The best plan that offloads nothing, whatever memory that takes; None where it is not found in time."""
-    settings = replace(here.settings, memory=None, cutoff=math.inf, time_limit=seconds_until(deadline))
+    settings = replace(here.settings.limited(None).lasting(seconds_until(deadline)), cutoff=math.inf)
     with suppress(InfeasibleError, TimeLimitError):
         return _made(replace(here, settings=settings), plans)
     return None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.console.names import PREFETCH_DEPTHS
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Priced
@@ -26,15 +27,7 @@ from autopar.planning.memory_limit.answers import Answer, without_idle_modes
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import (
-    DEPTHS,
-    TIME_LIMIT,
-    USUAL_DEPTH,
-    Activations,
-    PlanContext,
-    Settings,
-    context_of,
-)
+from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 
@@ -44,34 +37,21 @@ WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and m
 def make_plan(
     space: Space,
     pins: Pins,
-    memory: int | None = None,
-    solver: str = "auto",
-    time_limit: float = TIME_LIMIT,
-    recompute: str = "auto",
-    gap: float | None = None,
+    settings: Settings = Settings(),
     microbatches: Microbatches | None = None,
-    prefetch: int | str = "auto",
-    hurried: bool = False,
-    cutoff: float = math.inf,
-    activations: Activations = "stay",
-    leaving: int | None = None,
     stated: Statements | None = None,
 ) -> tuple[Plan, tuple[int, ...]]:
-    """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
+    """Return the best plan under the pins and the settings, and its choice per decision.
 
-    `recompute` is "auto" (where the limit asks for it), or one of RECOMPUTATIONS for every segment. The space is
-    that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
-    that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
-    Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
-    layer where any plan has room for it: the plan is the best of those that have. It fetches two ahead where it leaves
-    room for that and its timeline is shorter by it. No other seconds depend on it. `activations` says whether what
-    segments save goes to the host, `leaving` of how many (see `Settings`). `stated` are the problems of the space,
-    where some were stated before.
+    The space is that of one micro-batch. With several `microbatches` the plan is the best for all of them together: its
+    memory is that of the step, and its seconds, rows and traffic are those of a step of one micro-batch (see
+    `step_seconds`). With Memory(prefetch="auto") and a limit, weights are gathered one layer ahead if any plan has room
+    for it, and two if the best plan leaves room and its timeline is then shorter; no other seconds depend on it.
+    `stated` are the problems of the space, if some were stated before.
 
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
     """
-    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff, activations, leaving)
     formulations = (stated or Statements(space)).of(settings, microbatches)
     return plan_of(solved_by(formulations, pins, settings))
 
@@ -154,7 +134,7 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
 
     They share the time limit. Why there are no choices is said of the last of them alone.
     """
-    deadline = after(settings.time_limit)
+    deadline = after(settings.search.time_limit)
     *first, last = formulations
     for formulation in first:
         # With a cut-off it is not worked out why nothing fits.
@@ -169,7 +149,7 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
         except TimeLimitError:
             if is_over(deadline):
                 raise
-    left = settings if not first else replace(settings, time_limit=seconds_until(deadline))
+    left = settings if not first else settings.lasting(seconds_until(deadline))
     return Solved(last, pins, settings, _best(last, pins, left))
 
 
@@ -200,10 +180,10 @@ def best_plan_of(
     slower: list[float] = []
     start = time.monotonic()
     for number, each in enumerate(runs):
-        left = settings.time_limit - (time.monotonic() - start)
+        left = settings.search.time_limit - (time.monotonic() - start)
         cutoff = min((seconds_of_microbatch(plan) for plan, _ in found), default=math.inf)
         shared = max(left / (len(runs) - number), grace())
-        within = replace(settings, time_limit=shared, cutoff=min(settings.cutoff, cutoff))
+        within = replace(settings.lasting(shared), cutoff=min(settings.cutoff, cutoff))
         try:
             found.append(_planned(each, stated, pins, within))
         except CutOffError as error:
@@ -268,10 +248,10 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
     if not memory.weights.gathers(answer.choices):
         return answer, memory.fetching_ahead(0)
     limit = settings.tensor_limit
-    if settings.prefetch != "auto" or limit is None:
+    if settings.memory.prefetch != "auto" or limit is None:
         return answer, memory
     found, model = answer, memory
-    for depth in DEPTHS[1 + memory.prefetch :]:
+    for depth in PREFETCH_DEPTHS[1 + memory.prefetch :]:
         ahead = memory.fetching_ahead(depth)
         peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
         if peak > limit or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
@@ -301,15 +281,16 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
         given = Priced(context.row, plan.multiplier)
         priced = given.of_the_same_calls(context.memory_model, formulation.memory)
     modes = context.settings.modes(formulation.memory.lifetimes.segments)
-    return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.time_limit))
+    return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.search.time_limit))
 
 
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
     modes = settings.modes(formulation.memory.lifetimes.segments)
-    limit, time_limit, gap = settings.tensor_limit, settings.time_limit, settings.gap
+    limit, search = settings.tensor_limit, settings.search
     found = best_within(
-        formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff
+        *(formulation, pins, limit, modes, search.solver, search.time_limit, search.gap),
+        *(settings.hurried, settings.cutoff),
     )
     return without_idle_modes(found, formulation, pins, modes, limit) if modes and limit is not None else found
 

@@ -130,7 +130,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         peak_bytes=answer.peak_bytes,
         traffic=dict(traffic),
         solver=answer.solver,
-        memory_limit=context.settings.memory,
+        memory_limit=context.settings.limit,
         reserved=context.settings.reserved,
         imbalance=space.imbalance,
         unruled=space.unruled(),
@@ -175,7 +175,7 @@ def _workload(context: PlanContext, answer: Answer) -> Workload | None:
     runs, seconds = memory.microbatches, answer.seconds
     if runs.several:
         seconds = parts_of(memory, answer.choices, answer.modes).of(runs.count)
-    return workload(memory, seconds, context.settings.memory, context.settings.reserved)
+    return workload(memory, seconds, context.settings.limit, context.settings.reserved)
 
 
 def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from autopar.capture.assumptions import Assumption
-from autopar.capture.tiles.mlp import MlpTiles
-from autopar.capture.tiles.tiled_losses import LossTiles
+from autopar.capture.assumptions import Assumption, assumptions_of
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.overlap import Beside
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.plan import Plan
-from autopar.costs.pricing.conventions import OF_AUTOPAR, MemoryConventions
+from autopar.costs.pricing.conventions import MemoryConventions
 from autopar.costs.pricing.offload import check_host
 from autopar.costs.pricing.optimizer import ADAMW, Offload, Optimizer
 from autopar.costs.space.between_layouts import notes_on_moves
@@ -36,6 +35,7 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.pins import Mode, pins_of
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
+from autopar.planning.options.groups import Capture, Experts, Memory, Offloaded, Pipeline
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.record import marked
 from autopar.planning.replicated_work import (
@@ -52,8 +52,8 @@ from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import REDUCE_EACH, parts_named, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
-Offloaded = Literal["none", "optimizer", "activations", "both", "auto"]
-OFFLOADED: tuple[Offloaded, ...] = ("none", "optimizer", "activations", "both", "auto")
+LOSS_TILES: Mapping[str, LossTiles] = {"auto": None, "always": AUTO, "none": False}
+"""Word for the tiles of losses → the same as capture takes it."""
 Inputs = str | tuple[str, ...]
 """`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
 
@@ -86,75 +86,41 @@ class PlanRequest:
     strategy: str | None = None
     """The name of a preset."""
     mode: Mode = "auto"
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings = Settings()
+    """Options of memory and of the search, with those of one search among several."""
     optimizer: Optimizer = ADAMW
     hardware: str | Hardware | None = None
     """Name or path of a profile, or a profile; None: the mesh's own."""
     outputs: Outputs = "plain"
-    microbatches: int | None = None
-    """Into how many parts a batch is split; None: one, or as many as suit a pipeline."""
-    pipeline: str | None = None
-    """The axis of a pipeline; None: the one called "pp", if there is one."""
-    schedule: str | None = None
-    chunks: int | None = None
-    stages: tuple[str, ...] | None = None
-    """Modules with which the second and later stages of a pipeline begin."""
-    assume: tuple[Assumption, ...] = ()
-    """Branches on the values of tensors whose outcome is known."""
     inputs: Inputs = "whole"
     """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
-    capacity_factor: float | None = None
-    """Largest number of rows an expert takes of a sample, as a multiple of its balanced share; None for no limit."""
-    loss_tiles: LossTiles = None
-    """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses; None: where
-    memory asks for it; False: never."""
-    mlp_tiles: MlpTiles = None
-    """Into how many tiles of rows MLPs are taken; "auto": where memory asks for it; None: the model as it is."""
-    weight_tiles: bool = False
-    """True if sharded weights may be gathered a tile at a time."""
-    imbalance: float = 1.0
-    """Ratio of the busiest device's expert rows to its equal share."""
+    microbatches: int | None = None
+    """Number of micro-batches of a step; None: one, or as many as suit a pipeline."""
+    pipeline: Pipeline = Pipeline()
+    experts: Experts = Experts()
+    capture: Capture = Capture()
     precision: Precision = AS_IT_IS
     training: bool = True
     """True if the plan includes gradients and optimizer steps; else only the forward is planned and run."""
     implementations: frozenset[str] = frozenset()
     """On-demand implementations to offer in addition to those that annotations and the preset request."""
-    offload: Offloaded = "none"
-    """Data on the host.
-
-    "optimizer": optimizer state, which is updated there. "activations": what layers save for their backward. "both", or
-    "none". "auto": what the memory limit requires.
-    """
-    host_memory: int | None = None
-    """Bytes of a host that may be taken; None: those that the profile says it has."""
-    static_argnames: tuple[str, ...] = ()
-    """Arguments of forward whose values are constants of the graph."""
-    memory_conventions: MemoryConventions = OF_AUTOPAR
-    """Conventions on what counts as memory of a device."""
+    chosen_tiles: Tiles | None = None
+    """Tiles that the search tries in place of those that the user requested."""
 
     def __post_init__(self) -> None:
-        if self.offload not in OFFLOADED:
-            raise InputError(f"offload={self.offload!r}; give {', '.join(map(repr, OFFLOADED))}.")
-        if self.offload in ("optimizer", "both", "auto"):
+        memory, names = self.memory, self.static_argnames
+        assumptions_of(self.capture.assume)
+        if memory.offload in ("optimizer", "both", "auto"):
             self.optimizer.check_offload()
-        if self.offload in ("activations", "both") and self.imbalance > 1:
+        if memory.offloads_activations and self.experts.imbalance > 1:
             raise InputError(
-                f"offload={self.offload!r} beside imbalance={self.imbalance:g}: copies to the host are planned for "
-                'equal shares of the rows of experts; leave imbalance out, or give offload="optimizer" or "none".'
+                f"Memory(offload={memory.offload!r}) is given with Experts(imbalance={self.experts.imbalance:g}): "
+                "copies to the host are planned for equal shares of the rows of experts; leave imbalance out, or give "
+                'Memory(offload="optimizer") or Memory(offload="none").'
             )
-        if self.offload in ("activations", "both") and not self.may_leave:
+        if names and (self.microbatches or 1) > 1:
             raise InputError(
-                f"offload={self.offload!r} sends what layers keep for their backward to the host, and "
-                f'recompute={self.settings.recompute!r} has them keep next to nothing; give recompute="auto" or "none".'
-            )
-        if self.offload == "none" and self.host_memory is not None:
-            raise InputError(
-                f"host_memory={self.host_memory} limits what is offloaded, and nothing is; give "
-                'offload="optimizer", "activations", "both" or "auto", too, or leave it out.'
-            )
-        if self.static_argnames and (self.microbatches or 1) > 1:
-            raise InputError(
-                f"static_argnames={list(self.static_argnames)} is given with microbatches={self.microbatches}, and "
+                f"Capture(static_argnames={list(names)}) is given with microbatches={self.microbatches}, and "
                 "each micro-batch would get the values of the whole batch. Leave microbatches out, and accumulate "
                 "gradients over several calls."
             )
@@ -162,11 +128,35 @@ class PlanRequest:
             raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')
         if self.outputs not in ("plain", "dtensor", "full"):
             raise InputError(f'outputs={self.outputs!r}; outputs are "plain", "dtensor" or "full".')
-        if self.weight_tiles and self.settings.memory is None:
-            raise InputError(
-                "weight_tiles=True has weights gathered a tile at a time where a memory limit asks for it, and none is "
-                'given; give memory=, as in memory="40GB", or leave weight_tiles out.'
-            )
+
+    @property
+    def memory(self) -> Memory:
+        return self.settings.memory
+
+    def with_memory(self, memory: Memory) -> PlanRequest:
+        """Return the request with other options of memory."""
+        return replace(self, settings=replace(self.settings, memory=memory))
+
+    @property
+    def conventions(self) -> MemoryConventions:
+        return MemoryConventions.of(self.memory.conventions)
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Branches on the values of tensors whose outcome is known."""
+        return assumptions_of(self.capture.assume)
+
+    @property
+    def static_argnames(self) -> tuple[str, ...]:
+        """Arguments of forward whose values are constants of the graph."""
+        return tuple(self.capture.static_argnames or ())
+
+    @property
+    def tiles(self) -> Tiles:
+        """Tiles in which the model is captured before any are tried because memory requires them."""
+        losses, mlps = self.memory.loss_tiles, self.memory.mlp_tiles
+        asked = Tiles(LOSS_TILES[losses] if isinstance(losses, str) else losses, None if mlps == "none" else mlps)
+        return self.chosen_tiles or asked
 
     def returned(self, mesh: Mesh) -> Returned:
         """Return how outputs come back on a mesh: of a pipeline, that of one stage."""
@@ -194,7 +184,7 @@ class PlanRequest:
 
         The mesh has the axis of a pipeline, if there is one. Raises InfeasibleError if nothing is left for tensors.
         """
-        reserved, limit = self.memory_conventions.reserved(self.hardware_of(mesh), mesh), self.settings.memory
+        reserved, limit = self.conventions.reserved(self.hardware_of(mesh), mesh), self.settings.limit
         if limit is not None:
             reserved.check(limit)
         return replace(self, settings=replace(self.settings, reserved=reserved))
@@ -218,7 +208,7 @@ class PlanRequest:
         """The names of implementations that are offered on demand; a preset may have one of its own name."""
         said = [each.implementations for each in self.annotations]
         said += [frozenset(parts_named(self.strategy))]
-        said += [frozenset((TILED_WEIGHT,))] if self.weight_tiles else []
+        said += [frozenset((TILED_WEIGHT,))] if self.memory.weight_tiles else []
         return self.implementations.union(*said)
 
     def space(
@@ -234,13 +224,13 @@ class PlanRequest:
         """Build the space of plans; `input_layouts` says which inputs arrive split (see `build_space`).
 
         `num_devices` are those of all stages, if the program is one of a pipeline. Axes of `dealing` zigzag-shard
-        positions; `plan` finds out which ones should. With offload="auto" the space is that of a model whose optimizer
-        is on the device.
+        positions; `plan` finds out which ones should. With Memory(offload="auto") the space is that of a model whose
+        optimizer is on the device.
         """
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
         if self.offloads_optimizer:
             optimizer = self.offloading(hardware, num_devices or mesh.num_devices)
-        elif self.offload == "activations":
+        elif self.memory.offload == "activations":
             check_host(hardware)
         return build_space(
             program,
@@ -249,30 +239,30 @@ class PlanRequest:
             self.returned(mesh),
             input_layouts,
             optimizer,
-            self.imbalance,
+            self.experts.imbalance,
             whole,
             self.asked,
             num_devices,
-            self.memory_conventions,
+            self.conventions,
             dealing,
             beside,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
         """The request with another word on what is offloaded."""
-        return replace(self, offload=offload, host_memory=None if offload == "none" else self.host_memory)
+        return self.with_memory(self.memory.offloading(offload))
 
     def keeping_activations(self) -> PlanRequest:
         """The request with activations on the device, where a word says that they leave."""
-        if self.offload not in ("activations", "both"):
+        if not self.memory.offloads_activations:
             return self
         return self.offloading_as("optimizer" if self.offloads_optimizer else "none")
 
     def without_auto(self, offloads_optimizer: bool) -> PlanRequest:
         """The request with a word in place of "auto": of the optimizer it says what was decided."""
-        if self.offload != "auto":
+        if self.memory.offload != "auto":
             return self
-        activations = self.may_leave and self.settings.memory is not None
+        activations = self.may_leave and self.settings.limit is not None
         words: dict[tuple[bool, bool], Offloaded] = {
             (False, False): "none",
             (False, True): "activations",
@@ -284,12 +274,12 @@ class PlanRequest:
     @property
     def offloads_optimizer(self) -> bool:
         """True if the optimizer state is on the host in any case, not only if memory requires it."""
-        return self.offload in ("optimizer", "both")
+        return self.memory.offload in ("optimizer", "both")
 
     @property
     def may_leave(self) -> bool:
         """True if layers may save tensors that can be offloaded, and the bytes of these are known."""
-        return self.settings.recompute in ("auto", "none") and self.imbalance == 1
+        return self.memory.recompute in ("auto", "none") and self.experts.imbalance == 1
 
     @property
     def searched(self) -> Settings:
@@ -297,9 +287,9 @@ class PlanRequest:
 
         All activations are offloaded without a memory limit, and as many as needed with one.
         """
-        if self.offload not in ("activations", "both"):
+        if not self.memory.offloads_activations:
             return self.settings
-        return replace(self.settings, activations="leave" if self.settings.memory is None else "may leave")
+        return replace(self.settings, activations="leave" if self.settings.limit is None else "may leave")
 
     def offloading(self, hardware: Hardware, num_devices: int) -> Optimizer:
         """The optimizer with what it keeps on the hosts of so many devices; PlanError where a profile has none."""
@@ -312,7 +302,7 @@ class PlanRequest:
         `stated` are its problems, where some were stated before.
         """
         said = self.annotations_about(space.program, space.mesh, stored=bool(storage))
-        problems, deadline = (stated or Statements(space)).dealing_over(()), after(self.settings.time_limit)
+        problems, deadline = (stated or Statements(space)).dealing_over(()), after(self.settings.search.time_limit)
         pins = pins_of(said, problems.space, self.mode, storage or {})
 
         def dealing_over(axes: Collection[str]) -> tuple[Statements, Pins]:
@@ -332,7 +322,7 @@ class PlanRequest:
             context = context_of(plan)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say was said of the first search
-                left = replace(self.settings, time_limit=seconds_until(deadline))
+                left = self.settings.lasting(seconds_until(deadline))
                 found = made(context.pins, left, Statements(costs))
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
             return replace(found, context=own, notes=(*found.notes, *plan.notes[-1:] * context.keeps_whole))
@@ -345,7 +335,7 @@ class PlanRequest:
         if is_worth_another_search(problems.space, choices, needed) and not is_over(deadline):
             fewer, own = dealing_over(needed)
             with suppress(CutOffError, InfeasibleError, TimeLimitError):
-                plan = made(own, replace(self.settings, time_limit=seconds_until(deadline)), fewer)
+                plan = made(own, self.settings.lasting(seconds_until(deadline)), fewer)
                 problems = fewer
         if self.training and self.strategy is None and self.mode != "manual" and not storage:
             plan = with_storage_settled(plan, said, made, deadline)
@@ -372,8 +362,8 @@ class PlanRequest:
         """The plan and its choices."""
         count, said = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
-        free = count > 1 and said.memory is not None and self.strategy is None
+        free = count > 1 and said.limit is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)
-        lasting = self.memory_conventions.main_gradients and self.training
+        lasting = self.conventions.main_gradients and self.training
         runs = [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
         return best_plan_of(runs, stated, pins, said)

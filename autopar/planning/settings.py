@@ -13,34 +13,22 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
-from autopar.errors import InfeasibleError, InputError, PipelineError, PlanError
+from autopar.errors import InfeasibleError, PipelineError, PlanError
 from autopar.ir.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
 from autopar.planning.formulation import Pins
+from autopar.planning.options.groups import Memory, Search
 from autopar.solver.problem import Problem
 
 Activations = Literal["stay", "may leave", "leave"]
-TIME_LIMIT = 120.0  # seconds of solving
-DEPTHS = (0, 1, 2)
-"""Numbers of layers ahead of their use that weights may be fetched."""
 USUAL_DEPTH = 1  # as FSDP2's: a second layer helps where gathers take longer than products, and then waits all the same
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the planner: `memory` in bytes per device, `recompute` "auto" or one mode for every segment."""
+    """Settings of the planner: the user's, and those of one search among several."""
 
-    memory: int | None = None
-    recompute: str = "auto"
-    solver: str = "auto"
-    time_limit: float = TIME_LIMIT
-    gap: float | None = None
-    """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be; None: it is the
-    best, or within a thousandth of it where more would be dear."""
-    prefetch: int | str = "auto"
-    """Number of layers ahead of their use that weights are fetched.
-
-    "auto": one, but none if a limit leaves no room; a second one if there is room for it and it helps.
-    """
+    memory: Memory = Memory()
+    search: Search = Search()
     hurried: bool = False
     """True for one of many plans, none of which is worth a long search."""
     cutoff: float = math.inf
@@ -57,24 +45,27 @@ class Settings:
     reserved: Reserved = NOTHING
     """Memory of the device that `memory` counts besides tensors."""
 
-    def __post_init__(self) -> None:
-        if self.solver not in ("auto", "ilp"):
-            raise InputError(f'solver={self.solver!r}; solvers are "auto" and "ilp".')
-        if self.recompute not in ("auto", *RECOMPUTATIONS):
-            raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *RECOMPUTATIONS)))}.")
-        if self.prefetch not in ("auto", *DEPTHS):
-            raise PlanError(f"prefetch={self.prefetch!r}; give {', '.join(map(repr, ('auto', *DEPTHS)))}.")
-        if self.gap is not None and not 0 <= self.gap < 1:
-            raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
+    @property
+    def limit(self) -> int | None:
+        """The memory limit in bytes per device; None if there is none."""
+        return self.memory.limit_bytes
 
     @property
     def tensor_limit(self) -> int | None:
         """The memory limit in bytes of tensors, in which the search counts; None if there is none."""
-        return None if self.memory is None else self.reserved.tensors_within(self.memory)
+        return None if self.limit is None else self.reserved.tensors_within(self.limit)
 
     def for_tensors(self, limit: int | None) -> Settings:
         """Return the settings with a limit on tensors alone, as a stage has that shares its device."""
-        return replace(self, memory=limit, reserved=NOTHING)
+        return replace(self.limited(limit), reserved=NOTHING)
+
+    def limited(self, limit: int | None) -> Settings:
+        """Return the settings with another memory limit in bytes per device, of at least one byte."""
+        return replace(self, memory=self.memory.limited(None if limit is None else max(limit, 1)))
+
+    def lasting(self, seconds: float) -> Settings:
+        """Return the settings with another time limit."""
+        return replace(self, search=replace(self.search, time_limit=seconds))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -85,11 +76,11 @@ class Settings:
         try:
             yield
         except (InfeasibleError, PipelineError) as error:
-            if self.memory is None or not self.reserved:
+            if self.limit is None or not self.reserved:
                 raise
             if isinstance(error, PipelineError):
-                raise PipelineError(f"{self.reserved.explained(self.memory)}\n{error}") from error
-            least, told = error.least_bytes, self.reserved.explained(self.memory, error.least_bytes)
+                raise PipelineError(f"{self.reserved.explained(self.limit)}\n{error}") from error
+            least, told = error.least_bytes, self.reserved.explained(self.limit, error.least_bytes)
             on_device = None if least is None else self.reserved.on_device(least)
             raise InfeasibleError(f"{told}\n{error}", on_device) from error
 
@@ -98,9 +89,9 @@ class Settings:
         """Modes that segments may have, as `Formulation.problem` takes them; None if "none" is the only one."""
         if self.activations == "leave":
             return OFFLOAD
-        if self.recompute == "none":
+        if self.memory.recompute == "none":
             return None if self.activations == "stay" else f"none|{OFFLOAD}"
-        return "" if self.recompute == "auto" else self.recompute
+        return "" if self.memory.recompute == "auto" else self.memory.recompute
 
     def modes(self, segments: Sequence[str]) -> dict[str, str] | None:
         """Return the modes that each segment may have, as `Formulation.problem` takes them.
@@ -125,9 +116,9 @@ class Settings:
 
         The search's objective counts gathers as issued ahead: without memory for that a step takes longer.
         """
-        if self.prefetch != "auto":
-            return (int(self.prefetch),)
-        return (USUAL_DEPTH,) if self.memory is None else (USUAL_DEPTH, 0)
+        if self.memory.prefetch != "auto":
+            return (self.memory.prefetch,)
+        return (USUAL_DEPTH,) if self.limit is None else (USUAL_DEPTH, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -347,7 +347,7 @@ def warn(seconds: float, bound: float, why: str = "") -> None:
     share = (seconds - bound) / abs(seconds) if seconds else 0.0
     warn_user(
         f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({format_share(share)} less). "
-        "Raise the time limit, or give up a little more with gap=….",
+        "Raise the time limit, or give up a little more with Search(gap=…).",
         RuntimeWarning,
     )
 

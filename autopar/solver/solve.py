@@ -5,9 +5,9 @@
 3. Min-marginals at λ forbid whatever is in no better solution (`min_marginals`); exact reductions, labels and an ILP
    over counts of equal parts (`reduction`, `residual`) solve the rest (`narrow`).
 
-Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
-reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`neighbourhoods`), and give the ILP
-a start.
+Equal problems get equal solutions, unless time runs out. `Search(solver="ilp")` hands the whole problem to the ILP, as
+the reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`neighbourhoods`), and give the
+ILP a start.
 """
 
 from __future__ import annotations

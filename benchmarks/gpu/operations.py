@@ -28,7 +28,9 @@ def beside_profile(setting: Setting) -> Finding:
     """Each operation measured, and by how much it differs from its prediction."""
     mesh = autopar.Mesh({"tp": NUM_RANKS})
     model, inputs = setting.whole_model(1, device="meta"), setting.batch(1, device="meta")
-    plan = autopar.plan(model, mesh, inputs, strategy="megatron", hardware=setting.profile, recompute="none")
+    plan = autopar.plan(
+        model, mesh, inputs, strategy="megatron", hardware=setting.profile, memory=autopar.Memory(recompute="none")
+    )
     with stubbed(setting.device, {"alone": 1}):
         timer = Timer(torch.device(setting.device), setting.effort)
         cases = list(_cases(setting, plan))

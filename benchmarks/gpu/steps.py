@@ -119,7 +119,7 @@ def _by_autopar(setting: Setting, mesh: DeviceMesh, compiled: bool) -> Trainer:
         inputs,
         strategy="megatron",
         hardware=setting.profile,
-        recompute="none",
+        memory=autopar.Memory(recompute="none"),
     )
     if compiled:
         model.compile()

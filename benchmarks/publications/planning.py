@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from autopar.costs.steps.sends import Send
 from autopar.costs.steps.step import forward_and_backward
 from autopar.costs.timeline.simulation import simulate
 from autopar.ir.program.program import Program
+from autopar.planning.options.groups import Memory, Pipeline
 from autopar.planning.pipeline.plan import TRANSIENT
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.planner import messages, plan_pipeline
@@ -105,15 +107,15 @@ def predicted(asked: Pinned, counts: Sequence[int], hardware: Hardware, whole: b
 
 def request_of(asked: Pinned, hardware: Hardware) -> PlanRequest:
     """Build autopar's planning request for a pinned strategy."""
+    recompute: Any = asked.recompute  # a word of a table
     return PlanRequest(
         annotations=asked.annotations,
         strategy=asked.strategy,
-        settings=Settings(recompute=asked.recompute),
+        settings=Settings(Memory(recompute=recompute, conventions=MemoryConventions.of(asked.conventions))),
         hardware=hardware,
         microbatches=asked.accumulation,
         precision=PRECISIONS[asked.precision],
-        schedule=asked.schedule or None,
-        memory_conventions=MemoryConventions.of(asked.conventions),
+        pipeline=Pipeline(schedule=asked.schedule or None),
     )
 
 
@@ -152,7 +154,8 @@ def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
 
 def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
     """The plan of a pipeline that is cut as the row's."""
-    wanted = replace(request_of(asked, hardware), stages=tuple(f"layers.{start}" for start in starts(counts)[1:]))
+    wanted, names = request_of(asked, hardware), tuple(f"layers.{start}" for start in starts(counts)[1:])
+    wanted = replace(wanted, pipeline=replace(wanted.pipeline, split_points=names))
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
     program = _program(asked, asked.shape.layers)
     request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)

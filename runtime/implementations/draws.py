@@ -58,8 +58,8 @@ def _of_whole(
     if op.namespace != "aten":
         over = ", ".join(dict.fromkeys(axis for each in axes.values() for axis in each))
         raise InputError(
-            f"deterministic=True draws whole tensors, as one device does; found {op}, whose numbers are drawn by a "
-            f"rule that splits it over {over}. Leave deterministic out, or register no rule for it."
+            f"Run(deterministic=True) draws whole tensors, as one device does; found {op}, whose numbers are drawn by "
+            f"a rule that splits it over {over}. Leave deterministic out, or register no rule for it."
         )
     position = next((i for i, each in enumerate(op._schema.arguments) if each.name == SIZE), None)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

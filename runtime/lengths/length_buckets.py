@@ -64,12 +64,14 @@ class Buckets:
 
     @classmethod
     def of(cls, said: Buckets | str | None) -> Buckets | None:
-        """Return the buckets that `buckets=` stands for; raise InputError for a word other than "auto"."""
-        if said is None or isinstance(said, Buckets):
+        """Return the buckets that `Run(buckets=…)` stands for; raise InputError for an unknown word."""
+        if said is None or said == "none":
+            return None
+        if isinstance(said, Buckets):
             return said
         if said == "auto":
             return cls()
-        raise InputError(f'buckets={said!r}; give "auto" or autopar.Buckets(…).')
+        raise InputError(f'Run(buckets={said!r}); give "auto", "none" or autopar.Buckets(…).')
 
     def length_for(self, length: int, unit: int) -> int:
         """Return the length to which a sequence is padded; raise InputError if it is longer than all buckets.

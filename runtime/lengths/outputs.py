@@ -75,7 +75,7 @@ def _dims(program: Program, larger: Program | None, number: int, size: int | Non
         if value != other:
             raise InputError(
                 f"output {number} is the number {value} or {other}, as there are more {what} with padding; return what "
-                "does not depend on the size of the inputs, or give buckets=None."
+                "does not depend on the size of the inputs, or give Run(buckets='none')."
             )
         return ()
     info, its = value.meta["tensor"], other.meta["tensor"]
@@ -87,7 +87,8 @@ def _dims(program: Program, larger: Program | None, number: int, size: int | Non
         if after - before != _size_of(larger, program, size):
             raise InputError(
                 f"dim {dim} of output {number} has {before} elements for {size} {what}, so that padding lies between "
-                "them; return a tensor with a dim of its own for samples and for positions, or give buckets=None."
+                "them; return a tensor with a dim of its own for samples and for positions, or give "
+                "Run(buckets='none')."
             )
         found.append((dim, before - size))
     return tuple(found)

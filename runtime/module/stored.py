@@ -181,12 +181,12 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return gathered(mine, self._input_mesh)
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """Capture and plan for each of the stated lengths of `buckets=`, with inputs as these; the longest first.
+        """Capture and plan for each of the stated lengths of `Run(buckets=…)`, with inputs as these; the longest first.
 
         Called by all ranks. Raises InputError where no lengths are stated.
         """
         if self.varying is None:
-            raise InputError("the model was compiled without buckets; give autopar.compile(..., buckets=…).")
+            raise InputError("the model was compiled without buckets; give autopar.compile(..., run=Run(buckets=…)).")
         for example in self.varying.examples(canonical_arguments(self._forward_signature, args, kwargs)):
             self.prepare(*example)
 

@@ -104,8 +104,9 @@ class PipeDream:
         self._check_optimizer()
         if scale is not None:
             raise PipelineError(
-                'schedule="pipedream" updates every stage by itself, and a scaler skips an update on all of them at '
-                'once; found model.scaler. Set it to None and train in bfloat16, or use schedule="1f1b".'
+                'Pipeline(schedule="pipedream") updates every stage by itself, and a scaler skips an update on all of '
+                "them at once; found model.scaler. Set it to None and train in bfloat16, or use "
+                'Pipeline(schedule="1f1b").'
             )
         self._clear_gradients()
         total = torch.zeros((), device=self._device)
@@ -197,8 +198,8 @@ class PipeDream:
         """Raise PipelineError where weights are to be updated and nothing is there to do it."""
         if self._learning and self._root.optimizer is None:
             raise PipelineError(
-                'schedule="pipedream" updates the weights inside train_step, after every micro-batch, and found no '
-                "optimizer; set model.optimizer = torch.optim.SGD(model.parameters(), lr=…), or another one."
+                'Pipeline(schedule="pipedream") updates the weights inside train_step, after every micro-batch, and '
+                "found no optimizer; set model.optimizer = torch.optim.SGD(model.parameters(), lr=…), or another one."
             )
 
 
@@ -206,9 +207,9 @@ def check_not_shared(schedule: str, holders: Sequence[str]) -> None:
     """Raise PipelineError for parameters that several ranks hold, which updates of their own would drive apart."""
     if schedule == "pipedream" and holders:
         raise PipelineError(
-            f'schedule="pipedream" updates every stage by itself, and {", ".join(holders)} would be held by several '
-            "stages, whose copies would not stay equal. Untie the weights, put all their uses into one stage "
-            '(stages=… or autopar.annotate(…, stage=…)), or use schedule="1f1b".'
+            f'Pipeline(schedule="pipedream") updates every stage by itself, and {", ".join(holders)} would be held by '
+            "several stages, whose copies would not stay equal. Untie the weights, put all their uses into one stage "
+            '(Pipeline(split_points=…) or autopar.annotate(…, stage=…)), or use Pipeline(schedule="1f1b").'
         )
 
 

@@ -73,8 +73,7 @@ class PipelineModule(StoredModule[Pipeline]):
         self._frozen_names = FrozenNames(self._hosts)
         self._older_weights = OlderWeights()
         self.optimizer: torch.optim.Optimizer | None = None
-        """Optimizer of this rank's parameters; needed only by schedule="pipedream", which updates inside `train_step`.
-        """
+        """Optimizer of this rank's parameters; Pipeline(schedule="pipedream") needs it, to update in `train_step`."""
 
     @property
     def plan(self) -> PipelinePlan:
@@ -104,7 +103,7 @@ class PipelineModule(StoredModule[Pipeline]):
         """Run forward and backward of a batch through the pipeline, and leave the gradients in `.grad`.
 
         The batch is split along dim 0 into micro-batches. Returns the mean of their losses, on every rank. With
-        schedule="pipedream" every micro-batch is a step of `model.optimizer`, and no gradients are left; with
+        Pipeline(schedule="pipedream") every micro-batch is a step of `model.optimizer`, and no gradients are left; with
         "pipedream_2bw" gradients and loss are those at the weights before the last update.
 
         Raises InputError where the batch does not divide or the model returns no loss, and PeerError where
@@ -123,7 +122,8 @@ class PipelineModule(StoredModule[Pipeline]):
         if self.compilation is not None and pipeline.schedule.halves_backwards:
             raise PipelineError(
                 f'"{pipeline.schedule.name}" makes gradients of inputs and of weights apart, and torch.compile makes '
-                'one backward of both; use schedule="1f1b" or "interleaved_1f1b", or do without model.compile().'
+                'one backward of both; use Pipeline(schedule="1f1b") or "interleaved_1f1b", or do without '
+                "model.compile()."
             )
         first_step = self.random_state.advance(len(batches))
         older = self._older_weights.in_place(self) if pipeline.schedule.delays_updates else nullcontext()

@@ -337,9 +337,9 @@ def _padding_advice(names: Sequence[str], dims: frozenset[int]) -> str:
     if dims == {0}:
         return (
             "Only numbers of samples differ: give every rank as many, for example with drop_last=True, or pad the "
-            f'missing ones with buckets=autopar.Buckets(batches="largest"{padding}).'
+            f'missing ones with Run(buckets=autopar.Buckets(batches="largest"{padding})).'
         )
     if 0 in dims:
-        return f'Only sizes differ, which buckets=autopar.Buckets(batches="largest"{padding}) pads alike.'
+        return f'Only sizes differ, which Run(buckets=autopar.Buckets(batches="largest"{padding})) pads alike.'
     option = f"autopar.Buckets({padding.removeprefix(', ')})" if unknown else '"auto"'
-    return f"Only lengths differ, which autopar.compile(..., buckets={option}) pads alike on all ranks."
+    return f"Only lengths differ, which Run(buckets={option}) pads alike on all ranks."

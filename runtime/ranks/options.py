@@ -1,16 +1,15 @@
-"""The options of `compile` are those of all ranks: each is compared before the first of them is read.
+"""Options of `compile` are equal on all ranks: each is compared before the first of them is read.
 
-Ranks with different options make different graphs, and wait for each other's collectives. The options are taken from
-the signature of `compile`, so that a new one is compared without being named here.
+Ranks with different options make different graphs, and wait for each other's collectives. Fields of a group that are
+marked `of_each_rank` may differ.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,32 +17,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.costs.plans.plan import Plan
 from autopar.errors import PeerError
+from autopar.planning.options.definition import Group
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.runtime.ranks.agreement import gathered, many_processes
 
-OF_EACH_RANK = frozenset({"plan_cache"})
-"""Options that ranks may choose for themselves: the first rank alone reads a folder of plans."""
+NOT_GIVEN = "…"
 MAX_SHOWN = 100
 """Characters of a value that a message shows."""
 
 
-def agree_on_options(function: Callable[..., Any], given: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Compare what all ranks of a mesh give for the keyword-only parameters of a function; called by all of them.
+def agree_on_options(function: str, given: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Compare the options that all ranks of a mesh give to a function; called by all of them.
 
     Raises PeerError on every rank for the first option that differs.
     """
     if not many_processes(mesh):
         return
-    parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in OF_EACH_RANK]
-    first, *others = gathered((dist.get_rank(), [_described(given[name]) for name in names]), mesh)
-    for rank, described in others:
-        for name, here, there in zip(names, first[1], described, strict=True):
-            if here != there:
+    (here, mine), *others = gathered((dist.get_rank(), {name: _described(each) for name, each in given.items()}), mesh)
+    for there, described in others:
+        for name in dict.fromkeys((*mine, *described)):
+            own, other = mine.get(name, NOT_GIVEN), described.get(name, NOT_GIVEN)
+            if own != other:
                 raise PeerError(
-                    f"{function.__name__} was given {name}={_shown(here, there)} on rank {first[0]} and "
-                    f"{name}={_shown(there, here)} on rank {rank}. Every rank needs the same options; give {name} the "
-                    "same value on every rank."
+                    f"{function} was given {name}={_shown(own, other)} on rank {here} and {name}={_shown(other, own)} "
+                    f"on rank {there}. Every rank needs the same options; give {name} the same value on every rank."
                 )
 
 
@@ -52,6 +49,9 @@ def _described(value: Any) -> str:
     if isinstance(value, Plan | PipelinePlan):
         decisions = json.dumps(_decisions_of(value), sort_keys=True, default=str)
         return f"<{type(value).__name__} {_digest(decisions)}>"
+    if isinstance(value, Group):
+        said = (f"{each.name}={_described(found)}" for each, found in value.given() if not each.of_each_rank)
+        return f"{type(value).__name__}({', '.join(said)})"
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -80,7 +80,7 @@ class RankGraph:
             raise InputError(
                 "torch.compile decides itself what a backward of the whole graph keeps, and the plan sends what layers "
                 "keep to the host; compile layer by layer, by model.compile(regional=True), run the model without "
-                'torch.compile, or plan with offload="optimizer" or "none".'
+                'torch.compile, or plan with Memory(offload="optimizer") or "none".'
             )
         if self._has_hooks and learns:
             raise InputError(

@@ -66,7 +66,7 @@ class RepeatedCalls:
 _UNKNOWN = (
     "the model draws random numbers (dropout and the like) and is called inside a backward, where the CPU's generator "
     "is in a state in which no call began, so that the numbers of the first call cannot be drawn again. Use "
-    "torch.utils.checkpoint with preserve_rng_state=True, or autopar.compile(..., recompute=...) in its place."
+    "torch.utils.checkpoint with preserve_rng_state=True, or Memory(recompute=…) in its place."
 )
 _AMBIGUOUS = (
     "the model is called inside a backward, and several calls began with the CPU's generator in this state, so that "

@@ -13,6 +13,7 @@ from autopar.api import sizing
 from autopar.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
+from tests.support.options import by_flag
 
 DAY = 86400.0
 
@@ -83,7 +84,7 @@ def test_nothing_is_planned_that_computation_alone_makes_too_slow(monkeypatch: p
 )
 def test_what_is_no_question_is_refused(given: dict[str, Any], needed: str) -> None:
     with pytest.raises(InputError, match=needed):
-        sizing.least_devices(MODEL, INPUTS, **given)
+        sizing.least_devices(MODEL, INPUTS, **by_flag(**given))
 
 
 def test_inputs_without_tokens_have_no_deadline_and_no_sequence() -> None:
@@ -127,10 +128,10 @@ def test_a_size_without_a_plan_in_time_is_marked(monkeypatch: pytest.MonkeyPatch
 def test_a_batch_that_is_found_fits_and_the_next_does_not() -> None:
     model, inputs = built_in("tiny-mlp", 64, 8)
     options: dict[str, Any] = {"devices": 2, "hardware": "h100", "memory": 990_000_000, "max_axes": 1}
-    found = autopar.largest_batch(model, inputs, **options)
+    found = autopar.largest_batch(model, inputs, **by_flag(**options))
     assert found.plan.reserved_bytes <= 990_000_000
     above = min(each.size for each in found.attempts if not each.is_enough)
     assert found.size < above <= found.size * (1 + 1 / 8) + 1
     with pytest.raises(InfeasibleError):
         larger = tuple(torch.zeros((above, *each.shape[1:]), dtype=each.dtype) for each in inputs)
-        autopar.plan(model, "auto", larger, microbatches=1, **options)
+        autopar.plan(model, "auto", larger, microbatches=1, **by_flag(**options))

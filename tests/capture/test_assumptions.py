@@ -139,7 +139,7 @@ def test_no_value_is_named_with_which_the_model_cannot_be_traced() -> None:
     text = _refused(neither)
     assert f"What follows {_line(neither, 1)} needs the value itself" in text and "assume=" not in text, text
     text = _refused(half)
-    assert f'add "{_line(half, 1)}=True" to assume' in text and "=False" not in text, text
+    assert f'add "{_line(half, 1)}=True" to Capture(assume' in text and "=False" not in text, text
 
 
 def test_a_number_made_of_a_tensor_is_named_by_its_line() -> None:
@@ -180,15 +180,15 @@ def test_an_assumption_names_a_file_by_the_end_of_its_path() -> None:
 @pytest.mark.parametrize("said", ["model.py:3", ["model.py"], ["model.py:3=1"], [3], 3])
 def test_what_names_no_branch_is_refused(said: Any) -> None:
     with pytest.raises(InputError, match=r"assume.*model\.py:12"):
-        autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), assume=said)
+        autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), capture=autopar.Capture(assume=said))
 
 
 def test_a_plan_says_what_was_assumed() -> None:
     assumed = [_line(_asserts, 1)]
-    plan = autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), assume=assumed)
+    plan = autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), capture=autopar.Capture(assume=assumed))
     (note,) = [each for each in plan.notes if each.startswith("assumed")]
     assert note.startswith(f"assumed, not checked: {assumed[0]}, in _asserts: assert")
     assert note in " ".join(str(plan).split())
-    assert plan.attach(Model(_asserts), (X,), assume=assumed).verify().ok
+    assert plan.attach(Model(_asserts), (X,), capture=autopar.Capture(assume=assumed)).verify().ok
     with pytest.raises(CaptureError, match=re.escape(assumed[0])):
         autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,))

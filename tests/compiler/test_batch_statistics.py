@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.options import by_flag
 from tests.support.parity import mesh
 from tests.support.ranks import Ranks
 
@@ -29,7 +30,7 @@ class Normed(nn.Module):
 def _said(model: nn.Module, axes: dict[str, int], **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        autopar.plan(model, Mesh(axes), X, **options)
+        autopar.plan(model, Mesh(axes), X, **by_flag(**options))
     return [str(each.message) for each in found if "micro-batch" in str(each.message)]
 
 
@@ -51,7 +52,7 @@ def _train(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[list[str], Te
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        compiled = autopar.compile(Normed(), mesh(shape, axes), microbatches=2, seed=0)
+        compiled = autopar.compile(Normed(), mesh(shape, axes), microbatches=2, run=autopar.Run(seed=0))
         loss = compiled.train_step(*X)
         compiled.train_step(X[0][:4])  # another kind of inputs
     return [str(each.message) for each in found if "micro-batch" in str(each.message)], loss

@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError, PipelineError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
+from tests.support.options import by_flag
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
 
@@ -54,7 +55,7 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
 
 def _planned(memory: int | None = None, model: type[Classes] = Classes, **options: Any) -> PipelinePlan:
     said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "memory_conventions": "tensors", **options}
-    plan = autopar.plan(model(), Mesh({"pp": 2, "dp": 2}, hardware="h100"), _batch(0), memory=memory, **said)
+    plan = autopar.plan(model(), Mesh({"pp": 2, "dp": 2}, hardware="h100"), _batch(0), **by_flag(memory=memory, **said))
     assert isinstance(plan, PipelinePlan)
     return plan
 
@@ -83,13 +84,13 @@ def test_a_limit_that_leaves_nothing_takes_tiles_on_the_last_stage(schedule: str
 def test_in_one_piece_nothing_fits_and_says_so() -> None:
     limit = int(0.6 * _planned().peak_bytes)
     with pytest.raises((PipelineError, InfeasibleError)):
-        _planned(limit, loss_tiles=False)
+        _planned(limit, loss_tiles="none")
 
 
 def test_a_limit_that_costs_time_takes_tiles_where_they_are_faster() -> None:
     said: dict[str, Any] = {"model": Wide, "stages": ["layers.1"]}
     limit = int(0.9 * _planned(**said).peak_bytes)
-    as_it_is, plan = _planned(limit, loss_tiles=False, **said), _planned(limit, **said)
+    as_it_is, plan = _planned(limit, loss_tiles="none", **said), _planned(limit, **said)
     assert set(as_it_is.stages[1].plan.recompute.values()) != {"none"}
     assert _takes_tiles(plan) == [False, True] and plan.seconds < as_it_is.seconds
     assert plan.peak_bytes <= limit
@@ -101,7 +102,7 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 def _trained(shape: tuple[int, ...], memory: int | None, saved: str | None) -> tuple[list[bool], Trained]:
     said: dict[str, Any] = {"memory": memory} if saved is None else {"plan": PipelinePlan.from_json(saved)}
     on = mesh(shape, ("pp", "dp")[: len(shape)])
-    module = autopar.compile(Classes(), on, _batch(0), schedule="1f1b", microbatches=4, **said)
+    module = autopar.compile(Classes(), on, _batch(0), microbatches=4, **by_flag(schedule="1f1b", **said))
     assert isinstance(module, PipelineModule)
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4), []
     for step in range(STEPS):
@@ -134,7 +135,7 @@ def test_a_last_stage_in_tiles_trains_as_one_process(ranks: Ranks, shape: tuple[
     said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
 
     def plan(memory: int | None) -> PipelinePlan:
-        found = autopar.plan(Classes(), Mesh(sizes, hardware="cpu"), _batch(0), memory=memory, **said)
+        found = autopar.plan(Classes(), Mesh(sizes, hardware="cpu"), _batch(0), **by_flag(memory=memory, **said))
         assert isinstance(found, PipelinePlan)
         return found
 

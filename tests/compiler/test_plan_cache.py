@@ -24,6 +24,7 @@ from autopar.planning.planner import best_plan_of
 from autopar.strategies.registered import REGISTERED
 from autopar.strategies.ruled import ruled
 from tests.support.mutations import mutated
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -43,7 +44,7 @@ def _planned(folder: Path, model: nn.Module | None = None, on: Any = MESH, examp
     """The plan, and whether something was solved for it."""
     options = {"hardware": SLOW_DEVICES} | options
     with mock.patch("autopar.planning.request.best_plan_of", wraps=best_plan_of) as solved:
-        found = autopar.plan(model or _Mlp(), on, example, plan_cache=folder, **options)
+        found = autopar.plan(model or _Mlp(), on, example, **by_flag(plan_cache=folder, **options))
     return found, solved.called
 
 
@@ -179,8 +180,15 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_is_refused() -> None:
-    with pytest.raises(InputError, match="plan_cache=3; give the path of a folder, or None"):
-        autopar.plan(_Mlp(), MESH, X, plan_cache=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"Search\(cache=3\); give the path of a folder, or None"):
+        autopar.plan(_Mlp(), MESH, X, search=autopar.Search(cache=3))  # type: ignore[arg-type]
+
+
+def test_plans_are_found_wherever_their_folder_is_and_however_a_size_is_written(tmp_path: Path) -> None:
+    made, _ = _planned(tmp_path / "here", memory="1GB")
+    (tmp_path / "here").rename(tmp_path / "there")
+    found, solved = _planned(tmp_path / "there", memory=10**9, max_axes=3)
+    assert not solved and found == made
 
 
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,15 +220,15 @@ def test_a_plan_in_tiles_is_found_too(tmp_path: Path) -> None:
 def test_plans_of_pipelines_are_kept(tmp_path: Path) -> None:
     model, on = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4))), {"pp": 2, "dp": 2}
     options: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b", "hardware": "cpu", "plan_cache": tmp_path}
-    made = autopar.plan(model, autopar.Mesh(on), X, **options)
+    made = autopar.plan(model, autopar.Mesh(on), X, **by_flag(**options))
     with mock.patch.object(plan_cache, "plan_pipeline", side_effect=AssertionError("planned again")):
-        again = autopar.plan(model, autopar.Mesh(on), X, **options)
+        again = autopar.plan(model, autopar.Mesh(on), X, **by_flag(**options))
     assert again.to_json() == made.to_json()
     (path,) = _files(tmp_path)
     entry = json.loads(path.read_text())
     path.write_text(json.dumps(entry | {"plan": entry["plan"].replace("1f1b", "gpipe")}))
     with pytest.warns(UserWarning, match="it was changed since it was written"):
-        autopar.plan(model, autopar.Mesh(on), X, **options)
+        autopar.plan(model, autopar.Mesh(on), X, **by_flag(**options))
 
 
 def test_the_command_line_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +242,7 @@ def test_the_command_line_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureF
 
 def _compiled(folder: str) -> tuple[float, str, list[str]]:
     torch.manual_seed(0)
-    model = autopar.compile(_Mlp(), mesh((2,), ("dp",)), X, hardware=SLOW_DEVICES, plan_cache=folder)
+    model = autopar.compile(_Mlp(), mesh((2,), ("dp",)), X, hardware=SLOW_DEVICES, search=autopar.Search(cache=folder))
     loss = model(torch.ones(8, 16))
     loss.backward()
     dist.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,30 +11,19 @@ from torch import nn
 
 import autopar
 from autopar.capture.export import capture, skeleton
-from autopar.compiler.arguments import plan_request
+from autopar.capture.tiles.asked import Tiles
+from autopar.compiler.arguments import defaults, plan_request
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError, PlanError
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.options.groups import Capture, Experts, Memory, Pipeline, Search
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from tests.support.families import FAMILIES
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, mesh
 from tests.support.ranks import Ranks
-
-BOTH = {"model", "mesh", "example_inputs", "plan_cache"}
-RUN_ALONE = BOTH | {"plan", "deterministic", "seed", "check_inputs", "buckets"}
-SEARCH_ALONE = BOTH | {"devices", "max_axes"}
-
-
-def _options(function: Any, without: set[str]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: (each.default, each.annotation) for each in parameters if each.name not in without}
-
-
-def test_compile_and_plan_take_the_same_options_with_the_same_defaults() -> None:
-    assert _options(autopar.compile, RUN_ALONE) == _options(autopar.plan, SEARCH_ALONE)
-    assert _options(autopar.plan, SEARCH_ALONE) == _options(plan_request, {"model"})
 
 
 def test_every_option_has_its_place_in_the_request() -> None:
@@ -43,55 +31,58 @@ def test_every_option_has_its_place_in_the_request() -> None:
     said: dict[str, Any] = {
         "mode": "manual",
         "strategy": "zero3",
-        "memory": "1GB",
-        "recompute": "full",
-        "optimizer": "adamw",
-        "master_copies": True,
+        "memory": Memory("1GB", recompute="full", prefetch=2, offload="auto", host_limit="3GB", conventions="megatron"),
+        "precision": "bf16-mixed",
+        "optimizer": autopar.Optimizer(master_copies=True),
+        "hardware": "a100",
         "inputs": "local",
         "outputs": "full",
-        "hardware": "a100",
-        "solver": "ilp",
-        "time_limit": 7.0,
-        "gap": 0.25,
         "microbatches": 4,
-        "pipeline": "stages",
-        "schedule": "1f1b",
-        "chunks": 2,
-        "stages": ["layers.1"],
-        "assume": ["model.py:12=True"],
-        "static_argnames": [],  # refused with micro-batches
-        "capacity_factor": 1.25,
-        "loss_tiles": 3,
-        "mlp_tiles": 5,
-        "weight_tiles": True,
-        "imbalance": 1.5,
-        "precision": "bf16-mixed",
-        "prefetch": 2,
-        "offload": "auto",
-        "host_memory": "3GB",
-        "memory_conventions": "megatron",
+        "pipeline": Pipeline("stages", "1f1b", 2, ["layers.1"]),
+        "experts": Experts(1.25, 1.5),
+        "search": Search(7.0, 0.25, "ilp"),
+        "capture": Capture(["model.py:12=True"]),
         "training": True,  # without it most others are refused
     }
-    assert said.keys() == _options(plan_request, {"model"}).keys()
+    assert said.keys() == defaults().keys()
     request, plain = plan_request(model, **said), PlanRequest()
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
-    # The implementations are those of a plan that is attached, no option.
-    assert alike == ["training", "implementations", "static_argnames"]
-    assert plan_request(model, static_argnames=["input"]).static_argnames == ("input",)
+    # The implementations are those of a plan that is attached, and tiles are chosen by the search: no options.
+    assert alike == ["training", "implementations", "chosen_tiles"]
+    for name in ("pipeline", "experts", "capture"):
+        assert getattr(request, name) is said[name]
+    assert request.settings == Settings(said["memory"], said["search"]) and request.memory is said["memory"]
+    assert request.memory.host_limit_bytes == 3 * 10**9
     assert not plan_request(model, training=False).training
-    assert request.settings == Settings(10**9, "full", "ilp", 7.0, 0.25, 2) and request.stages == ("layers.1",)
-    assert request.host_memory == 3 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("memory", "tiles"),
+    [
+        (Memory(), Tiles()),
+        (Memory(loss_tiles="always", mlp_tiles="auto"), Tiles("auto", "auto")),
+        (Memory(loss_tiles="none", mlp_tiles=3), Tiles(False, 3)),
+        (Memory(loss_tiles=4), Tiles(4, None)),
+    ],
+)
+def test_words_for_tiles_are_those_of_capture(memory: Memory, tiles: Tiles) -> None:
+    assert plan_request(nn.Linear(2, 2), memory=memory).tiles == tiles
+
+
+def test_static_arguments_are_those_of_forward() -> None:
+    request = plan_request(nn.Linear(2, 2), capture=Capture(static_argnames=["input"]))
+    assert request.static_argnames == ("input",)
 
 
 def _settings_of(options: dict[str, Any]) -> Settings:
-    compiled = autopar.compile(nn.Linear(4, 4), mesh((1,), ("tp",)), (torch.ones(2, 4),), **options)
+    compiled = autopar.compile(nn.Linear(4, 4), mesh((1,), ("tp",)), (torch.ones(2, 4),), **by_flag(**options))
     return context_of(compiled.plan).settings
 
 
 def test_what_compile_is_told_reaches_the_solver(ranks: Ranks) -> None:
     options = {"time_limit": 7.0, "gap": 0.25, "memory": 10**6, "hardware": SLOW_DEVICES}
     (found,) = ranks.run(_settings_of, options, world_size=1)
-    assert found == Settings(memory=10**6, time_limit=7.0, gap=0.25)
+    assert found == Settings(Memory(10**6), Search(time_limit=7.0, gap=0.25))
 
 
 def _refused_before_any_input() -> str:
@@ -108,10 +99,9 @@ def test_a_profile_that_is_not_known_is_refused_before_there_are_inputs(ranks: R
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"gap": 1.5}, PlanError, "gap=1.5; give a share of the step, 0 for a plan that is proven best"),
+        ({"inputs": 3}, InputError, "inputs=3; give"),
         ({"mode": "hand"}, InputError, 'mode=\'hand\'; modes are "auto", "semi_auto" and "manual"'),
         ({"outputs": "none"}, InputError, "outputs='none'; outputs are"),
-        ({"solver": "lp"}, InputError, 'solver=\'lp\'; solvers are "auto" and "ilp"'),
         (
             {"precision": "bf8"},
             InputError,
@@ -122,20 +112,15 @@ def test_a_profile_that_is_not_known_is_refused_before_there_are_inputs(ranks: R
             InputError,
             "precision=16; give one of 'bf16-mixed', 'fp16-mixed', 'bf16', 'fp32', or an autopar",
         ),
-        (
-            {"recompute": "some"},
-            PlanError,
-            "recompute='some'; give 'auto', 'none', 'selective', 'full_save_collectives', 'full'",
-        ),
     ],
 )
 def test_a_word_that_is_not_known_is_refused_by_all(options: dict[str, Any], error: type, text: str) -> None:
     model, inputs = nn.Linear(4, 4), (torch.ones(2, 4),)
     plan = autopar.plan(model, Mesh({"dp": 2}), inputs)
     with pytest.raises(error) as planned:
-        autopar.plan(model, Mesh({"dp": 2}), inputs, **options)
+        autopar.plan(model, Mesh({"dp": 2}), inputs, **by_flag(**options))
     with pytest.raises(error) as attached:
-        plan.attach(model, inputs, **options)
+        plan.attach(model, inputs, **by_flag(**options))
     assert text in str(planned.value) and str(planned.value) == str(attached.value)
 
 
@@ -143,12 +128,14 @@ def test_a_plan_is_attached_with_every_option_that_it_was_made_with() -> None:
     family = FAMILIES["llama"]
     options: dict[str, Any] = {"strategy": "zero3", "microbatches": 2, "optimizer": "sgd", "hardware": SLOW_DEVICES}
     _, inputs = family.inputs(0)
-    plan = autopar.plan(family.build(), Mesh({"dp": 2}), inputs, **options)
-    attached = Plan.from_json(plan.to_json()).attach(family.build(), inputs, **options)
+    plan = autopar.plan(family.build(), Mesh({"dp": 2}), inputs, **by_flag(**options))
+    attached = Plan.from_json(plan.to_json()).attach(family.build(), inputs, **by_flag(**options))
     assert attached == plan and attached.verify().ok
     assert context_of(attached).annotations == context_of(plan).annotations
     with pytest.raises(PlanError, match="Plan again"):
-        Plan.from_json(plan.to_json()).attach(family.build(), inputs, **{**options, "microbatches": None}).verify()
+        Plan.from_json(plan.to_json()).attach(
+            family.build(), inputs, **by_flag(**{**options, "microbatches": None})
+        ).verify()
 
 
 @pytest.mark.sample(1)

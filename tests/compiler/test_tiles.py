@@ -26,6 +26,7 @@ from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import Reader, flattened, reading
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
@@ -38,7 +39,7 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def planned(model: Reader | None = None, given: dict[str, Tensor] | None = None, **options: Any) -> Plan:
-    return autopar.plan(model or Reader(CLASSES, SIZE), autopar.Mesh({"dp": 2}), given or batch(), **options)
+    return autopar.plan(model or Reader(CLASSES, SIZE), autopar.Mesh({"dp": 2}), given or batch(), **by_flag(**options))
 
 
 def test_a_plan_that_fits_as_it_is_has_no_tiles() -> None:
@@ -66,7 +67,7 @@ def test_a_limit_that_costs_time_or_leaves_nothing_takes_them(share: float) -> N
     assert found.peak_bytes <= limit
     assert any("is taken in" in note for note in found.notes)
     try:
-        assert found.seconds < planned(memory=limit, loss_tiles=False).seconds
+        assert found.seconds < planned(memory=limit, loss_tiles="none").seconds
     except InfeasibleError:
         assert share == 0.6
 
@@ -217,7 +218,7 @@ def test_nothing_is_said_of_losses_that_cannot_be_taken_so(loss: Any) -> None:
 
 def test_where_tiles_do_not_fit_either_the_refusal_is_that_of_the_model_as_it_is() -> None:
     texts = []
-    for asked in (None, False):
+    for asked in ("auto", "none"):
         with pytest.raises(InfeasibleError) as caught:
             planned(memory=1000, loss_tiles=asked)
         texts.append(str(caught.value))
@@ -272,7 +273,7 @@ MLP = "mlp_in_tiles_default"
 
 def planned_mlps(**options: Any) -> Plan:
     x = tokens(batch=8, sequence=64, size=16)["x"].float()
-    return autopar.plan(Gated(16, 512), autopar.Mesh({"dp": 2}), {"x": x}, **options)
+    return autopar.plan(Gated(16, 512), autopar.Mesh({"dp": 2}), {"x": x}, **by_flag(**options))
 
 
 def test_mlps_are_taken_in_tiles_where_the_limit_leaves_no_other_plan_and_that_is_asked_for() -> None:
@@ -300,7 +301,7 @@ def test_of_plans_with_and_without_them_the_faster_is_kept() -> None:
             found = planned_mlps(memory=int(0.7 * free), mlp_tiles="auto", **options)
         assert (MLP in found.choices) == in_tiles
         assert ended == ends
-    apart, in_tiles = (planned_mlps(memory=int(0.7 * free), mlp_tiles=tiles) for tiles in (None, 22))
+    apart, in_tiles = (planned_mlps(memory=int(0.7 * free), mlp_tiles=tiles) for tiles in ("none", 22))
     assert apart.seconds < in_tiles.seconds
 
 
@@ -311,7 +312,7 @@ def test_losses_and_mlps_may_both_be_taken_in_tiles() -> None:
     found = planned(model, memory=limit, recompute="none", mlp_tiles="auto")
     assert {NAME, MLP} <= found.choices.keys()
     loaded = Plan.from_json(found.to_json())
-    assert loaded.attach(model, batch(), recompute="none", mlp_tiles="auto").verify().ok
+    assert loaded.attach(model, batch(), memory=autopar.Memory(recompute="none", mlp_tiles="auto")).verify().ok
 
 
 @pytest.mark.sample(1)
@@ -322,9 +323,9 @@ def test_ranks_train_with_mlps_in_tiles_as_one_process(given: bool) -> None:
     alone, steps = copy.deepcopy(model), Steps([tokens(seed, size=16) for seed in range(2)], "adamw")
     options: dict[str, Any] = {"recompute": "none", "mlp_tiles": "auto", "hardware": SLOW_DEVICES}
     on, example = autopar.Mesh({"dp": 2}), steps.batches[0]
-    options["memory"] = int(0.8 * autopar.plan(model, on, example, **options).peak_bytes)
+    options["memory"] = int(0.8 * autopar.plan(model, on, example, **by_flag(**options)).peak_bytes)
     if given:
-        options = {"plan": autopar.plan(copy.deepcopy(model), on, example, **options), "mlp_tiles": "auto"}
+        options = {"plan": autopar.plan(copy.deepcopy(model), on, example, **by_flag(**options)), "mlp_tiles": "auto"}
     found = train_on_ranks(model, steps, {"dp": 2}, options)
     assert fault_of(found, train_alone(alone, steps)) == ""
     assert found.plan is not None and MLP in found.plan.choices
@@ -332,5 +333,5 @@ def test_ranks_train_with_mlps_in_tiles_as_one_process(given: bool) -> None:
 
 def test_plans_of_stages_are_not_compared() -> None:
     x = {"x": tokens()["x"].float()}
-    with pytest.raises(PipelineError, match=r"mlp_tiles=.auto. .* pipeline; give a number of tiles, as in mlp_tiles=4"):
-        autopar.plan(Gated(), autopar.Mesh({"pp": 2}), x, mlp_tiles="auto")
+    with pytest.raises(PipelineError, match=r"mlp_tiles=.auto.\) .* pipeline; give a number of tiles, as in Memory"):
+        autopar.plan(Gated(), autopar.Mesh({"pp": 2}), x, memory=autopar.Memory(mlp_tiles="auto"))

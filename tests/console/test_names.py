@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import autopar
 from autopar import errors
 from autopar.api import option_types
+from autopar.compiler.arguments import defaults
 from autopar.console import names
 from autopar.costs.pricing import conventions, optimizer
 from autopar.ir.program import precision, recompute_segments
 from autopar.models import catalogue
-from autopar.planning import request, settings
+from autopar.planning.options import groups
 from autopar.planning.pipeline.schedules import schedule
 from autopar.strategies.presets import PRESETS
 from autopar.tools.benchmarking import trainers
@@ -35,8 +35,9 @@ from autopar.tools.benchmarking import trainers
         (names.OPTIMIZERS, optimizer.NAMES),
         (names.SCHEDULES, schedule.NAMES),
         (names.RECOMPUTATIONS, recompute_segments.RECOMPUTATIONS),
-        (names.OFFLOADED, request.OFFLOADED),
-        (names.PREFETCH_DEPTHS, settings.DEPTHS),
+        (names.OFFLOADED, get_args(groups.Offloaded)),
+        (("auto", *names.PREFETCH_DEPTHS), get_args(groups.Prefetch)),
+        (("auto", *names.RECOMPUTATIONS), get_args(groups.Recompute)),
         (names.PRECISIONS, precision.NAMED),
         (names.MEMORY_CONVENTIONS, conventions.CONVENTIONS),
     ],
@@ -51,7 +52,7 @@ def test_aliases_mean_presets_and_hide_none() -> None:
 
 
 def test_every_error_is_public() -> None:
-    classes = {name for name, each in vars(errors).items() if inspect.isclass(each)}
+    classes = {name for name, each in vars(errors).items() if isinstance(each, type)}
     assert classes <= set(autopar.__all__)
 
 
@@ -69,16 +70,11 @@ def test_a_name_that_autopar_does_not_have_is_an_attribute_error() -> None:
 
 
 def test_overloads_know_every_option() -> None:
-    for function, options in (
-        (autopar.compile, option_types.TrainingOptions),
-        (autopar.compile, option_types.ForwardOptions),
-        (autopar.compile, option_types.PipelineOptions),
-        (autopar.plan, option_types.PlanOptions),
-        (autopar.plan, option_types.PipelinePlanOptions),
-        (autopar.plan, option_types.MeshSearchOptions),
+    for options in (
+        *(option_types.Training, option_types.Forward, option_types.InStages),
+        *(option_types.InOnePiece, option_types.OnAnyMesh),
     ):
-        taken = inspect.signature(function).parameters.values()
-        assert {each.name for each in taken if each.kind is each.KEYWORD_ONLY} == set(options.__annotations__)
+        assert set(options.__annotations__) == set(defaults())
 
 
 CALLS = """
@@ -92,6 +88,7 @@ def calls(model: nn.Module, mesh: DeviceMesh, inputs: tuple[object, ...]) -> Non
     reveal_type(autopar.compile(model, mesh, inputs, strategy="zero3", memory="8GB"))
     reveal_type(autopar.compile(model, mesh, inputs, training=False))
     reveal_type(autopar.compile(model, mesh, inputs, pipeline="pp"))
+    reveal_type(autopar.compile(model, mesh, inputs, pipeline=autopar.Pipeline(schedule="1f1b"), run=autopar.Run(0)))
     reveal_type(autopar.load(model, mesh, "model.safetensors", inputs))
     reveal_type(autopar.plan(model, mesh, inputs))
     reveal_type(autopar.plan(model, autopar.Mesh({"dp": 2}), inputs))
@@ -110,6 +107,7 @@ def test_a_type_checker_is_told_what_calls_return(tmp_path: Path) -> None:
     ran = subprocess.run(checker, cwd=root, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
     assert re.findall(r'" is "(.+)"', ran.stdout) == [
-        *("ParallelModule", "ParallelModule", "InferenceModule", "PipelineModule", "ParallelModule"),
+        *("ParallelModule", "ParallelModule", "InferenceModule", "PipelineModule", "PipelineModule"),
+        "ParallelModule",
         *("Plan", "Plan", "PipelinePlan", "Plan | PipelinePlan", "Explanation[Plan]"),
     ]

@@ -20,6 +20,7 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.costs.pricing.model_flops import batch_of, model_flops
 from autopar.integrations.watch import Record, Watch
 from tests.support.families import FAMILIES
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 
@@ -50,7 +51,7 @@ def test_tokens_are_of_the_first_input_of_whole_numbers() -> None:
 def _compiled(**options: Any) -> Any:
     model = torch.nn.Sequential(torch.nn.Embedding(12, 8), torch.nn.Linear(8, 8), torch.nn.Flatten(0), Mean())
     ids = torch.zeros(8, 6, dtype=torch.long)
-    return autopar.compile(model, mesh((2,), ("dp",)), (ids,), strategy="zero3", **options), ids
+    return autopar.compile(model, mesh((2,), ("dp",)), (ids,), strategy="zero3", **by_flag(**options)), ids
 
 
 class Mean(torch.nn.Module):

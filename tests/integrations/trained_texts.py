@@ -50,7 +50,9 @@ def main(folder: str, strategy: str | None = None, checkpoint: str | None = None
 
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
         example, buckets = collated(texts()[: BATCH // WORLD]), autopar.Buckets((16,))
-        model = autopar.compile(model, mesh, example, buckets=buckets, inputs="local", strategy=strategy)
+        model = autopar.compile(
+            model, mesh, example, run=autopar.Run(buckets=buckets), inputs="local", strategy=strategy
+        )
     trainer = kind(model=model, args=arguments, data_collator=collated, train_dataset=texts())
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -20,6 +20,7 @@ from autopar.optim import OffloadedAdamW
 from autopar.tools.benchmarking.meters import peak_bytes
 from tests.support.families import FAMILIES
 from tests.support.optimizing import losses_of
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -73,9 +74,8 @@ def _compiled(
         mesh(shape, ("dp", "tp")[: len(shape)]),
         kwargs or args,
         strategy=strategy,
-        optimizer=autopar.Optimizer(gradients=gradients, in_backward=stepped),
-        master_copies=masters,
-        offload="optimizer",
+        optimizer=autopar.Optimizer(gradients=gradients, in_backward=stepped, master_copies=masters),
+        memory=autopar.Memory(offload="optimizer"),
         hardware=HOSTED,
     )
     optimizer = OffloadedAdamW(model.named_parameters(), **SETTINGS, master_copies=masters, gradients=gradients)
@@ -151,7 +151,12 @@ def _measured(strategy: str, gradients: Any) -> tuple[int, int]:
     assert isinstance(inputs, tuple)
     asked = autopar.Optimizer(gradients=gradients)
     compiled = autopar.compile(
-        model, mesh((2,), ("dp",)), inputs, strategy=strategy, offload="optimizer", optimizer=asked
+        model,
+        mesh((2,), ("dp",)),
+        inputs,
+        strategy=strategy,
+        memory=autopar.Memory(offload="optimizer"),
+        optimizer=asked,
     )
     compiled.to_empty(device="cpu")
     for each in (*compiled.parameters(), *compiled.buffers()):
@@ -191,11 +196,9 @@ def _limited(memory: int | None, offload: Any) -> tuple[list[float], str]:
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(
         *(_tower(), mesh((2,), ("dp",)), (x,)),
-        memory=memory,
-        offload=offload,
+        memory=autopar.Memory(memory, offload=offload, conventions="tensors"),
         outputs="full",
         hardware="h100",
-        memory_conventions="tensors",
     )
     offloads = model.plan.offload == "optimizer"
     optimizer = (OffloadedAdamW if offloads else torch.optim.AdamW)(model.named_parameters(), **SETTINGS)
@@ -224,8 +227,7 @@ def test_a_model_whose_state_does_not_fit_is_trained_with_it_on_the_host(ranks: 
         autopar.Mesh({"dp": 2}),
         (torch.zeros(16, 64),),
         strategy="zero3",
-        recompute="full",
-        offload="optimizer",
+        memory=autopar.Memory(recompute="full", offload="optimizer"),
         hardware="h100",
     )
     limit = int(1.05 * least.peak_bytes)
@@ -248,8 +250,8 @@ def _in_stages(gradients: Any) -> tuple[list[float], int, int]:
         many,
         strategy="zero3",
         microbatches=4,
-        schedule="1f1b",
-        offload="optimizer",
+        pipeline=autopar.Pipeline(schedule="1f1b"),
+        memory=autopar.Memory(offload="optimizer"),
         optimizer=autopar.Optimizer(gradients=gradients),
         hardware=HOSTED,
     )
@@ -291,7 +293,7 @@ def _resumed() -> tuple[list[float], list[float], Any, Any]:
     def made(strategy: str) -> tuple[Any, OffloadedAdamW]:
         args, kwargs = FAMILIES["llama"].inputs(0)
         options: dict[str, Any] = {"strategy": strategy, "offload": "optimizer", "hardware": HOSTED}
-        model = autopar.compile(_build(torch.bfloat16), mesh((2,), ("dp",)), kwargs or args, **options)
+        model = autopar.compile(_build(torch.bfloat16), mesh((2,), ("dp",)), kwargs or args, **by_flag(**options))
         return model, OffloadedAdamW(model.named_parameters(), **SETTINGS, master_copies=True)
 
     model, optimizer = made("zero3")

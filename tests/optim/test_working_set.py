@@ -17,6 +17,7 @@ from autopar.optim import GaLoreAdamW, Muon
 from autopar.planning.formulation import Formulation
 from autopar.planning.settings import context_of
 from autopar.tools.benchmarking.meters import LiveBytes, held_in_training
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 WIDTH, SAMPLES, RANK = 96, 8, 8
@@ -41,7 +42,7 @@ def asked(kind: str, **options: Any) -> dict[str, Any]:
 def planned(kind: str, memory: int | None = None, in_backward: bool = False) -> Plan:
     on, inputs = autopar.Mesh({"dp": 2}, hardware="h100"), (torch.zeros(SAMPLES, WIDTH),)
     said = {**asked(kind, in_backward=in_backward), "memory": memory, "memory_conventions": "tensors"}
-    found = autopar.plan(squares("meta"), on, inputs, **said)
+    found = autopar.plan(squares("meta"), on, inputs, **by_flag(**said))
     assert isinstance(found, Plan)
     return found
 
@@ -99,7 +100,7 @@ def measured(kind: str, strategy: str, in_backward: bool) -> tuple[int, int]:
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(
         *(squares(), mesh((2,), ("dp",)), (x,)),
-        **dict[str, Any]({"hardware": "h100", **asked(kind, in_backward=in_backward), "strategy": strategy}),
+        **by_flag(**dict[str, Any]({"hardware": "h100", **asked(kind, in_backward=in_backward), "strategy": strategy})),
     )
     named = list(model.named_parameters())
     optimizer = Muon(named) if kind == "muon" else GaLoreAdamW(named, rank=RANK, update_proj_gap=1)

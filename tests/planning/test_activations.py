@@ -21,10 +21,12 @@ from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 from autopar.planning.formulation import Formulation
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
-from autopar.planning.settings import context_of
+from autopar.planning.settings import Settings, context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.views.report.html import page
+from tests.support.options import by_flag
 from tests.support.towers import tower
 
 FAST_LINK = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16, launch_s=6e-6)
@@ -37,7 +39,7 @@ def _planned(mesh: dict[str, int] | None = None, depth: int = 6, **options: Any)
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
     inputs = (torch.zeros(4096, 64),)
     asked: dict[str, Any] = {"optimizer": "sgd", "hardware": "h100", "memory_conventions": "tensors", **options}
-    return autopar.plan(tower(depth, 64, "meta"), on, inputs, **asked)
+    return autopar.plan(tower(depth, 64, "meta"), on, inputs, **by_flag(**asked))
 
 
 @functools.cache
@@ -100,9 +102,9 @@ def test_the_modes_are_the_best_of_all_combinations(hardware: str, share: float)
         number: np.arange(len(decision.menu.strategies)) == choice
         for number, (decision, choice) in enumerate(zip(free.space.decisions, free.choices, strict=True))
     }
-    kept, _ = make_plan(free.space, pins, prefetch=0)
+    kept, _ = make_plan(free.space, pins, Settings(Memory(prefetch=0)))
     limit = int(share * kept.peak_bytes)
-    plan, choices = make_plan(free.space, pins, limit, prefetch=0, activations="may leave")
+    plan, choices = make_plan(free.space, pins, Settings(Memory(limit, prefetch=0), activations="may leave"))
     memory = context_of(plan).memory_model
     costs = {}
     for combination in itertools.product(MODES, repeat=len(memory.lifetimes.segments)):
@@ -224,7 +226,7 @@ def test_a_limit_of_both_memories_is_met_by_computing_again() -> None:
     assert 0 < 2 * found.host_bytes <= host and found.peak_bytes <= limit and found.seconds > free.seconds
     assert {"selective", "full"} & set(found.recompute.values()) and found.verify().ok
     assert _planned(**said, host_memory=1).offload == "none"
-    with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With more on the host: .* host_memory is"):
+    with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With more on the host: .* host_limit=…. is"):
         _planned(**said, recompute="none", host_memory=host)
 
 
@@ -233,7 +235,9 @@ def test_layers_alone_leave_what_they_alone_use() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)))
     mesh = autopar.Mesh({"dp": 2}, hardware="h100")
-    plan = autopar.plan(model, mesh, (torch.zeros(64, 64),), offload="activations", optimizer="sgd")
+    plan = autopar.plan(
+        model, mesh, (torch.zeros(64, 64),), memory=autopar.Memory(offload="activations"), optimizer="sgd"
+    )
     assert plan.offload == "activations" and plan.host_bytes == 0
 
 

@@ -17,7 +17,9 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings
 from tests.support.planned import SLOW_LINKS, space_of
 
 MOST = 20_000  # combinations, whose memory is worked out one by one
@@ -105,8 +107,8 @@ def test_a_plan_is_the_best_of_all_combinations(
     best = min(seconds.values())
     if best == math.inf:
         with pytest.raises(InfeasibleError):
-            make_plan(space, pins, limit, recompute="none")
+            make_plan(space, pins, Settings(Memory(limit, recompute="none")))
         return
-    plan, chosen = make_plan(space, pins, limit, recompute="none")
+    plan, chosen = make_plan(space, pins, Settings(Memory(limit, recompute="none")))
     assert seconds[chosen] == pytest.approx(best, rel=1e-9) and plan.seconds == pytest.approx(best, rel=1e-9)
     assert plan.gap <= 1e-9 and (limit is None or plan.peak_bytes <= limit)

@@ -20,6 +20,7 @@ from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import context_of
 from autopar.views.inspection.verify import check
 from autopar.views.report.html import page
+from tests.support.options import by_flag
 
 INPUTS = (torch.zeros(64, 64),)
 MESH = {"dp": 2, "tp": 2}
@@ -41,7 +42,7 @@ class Layers(nn.Module):
 def _planned(mesh: Any = MESH, **options: Any) -> Any:
     on: Any = mesh if isinstance(mesh, str) else autopar.Mesh(mesh)
     asked: dict[str, Any] = {"memory_conventions": GPU, **options}
-    return autopar.plan(Layers(), on, INPUTS, **asked)
+    return autopar.plan(Layers(), on, INPUTS, **by_flag(**asked))
 
 
 def test_a_limit_on_the_device_is_the_one_on_tensors_that_it_leaves() -> None:

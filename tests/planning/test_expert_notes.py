@@ -50,10 +50,12 @@ def test_experts_in_an_unknown_form_are_warned_of_with_their_place_and_cost() ->
 
 
 def test_a_plan_says_its_capacity_and_is_none_of_a_model_with_another() -> None:
-    plan = autopar.plan(WithExperts(), MESH, INPUTS, capacity_factor=1.25)  # of 4 positions, 2 of 4 experts each
+    plan = autopar.plan(
+        WithExperts(), MESH, INPUTS, experts=autopar.Experts(capacity_factor=1.25)
+    )  # of 4 positions, 2 of 4 experts each
     said = "each of 4 experts takes at most 3 of the 8 rows of each sample (capacity_factor=1.25)"
     assert any(note.startswith(said) for note in plan.notes) and said in " ".join(str(plan).split())
-    assert plan.attach(WithExperts(), INPUTS, capacity_factor=1.25).verify().ok
+    assert plan.attach(WithExperts(), INPUTS, experts=autopar.Experts(capacity_factor=1.25)).verify().ok
     for other, here in ((None, "absent here"), (1.5, r"\(capacity_factor=1.5\) .* here")):
         with pytest.raises(PlanError, match=rf"within_capacity \(capacity_factor=1.25\) .* in the plan and .*{here}"):
-            plan.attach(WithExperts(), INPUTS, capacity_factor=other)
+            plan.attach(WithExperts(), INPUTS, experts=autopar.Experts(capacity_factor=other))

@@ -26,10 +26,13 @@ from autopar.ir.program.operators.expert_operators import DISPATCH
 from autopar.ir.program.recompute_segments import MODES, RECOMPUTATIONS
 from autopar.planning.expert_notes import BALANCED
 from autopar.planning.formulation import Formulation
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
 from autopar.planning.record import evaluate
+from autopar.planning.settings import Settings
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.experts import grouped
+from tests.support.options import by_flag
 from tests.support.planned import SLOW_LINKS, space_of
 
 IMBALANCES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 9.0)
@@ -44,8 +47,8 @@ def _space(axes: tuple[int, ...] = (4,), form: Form = BIASED, hardware: Hardware
     return space_of(with_experts(form), INPUTS, hardware, **sizes)
 
 
-def _planned(space: Space, *names: str, **options: Any) -> tuple[Plan, tuple[int, ...]]:
-    return make_plan(space, forced(choices(*names))(space, {}), **options)
+def _planned(space: Space, *names: str, memory: Memory = Memory()) -> tuple[Plan, tuple[int, ...]]:
+    return make_plan(space, forced(choices(*names))(space, {}), Settings(memory))
 
 
 def _uneven(space: Space, imbalance: float) -> Space:
@@ -139,7 +142,7 @@ def test_a_plan_is_the_best_of_all_combinations(hardware: Hardware, share: float
         peaks = [peak(number) for number in order[:: len(order) // 20]]
         limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
     best = next(number for number in order if limit is None or peak(number) <= limit)
-    plan, chosen = make_plan(space, pins, limit, recompute="none")
+    plan, chosen = make_plan(space, pins, Settings(Memory(limit, recompute="none")))
     assert plan.seconds == pytest.approx(seconds[best], rel=1e-9) and plan.gap <= 1e-9
     assert evaluate(space, chosen) == pytest.approx(seconds[best], rel=1e-9)
     assert limit is None or plan.peak_bytes <= limit
@@ -206,16 +209,16 @@ def test_what_a_limit_survives_is_said() -> None:
     free, made = _planned(space, "t+x")
     most = memory_use(MemoryModel(_uneven(space, 2.0)), made, {})[0]
     limit = (free.peak_bytes + most) // 2
-    plan, made = _planned(space, "t+x", memory=limit, recompute="none")
+    plan, made = _planned(space, "t+x", memory=Memory(limit, recompute="none"))
     (note,) = (note for note in plan.notes if note.startswith("the memory limit"))
     survived = re.match(r"the memory limit holds up to an imbalance of (1\.\d\d): ", note)
     assert survived is not None
     pins = _pinned_to(space, made)
     within, beyond = (_uneven(space, float(survived[1]) + more) for more in (0.0, 0.01))
-    assert make_plan(within, pins, limit, recompute="none")[0].peak_bytes <= limit
+    assert make_plan(within, pins, Settings(Memory(limit, recompute="none")))[0].peak_bytes <= limit
     with pytest.raises(InfeasibleError, match="memory limit"):
-        make_plan(beyond, pins, limit, recompute="none")
-    assert "the memory limit holds for any routing." in _planned(space, "t+x", memory=most)[0].notes
+        make_plan(beyond, pins, Settings(Memory(limit, recompute="none")))
+    assert "the memory limit holds for any routing." in _planned(space, "t+x", memory=Memory(most))[0].notes
 
 
 def test_a_plan_says_what_is_expected_of_balanced_routing_and_of_what_was_asked_for() -> None:
@@ -232,7 +235,7 @@ def test_a_plan_says_what_is_expected_of_balanced_routing_and_of_what_was_asked_
 @pytest.mark.parametrize("names", [("t+x", "t+x"), ("x", "o")], ids="|".join)
 def test_formulas_say_what_uneven_rows_cost_on_this_mesh_and_on_others(names: tuple[str, ...]) -> None:
     space = _uneven(_space((2, 2), EIGHT), 3.0)
-    plan, made = _planned(space, *names, recompute="full")
+    plan, made = _planned(space, *names, memory=Memory(recompute="full"))
     again = plan.reprice()
     assert again.seconds == pytest.approx(plan.seconds, rel=1e-9) and again.memory["memory"] == plan.peak_bytes
     wider = _uneven(_space((4, 2), EIGHT), 3.0)
@@ -240,7 +243,7 @@ def test_formulas_say_what_uneven_rows_cost_on_this_mesh_and_on_others(names: tu
         [str(strategy) for strategy in there.menu.strategies].index(str(here.menu.strategies[choice]))
         for here, there, choice in zip(space.decisions, wider.decisions, made, strict=True)
     ]
-    fresh = make_plan(wider, _pinned_to(wider, tuple(same)), recompute="full")[0]
+    fresh = make_plan(wider, _pinned_to(wider, tuple(same)), Settings(Memory(recompute="full")))[0]
     assert plan.reprice(a=4).seconds == pytest.approx(fresh.seconds, rel=1e-9)
 
 
@@ -248,19 +251,21 @@ def test_the_imbalance_of_a_plan_goes_with_it() -> None:
     model = with_experts(Form())
     autopar.annotate(model, "*.dispatch", ep="factor:a0+x")
     options: dict[str, Any] = {"hardware": SLOW_LINKS, "mode": "semi_auto"}
-    plan = autopar.plan(model, autopar.Mesh({"ep": 2}), INPUTS, imbalance=1.5, **options)
+    plan = autopar.plan(model, autopar.Mesh({"ep": 2}), INPUTS, **by_flag(imbalance=1.5, **options))
     loaded = Plan.from_json(plan.to_json())
     assert loaded == plan and loaded.imbalance == 1.5
-    assert loaded.attach(model, INPUTS, **options).verify().ok
+    assert loaded.attach(model, INPUTS, **by_flag(**options)).verify().ok
     with pytest.raises(PlanError, match="its choices take"):
-        replace(loaded, imbalance=1.0).attach(model, INPUTS, **options).verify()
+        replace(loaded, imbalance=1.0).attach(model, INPUTS, **by_flag(**options)).verify()
 
 
 def test_each_stage_of_a_pipeline_says_what_is_expected_of_it() -> None:
     model = with_experts(Form(num_layers=2))
     autopar.annotate(model, "*.dispatch", ep="factor:a0+x")
     mesh = autopar.Mesh({"pp": 2, "ep": 2})
-    plan = autopar.plan(model, mesh, INPUTS, hardware=SLOW_LINKS, imbalance=1.5, microbatches=2)
+    plan = autopar.plan(
+        model, mesh, INPUTS, hardware=SLOW_LINKS, experts=autopar.Experts(imbalance=1.5), microbatches=2
+    )
     expected = [note.partition(": expected: ")[0] for note in plan.notes if "expected: " in note]
     assert expected == ["stage 0", "stage 1"]
     balanced = autopar.plan(model, mesh, INPUTS, hardware=SLOW_LINKS, microbatches=2)

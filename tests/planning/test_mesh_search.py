@@ -32,12 +32,14 @@ from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.mesh_search.arrangements import factorizations, meshes_of
 from autopar.planning.mesh_search.search import EQUAL_SECONDS, MOST_PIPELINES, Candidate, Searched, Turn, best_mesh
+from autopar.planning.options.groups import Pipeline
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.stage_seconds import step_parts
 from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
 from tests.support.families import FAMILIES
 from tests.support.meshes import candidate, compared_text, maker, plans_of, table
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import SLOW_LINKS, X_BD, TwoLinears
 
@@ -162,7 +164,7 @@ def test_a_search_withoutany_plan_says_why_for_each_mesh() -> None:
         (("auto", True, None, 2), "found devices=True"),
         (("2x2", 4, None, 2), "mesh='2x2'; give a DeviceMesh"),
         (("auto", 4, None, 2, "tp"), "pipeline='tp' is one of the axes that mesh=\"auto\" arranges (dp, tp, sp)"),
-        (("auto", 4, None, 0), "max_axes=0; a mesh is searched for in 1 to 3 axes"),
+        (("auto", 4, None, 0), "Search(max_axes=0); a mesh is searched for in 1 to 3 axes"),
         (("auto", 4, None, 4), "max_axes=4"),
     ],
 )
@@ -180,7 +182,7 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
         return trace(*arguments, **options)
 
     monkeypatch.setattr("autopar.compiler.offline_planner.trace", counting)
-    found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", max_axes=2)
+    found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", search=autopar.Search(max_axes=2))
     assert len(captured) == 1 and "compared: 2 candidates" in compared_text(found)
     assert isinstance(found, Plan)
     each = [autopar.plan(TwoLinears(), mesh, (X_BD,)) for mesh in meshes_of("auto", 4, "a100", 2)]
@@ -219,25 +221,26 @@ def test_with_a_pipeline_every_length_of_it_is_compared_and_the_best_is_found_ag
 
 def test_a_pipeline_that_is_asked_for_by_its_schedule_is_found_and_planned_again() -> None:
     asked = {"hardware": SLOW_DEVICES, "pipeline": "pp", "schedule": "1f1b", "microbatches": 4}
-    found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **asked)
+    found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **by_flag(**asked))
     assert isinstance(found, PipelinePlan) and found.schedule.name == "1f1b"
     assert f"{found.mesh}".replace(" × ", ",") + " --microbatches 4 --schedule 1f1b" in compared_text(found)
-    assert "schedule is given (1f1b), but no axis of the mesh dp=4" in compared_text(found)
-    again = autopar.plan(Layers(), found.mesh, (X_64_16,), **asked)
+    assert "Pipeline(schedule='1f1b') is given, but no axis of the mesh dp=4" in compared_text(found)
+    again = autopar.plan(Layers(), found.mesh, (X_64_16,), **by_flag(**asked))
     assert replace(found, notes=(), comparison=None) == replace(again, notes=())
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_its_micro_batches_do() -> None:
     example, asked = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
     whole, half = (
-        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **asked) for count in (None, 2)
+        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **by_flag(**asked))
+        for count in (None, 2)
     )
     memory = (whole.peak_bytes + half.peak_bytes) // 2
     with pytest.raises(InfeasibleError):
-        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), memory=memory, **asked)
-    found = autopar.plan(Layers(), "auto", (example,), devices=2, memory=memory, **asked)
+        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), **by_flag(memory=memory, **asked))
+    found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **asked))
     assert "dp=2 --microbatches 2" in compared_text(found) and "give microbatches=2" in found.notes[-1]
-    again = autopar.plan(Layers(), found.mesh, (example,), memory=memory, microbatches=2, **asked)
+    again = autopar.plan(Layers(), found.mesh, (example,), microbatches=2, **by_flag(memory=memory, **asked))
     assert replace(found, notes=(), comparison=None) == replace(again, notes=()) and found.peak_bytes <= memory
     assert isinstance(found, Plan)
     parts = step_parts(found)
@@ -298,7 +301,7 @@ def test_bounds_and_cut_offs_lose_no_best_mesh(seconds: list[int], slack: list[i
 
 def test_the_bound_of_a_pipeline_counts_as_many_micro_batches_as_its_plan_may_have() -> None:
     """The devices of a stage cannot share six samples: micro-batches may be of one."""
-    request = PlanRequest(hardware=SLOW_DEVICES, pipeline="pp")
+    request = PlanRequest(hardware=SLOW_DEVICES, pipeline=Pipeline("pp"))
     planner = OfflinePlanner(Layers(), (X_64_16[:6],), request, PlanCache())
     mesh = Mesh({"pp": 2, "dp": 4}, SLOW_DEVICES.name)
     assert planner.in_stages(mesh, "pp").microbatches > 1
@@ -328,16 +331,21 @@ def test_within_a_limit_the_search_on_a_mesh_ends_where_it_is_proven_to_be_no_be
     asked = {"hardware": SLOW_DEVICES, "memory": memory}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "best_within", within)
-        found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **asked)
+        found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **by_flag(**asked))
     first, *later = cutoffs
     assert first >= sys.float_info.max and later and max(later) < 1
-    each = [autopar.plan(Layers(), mesh, (X_64_16,), **asked) for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2)]
+    each = [
+        autopar.plan(Layers(), mesh, (X_64_16,), **by_flag(**asked)) for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2)
+    ]
     assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS)
 
 
 def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     example, asked = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
-    few, many = (autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **asked) for count in (16, 32))
+    few, many = (
+        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **by_flag(**asked))
+        for count in (16, 32)
+    )
     captured = []
 
     def counting(*arguments: Any, **options: Any) -> Any:
@@ -346,7 +354,7 @@ def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypat
 
     monkeypatch.setattr("autopar.compiler.offline_planner.trace", counting)
     memory = (few.peak_bytes + many.peak_bytes) // 2
-    found = autopar.plan(Layers(), "auto", (example,), devices=2, memory=memory, **asked)
+    found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **asked))
     assert "give microbatches=32" in found.notes[-1] and found.peak_bytes <= memory
     assert captured[0] == 4096 and captured[-1] == 128 and 2048 not in captured
 
@@ -363,12 +371,12 @@ def test_as_many_pipelines_are_planned_as_are_worth_their_time() -> None:
 def test_where_nothing_fits_the_nearest_is_said_with_the_limit_that_would_do() -> None:
     asked = {"hardware": SLOW_DEVICES, "microbatches": 1, "max_axes": 1}
     with pytest.raises(InfeasibleError) as raised:
-        autopar.plan(Layers(), "auto", (X_64_16,), devices=2, memory=1000, **asked)
+        autopar.plan(Layers(), "auto", (X_64_16,), devices=2, **by_flag(memory=1000, **asked))
     found = re.search(r"What came nearest is dp=2, with .* per device: memory=(\d+) would do", str(raised.value))
     assert found is not None and raised.value.least_bytes is None
-    assert autopar.plan(Layers(), "auto", (X_64_16,), devices=2, memory=int(found[1]), **asked).peak_bytes == int(
-        found[1]
-    )
+    assert autopar.plan(
+        Layers(), "auto", (X_64_16,), devices=2, **by_flag(memory=int(found[1]), **asked)
+    ).peak_bytes == int(found[1])
 
 
 def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,10 +385,10 @@ def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(OfflinePlanner, "on", on)
     asked = {"devices": 2, "hardware": SLOW_DEVICES, "microbatches": 2}
-    found = autopar.plan(Layers(), "auto", (X_64_16,), memory="1MB", **asked)
+    found = autopar.plan(Layers(), "auto", (X_64_16,), **by_flag(memory="1MB", **asked))
     assert isinstance(found, PipelinePlan) and str(found.mesh) == "pp=2" and found.peak_bytes <= 10**6
     with pytest.raises(InfeasibleError, match="does not fit in one piece") as raised:  # so little, no pipeline fits
-        autopar.plan(Layers(), "auto", (X_64_16,), memory=1000, **asked)
+        autopar.plan(Layers(), "auto", (X_64_16,), **by_flag(memory=1000, **asked))
     assert "In stages" not in str(raised.value)
 
 
@@ -393,7 +401,7 @@ def test_the_table_says_what_each_axis_splits() -> None:
 
 def test_experts_and_few_samples_are_worth_a_third_axis() -> None:
     def axes_for(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-        return OfflinePlanner(model, inputs, PlanRequest(), PlanCache()).usual_axes(8)
+        return OfflinePlanner(model, inputs, PlanRequest(), PlanCache()).most_axes(8)
 
     assert axes_for(*built_in("tiny-moe", 64, 16, None)) == 3
     assert axes_for(Layers(), (X_64_16,)) == 2 and axes_for(Layers(), (X_64_16[:4],)) == 3

@@ -15,6 +15,7 @@ from autopar.errors import CutOffError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_search.arrangements import meshes_of
 from autopar.planning.mesh_search.search import EQUAL_SECONDS, MUCH_SHORTER, Candidate, Turn, best_mesh
+from autopar.planning.options.groups import Memory
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
 from tests.support.loss_alone import Reader, reading
@@ -185,7 +186,7 @@ def test_that_memory_costs_time_is_no_bound_of_a_model_that_is_then_planned_with
         raise CutOffError(next(bounds))
 
     monkeypatch.setattr(PlanRequest, "plan", plan)
-    asked = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(memory=10**6, cutoff=1.0))
+    asked = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(Memory(10**6), cutoff=1.0))
     planner = OfflinePlanner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), asked, PlanCache())
     with pytest.raises(CutOffError) as raised:
         planner.on(Mesh({"dp": 2}))

@@ -22,6 +22,7 @@ from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.planning import offload as offloading
 from autopar.planning.settings import context_of
 from autopar.views.report.html import page
+from tests.support.options import by_flag
 
 FAST_HOST = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16)
 """Whose steps take next to nothing."""
@@ -36,7 +37,7 @@ def _model() -> nn.Module:
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Plan:
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
     asked: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", **options}
-    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **asked)
+    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **by_flag(**asked))
 
 
 def _least(**options: Any) -> int:
@@ -106,7 +107,7 @@ def test_what_auto_leaves_on_the_device_has_its_gradients_there() -> None:
     plan = _planned(offload="auto", optimizer=GRADIENTS)
     assert plan == _planned()
     again = Plan.from_json(plan.to_json()).attach(
-        *(_model(), (torch.zeros(16, 64),)), hardware="h100", optimizer=GRADIENTS, offload="auto"
+        *(_model(), (torch.zeros(16, 64),)), hardware="h100", optimizer=GRADIENTS, memory=autopar.Memory(offload="auto")
     )
     assert again.verify().ok
 
@@ -199,11 +200,11 @@ def test_host_memory_is_that_of_all_devices_of_a_host() -> None:
     plan = _planned({"dp": 4}, strategy="zero3", offload="optimizer")
     needed = 4 * plan.host_bytes
     assert _planned({"dp": 4}, strategy="zero3", offload="optimizer", host_memory=needed).choices == plan.choices
-    told = rf"takes .* per device, and .* \({needed} bytes\) for the 4 that share a host, but host_memory is .*; raise"
+    told = rf"takes .* per device, and .* \({needed} bytes\) for the 4 .*, but Memory.host_limit=…. is .*; raise"
     with pytest.raises(InfeasibleError, match=told):
         _planned({"dp": 4}, strategy="zero3", offload="optimizer", host_memory=needed - 1)
     small = replace(load("h100"), host_memory_bytes=needed - 1)
-    with pytest.raises(InfeasibleError, match=r"but hardware 'h100' has .*; raise host_memory"):
+    with pytest.raises(InfeasibleError, match=r"but hardware 'h100' has .*; raise host_limit"):
         _planned({"dp": 4}, strategy="zero3", offload="optimizer", hardware=small)
     two = replace(load("h100"), host_memory_bytes=needed - 1, host_devices=2)
     assert _planned({"dp": 4}, strategy="zero3", offload="optimizer", hardware=two).offload == "optimizer"
@@ -251,7 +252,7 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
     inputs = (torch.zeros(16, 64),)
     mesh = autopar.Mesh({"pp": 2, "dp": 2}, hardware="h100")
     said: dict[str, Any] = {"strategy": "zero3", "microbatches": 2, "schedule": "1f1b", "memory_conventions": "tensors"}
-    plan: Any = autopar.plan(_model(), mesh, inputs, offload="optimizer", **said)
+    plan: Any = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", **said))
     assert plan.offload == "optimizer"
     assert plan.host_bytes == max(stage.plan.host_bytes for stage in plan.stages) > 0
     assert "of its memory per device" in str(plan)
@@ -260,8 +261,10 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
     for stage in plan.stages:
         assert context_of(stage.plan).space.optimizer.offload == Offload(4)
     with pytest.raises(InfeasibleError, match="for the 4 that share a host"):
-        autopar.plan(_model(), mesh, inputs, offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
-    within = autopar.plan(_model(), mesh, inputs, offload="optimizer", memory=plan.peak_bytes, **said)
+        autopar.plan(
+            _model(), mesh, inputs, **by_flag(offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
+        )
+    within = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", memory=plan.peak_bytes, **said))
     assert any("what the optimizer keeps is on the host" in note for note in within.notes)
 
 
@@ -270,7 +273,7 @@ def test_a_word_without_a_limit_is_planned_once(mesh: dict[str, int], monkeypatc
     asked, made = [], offloading._made
 
     def seen(request: Any, plans: Any) -> Any:
-        asked.append(request.offload)
+        asked.append(request.memory.offload)
         return made(request, plans)
 
     monkeypatch.setattr(offloading, "_made", seen)
@@ -282,16 +285,28 @@ def test_a_word_without_a_limit_is_planned_once(mesh: dict[str, int], monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload": "weights"}, "offload='weights'; give 'none', 'optimizer', 'activations', 'both', 'auto'"),
-        ({"offload": "both", "recompute": "full"}, "offload='both' sends .* recompute='full' .* next to nothing; give"),
-        ({"offload": "activations", "imbalance": 1.5}, "offload='activations' beside imbalance=1.5: copies .* equal"),
-        ({"optimizer": GRADIENTS}, "gradients=\"host\" beside offload='none': gradients wait .*; give"),
+        (
+            {"offload": "weights"},
+            r"offload='weights'\); give one of 'none', 'optimizer', 'activations', 'both', 'auto'",
+        ),
+        (
+            {"offload": "both", "recompute": "full"},
+            r"offload='both'\) sends .* Memory\(recompute='full'\) .* next to nothing; give",
+        ),
+        (
+            {"offload": "activations", "imbalance": 1.5},
+            r"offload='activations'\) is given with Experts\(imbalance=1.5\): copies .* equal",
+        ),
+        (
+            {"optimizer": GRADIENTS},
+            r"gradients=\"host\"\) is given with Memory\(offload='none'\): gradients wait .*; give",
+        ),
         ({"offload": "auto", "optimizer": "sgd"}, "offload was given with optimizer='sgd'"),
         (
             {"host_memory": "1GB"},
-            'host_memory=1000000000 limits what is offloaded.*offload="optimizer", "activations",',
+            r'host_limit=.1GB.\) limits what is offloaded.*offload="optimizer"\), "activations",',
         ),
-        ({"offload": "auto", "host_memory": -1}, "host_memory=-1; give bytes per host"),
+        ({"offload": "auto", "host_memory": -1}, r"host_limit=-1\); give bytes per host"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
@@ -307,7 +322,7 @@ def test_a_profile_without_its_host_plans_nothing_for_it() -> None:
 def test_meshes_are_compared_with_state_on_the_host() -> None:
     limit, inputs = int(1.05 * _least(offload="optimizer")), (torch.zeros(16, 64),)
     said: dict[str, Any] = {"devices": 2, "hardware": "h100", "memory_conventions": "tensors"}
-    found = autopar.plan(_model(), "auto", inputs, memory=limit, offload="auto", **said)
+    found = autopar.plan(_model(), "auto", inputs, **by_flag(memory=limit, offload="auto", **said))
     assert found.offload == "optimizer" and found.peak_bytes <= limit
 
 

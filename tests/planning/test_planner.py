@@ -27,8 +27,10 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.annotate import annotate
 from autopar.planning.memory_limit import memory_limit as search
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
 from autopar.planning.record import choices_of, evaluate
+from autopar.planning.settings import Settings
 from tests.support.families import BATCH, FAMILIES, HIDDEN, LAYERS, SEQUENCE
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import IDS_BS, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of
@@ -55,7 +57,7 @@ def test_no_choice_of_strategies_is_better_than_the_plan(hardware: Hardware) -> 
     choices = every_choice(space)
     best = min(seconds for seconds, _ in choices.values())
     for solver in ("auto", "ilp"):
-        plan, chosen = make_plan(space, {}, solver=solver)
+        plan, chosen = make_plan(space, {}, Settings(search=Search(solver=solver)))
         assert plan.seconds == pytest.approx(best, rel=1e-9)
         assert choices[chosen][0] == pytest.approx(best, rel=1e-9)
         assert plan.bound <= best * (1 + 1e-12) and plan.gap <= 1e-5
@@ -73,7 +75,7 @@ def test_no_choice_of_strategies_within_the_memory_is_better_than_the_plan(hardw
         best = min(seconds for seconds, num_bytes in choices.values() if num_bytes <= memory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            plan, chosen = make_plan(space, {}, memory)
+            plan, chosen = make_plan(space, {}, Settings(Memory(memory)))
         assert plan.bound <= best * (1 + 1e-9)
         assert plan.seconds == pytest.approx(best, rel=1e-9) or plan.gap > 0, memory
         assert plan.seconds >= best * (1 - 1e-9)
@@ -104,7 +106,7 @@ def test_a_layer_with_a_bias_and_a_residual_connection_is_planned_as_well_as_by_
 @pytest.mark.parametrize("post_norm", [False, True])
 def test_both_solvers_find_plans_of_the_same_seconds(hardware: Hardware, post_norm: bool) -> None:
     space = space_of(Attention(post_norm), (IDS_BS,), hardware)
-    auto, ilp = (make_plan(space, {}, solver=solver)[0] for solver in ("auto", "ilp"))
+    auto, ilp = (make_plan(space, {}, Settings(search=Search(solver=solver)))[0] for solver in ("auto", "ilp"))
     assert auto.seconds == pytest.approx(ilp.seconds, rel=1e-8)
 
 
@@ -137,7 +139,7 @@ print(plans_as_text())
 def plans_as_text() -> str:
     """Two plans of one model, without and with a memory limit."""
     space = space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2)
-    return "\n".join(make_plan(space, {}, memory)[0].to_json() for memory in (None, 7500))
+    return "\n".join(make_plan(space, {}, Settings(Memory(memory)))[0].to_json() for memory in (None, 7500))
 
 
 def test_the_same_model_gets_the_same_plan_in_this_and_in_any_other_process() -> None:
@@ -159,7 +161,7 @@ def test_less_memory_gives_plans_that_obey_it_and_are_no_faster() -> None:
     plans = []
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):
         limit = int(share * unlimited.peak_bytes)
-        plan, choices = make_plan(space, {}, limit)
+        plan, choices = make_plan(space, {}, Settings(Memory(limit)))
         assert plan.peak_bytes <= limit == plan.memory_limit
         assert evaluate(space, choices) == pytest.approx(plan.seconds, rel=1e-9)
         plans.append(plan)
@@ -175,7 +177,7 @@ def test_a_wide_graph_is_first_planned_without_the_limit(monkeypatch: pytest.Mon
     space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
     unlimited, _ = make_plan(space, {})
     limits = 2 * unlimited.peak_bytes, int(0.85 * unlimited.peak_bytes)
-    narrow = [make_plan(space, {}, limit)[0] for limit in limits]
+    narrow = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     budgets: list[int | None] = []
     monkeypatch.setattr(search, "solve_narrow", lambda prepared, *_: budgets.append(prepared.problem.budget))
     solve = search.solve_prepared
@@ -184,7 +186,7 @@ def test_a_wide_graph_is_first_planned_without_the_limit(monkeypatch: pytest.Mon
         "solve_prepared",
         lambda prepared, **how: budgets.append(prepared.problem.budget) or solve(prepared, **how),
     )
-    wide = [make_plan(space, {}, limit)[0] for limit in limits]
+    wide = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     assert budgets[:3] == [limits[0], None, limits[1]] and budgets[3] is None and len(budgets) > 4
     assert [each.seconds for each in wide] == pytest.approx([each.seconds for each in narrow])
     assert wide[0].seconds == pytest.approx(unlimited.seconds) and wide[1].peak_bytes <= limits[1]
@@ -193,17 +195,19 @@ def test_a_wide_graph_is_first_planned_without_the_limit(monkeypatch: pytest.Mon
 def test_too_little_memory_is_an_error_that_states_the_least() -> None:
     space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
     with pytest.raises(InfeasibleError, match=r"needs at least .*\(\d+ bytes\)") as caught:
-        make_plan(space, {}, 100)
+        make_plan(space, {}, Settings(Memory(100)))
     least = int(re.findall(r"\((\d+) bytes\)", str(caught.value))[-1])
     with pytest.raises(InfeasibleError):
-        make_plan(space, {}, least - 1)
-    assert make_plan(space, {}, int(least * 1.1))[0].peak_bytes >= least
+        make_plan(space, {}, Settings(Memory(least - 1)))
+    assert make_plan(space, {}, Settings(Memory(int(least * 1.1))))[0].peak_bytes >= least
 
 
 def test_a_pin_that_takes_too_much_memory_is_called_by_its_name_in_the_model() -> None:
     def least(model: TwoLinears, memory: int) -> tuple[int, str]:
         with pytest.raises(InfeasibleError) as caught:
-            autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), (X_BD,), memory=memory, memory_conventions="tensors")
+            autopar.plan(
+                model, Mesh({"tp": 2}, hardware="h100"), (X_BD,), memory=autopar.Memory(memory, conventions="tensors")
+            )
         return int(re.findall(r"\((\d+) bytes\)", str(caught.value))[-1]), str(caught.value)
 
     pinned = TwoLinears()

@@ -14,6 +14,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning import replicated_work
+from tests.support.options import by_flag
 
 
 @torch.library.custom_op("replicated_work::project", mutates_args=())
@@ -63,7 +64,7 @@ class Projected(nn.Module):
 def _warned(*args: Any, word: str, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        autopar.plan(*args, **options)
+        autopar.plan(*args, **by_flag(**options))
     return [str(each.message) for each in found if word in str(each.message)]
 
 
@@ -102,7 +103,7 @@ def test_the_stages_of_a_pipeline_are_reported_as_one(recwarn: pytest.WarningsRe
         nn.Sequential(*(nn.Sequential(each, nn.Linear(256, 64)) for each in stages)),
         Mesh({"pp": 2, "dp": 2}),
         (torch.ones(1024, 64),),
-        schedule="gpipe",
+        pipeline=autopar.Pipeline(schedule="gpipe"),
         microbatches=2,
     )
     (whole,) = plan.kept_whole

@@ -19,6 +19,7 @@ from autopar.planning.settings import context_of
 from autopar.planning.simulated import as_simulated, simulated_seconds, timeline_of
 from autopar.solver.deadline import NEVER
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
+from tests.support.options import by_flag
 
 HIDING = replace(load("cpu"), communication_share=0.1, dtensor_s=0.0, name="collectives next to computing")
 """Collectives take a little of a device, so that its steps hide them, and wait for what lasts longer."""
@@ -27,7 +28,7 @@ FAR = 0.02  # of the step, 0.014 of it the share that the loss's sum takes: hidd
 
 
 def _plan(hardware: Hardware = HIDING, **options: object) -> Plan:
-    return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, hardware=hardware, strategy="zero3", **options)  # type: ignore[arg-type]
+    return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, hardware=hardware, strategy="zero3", **by_flag(**options))  # type: ignore[arg-type]
 
 
 def test_the_sum_of_a_plan_is_its_simulated_step() -> None:

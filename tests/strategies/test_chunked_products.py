@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
-from autopar.compiler.arguments import Recompute
 from autopar.costs.hardware.collectives import transfer_seconds
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.moments import FORWARD
@@ -23,9 +22,11 @@ from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.named import named
+from autopar.planning.options.groups import Recompute
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.strategies.rules.products.chunked import AGAIN, MOST_CHUNKS, NAME, chunks_of
+from tests.support.options import by_flag
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 COLUMN, ROW = f"...1+o via {NAME}", f"...1+k via {NAME}"
@@ -63,7 +64,7 @@ def planned(
 ) -> Plan:
     """A plan on two ranks; plain collectives of one sample copy nothing, and those of several may be avoided."""
     asked = {"hardware": SLOW_DEVICES, **options}
-    return autopar.plan(model, Mesh({"tp": 2}), batch(positions, samples), strategy=strategy, **asked)
+    return autopar.plan(model, Mesh({"tp": 2}), batch(positions, samples), strategy=strategy, **by_flag(**asked))
 
 
 def space_of(request: PlanRequest, mesh: dict[str, int], model: nn.Module | None = None) -> Space:
@@ -248,7 +249,13 @@ def test_under_selective_recomputation_they_gather_again_and_keep_no_gathered_ro
     model, inputs = named("tiny-llama", 8, 512)
 
     def plan_of(strategy: str, recompute: Recompute) -> Plan:
-        return autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), inputs, strategy=strategy, recompute=recompute)
+        return autopar.plan(
+            model,
+            Mesh({"tp": 2}, hardware="h100"),
+            inputs,
+            strategy=strategy,
+            memory=autopar.Memory(recompute=recompute),
+        )
 
     keeping, again = (plan_of(NAME, each) for each in ("none", "selective"))
     assert again.choices == keeping.choices and again.peak_bytes < keeping.peak_bytes

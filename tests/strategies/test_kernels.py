@@ -295,7 +295,9 @@ def test_a_loss_of_liger_is_refused_with_what_to_use() -> None:
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return LOSS.apply(x, labels)
 
-    with pytest.raises(CaptureError, match=r"LigerCrossEntropyFunction does not run .* takes in tiles by loss_tiles="):
+    with pytest.raises(
+        CaptureError, match=r"LigerCrossEntropyFunction does not run .* in tiles by Memory\(loss_tiles="
+    ):
         capture(Loss(), (torch.randn(8, 4), torch.zeros(8, dtype=torch.long)), {}, training=True)
 
 

@@ -216,9 +216,13 @@ def test_under_a_memory_limit_every_micro_batch_reduces_where_that_fits_and_no_b
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), (torch.zeros(8, 64),)
     model = autopar.annotate(model, "*", tp="data", storage="tp", regather=False)
     bytes_alone = replace(load("cpu"), links=(Link("wire", None, 0.0, 1e9),))
-    whole = autopar.plan(model, ONE, batch, hardware=bytes_alone, recompute="none", microbatches=4)
+    whole = autopar.plan(
+        model, ONE, batch, hardware=bytes_alone, memory=autopar.Memory(recompute="none"), microbatches=4
+    )
     limit = whole.peak_bytes - 1
-    plan = autopar.plan(model, ONE, batch, hardware=bytes_alone, recompute="none", microbatches=4, memory=limit)
+    plan = autopar.plan(
+        model, ONE, batch, hardware=bytes_alone, memory=autopar.Memory(recompute="none", limit=limit), microbatches=4
+    )
     assert plan.reduce_each and not whole.reduce_each
     assert plan.peak_bytes <= limit and plan.verify().ok
 

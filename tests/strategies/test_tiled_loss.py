@@ -31,7 +31,7 @@ def test_its_dims_have_the_roles_that_annotations_name() -> None:
 def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
     family = LOSS_ALONE["llama_loss"]
     mesh = autopar.Mesh({"cp": 2})
-    plan = autopar.plan(family.build(), mesh, family.inputs(0)[1], strategy="ring", loss_tiles=2)
+    plan = autopar.plan(family.build(), mesh, family.inputs(0)[1], strategy="ring", memory=autopar.Memory(loss_tiles=2))
     space = context_of(plan).space
     decision = space.decisions[space.index[NAME]]
     strategy = next(each for each in decision.menu.strategies if str(each) == plan.choices[NAME])

@@ -62,12 +62,18 @@ def test_a_preset_of_columns_splits_hidden_features_where_they_divide(parts: int
 )
 def test_a_preset_leaves_no_axis_without_work(strategy: str, axes: tuple[str, ...], choice: str) -> None:
     mesh, x = autopar.Mesh(dict.fromkeys(axes, 2)), {"x": tokens(batch=8)["x"].float()}
-    assert autopar.plan(Gated(), mesh, x, strategy=strategy, mlp_tiles=2).choices[NAME] == choice
+    assert autopar.plan(Gated(), mesh, x, strategy=strategy, memory=autopar.Memory(mlp_tiles=2)).choices[NAME] == choice
 
 
 def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
     family = LOSS_ALONE["llama_loss"]
-    plan = autopar.plan(family.build(), autopar.Mesh({"cp": 2}), family.inputs(0)[1], strategy="ring", mlp_tiles=2)
+    plan = autopar.plan(
+        family.build(),
+        autopar.Mesh({"cp": 2}),
+        family.inputs(0)[1],
+        strategy="ring",
+        memory=autopar.Memory(mlp_tiles=2),
+    )
     space = context_of(plan).space
     decision = space.decisions[space.index[NAME]]
     strategy = next(each for each in decision.menu.strategies if str(each) == plan.choices[NAME])
@@ -76,8 +82,13 @@ def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
 
 def test_it_takes_the_time_of_hidden_activations_that_are_computed_again() -> None:
     plans = [
-        autopar.plan(Gated(64, 256), autopar.Mesh({"dp": 2}), {"x": tokens(size=64)["x"].float()}, mlp_tiles=tiles)
-        for tiles in (1, None)
+        autopar.plan(
+            Gated(64, 256),
+            autopar.Mesh({"dp": 2}),
+            {"x": tokens(size=64)["x"].float()},
+            memory=autopar.Memory(mlp_tiles=tiles),
+        )
+        for tiles in (1, "none")
     ]
     ours, theirs = ([row for row in plan.rows if row.kind == "call"] for plan in plans)
     _, mlp = (row for row in ours if row.operation == "mlp_in_tiles")

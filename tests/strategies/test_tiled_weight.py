@@ -17,11 +17,13 @@ from autopar.capture.export import capture
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, InputError
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.options.groups import Memory
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.strategies.rules.products import tiled
 from autopar.strategies.rules.products.tiled import NAME
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
@@ -56,7 +58,7 @@ def planned(
     model, on = model or Wide(), Mesh(axes or {"dp": 4})
     inputs = {"x": INPUTS["x"].to(next(model.parameters()).dtype)}
     options = {"memory": memory, "hardware": SLOW_DEVICES, "optimizer": "sgd", "strategy": "zero3", **options}
-    found = autopar.plan(model, on, inputs, **options)
+    found = autopar.plan(model, on, inputs, **by_flag(**options))
     assert isinstance(found, Plan)
     return found
 
@@ -83,8 +85,8 @@ def test_they_stand_in_the_menu_only_where_they_are_asked_for() -> None:
         space = request.space(program, Mesh({"dp": 2}))
         return [str(each) for each in space.decisions[space.index["linear_default"]].menu.strategies]
 
-    request = PlanRequest(settings=Settings(memory=10**9), hardware=SLOW_DEVICES)
-    before, after = names(request), names(replace(request, weight_tiles=True))
+    request = PlanRequest(settings=Settings(Memory(10**9)), hardware=SLOW_DEVICES)
+    before, after = names(request), names(request.with_memory(replace(request.memory, weight_tiles=True)))
     assert set(after) - set(before) == {f"o+...0 via {NAME}", f"k+...0 via {NAME}"}
 
 
@@ -106,7 +108,7 @@ def test_a_limit_without_room_for_a_whole_weight_is_kept_by_tiles(tmp_path: Path
 
 def test_no_limit_leaves_weights_whole() -> None:
     assert not in_tiles(planned("1GB", weight_tiles=True))
-    with pytest.raises(InputError, match=r"weight_tiles=True has weights .* none is given; give memory=, as in"):
+    with pytest.raises(InputError, match=r"weight_tiles=True\) has weights .* none is given; give a limit, as in"):
         planned(None, weight_tiles=True)
 
 
@@ -130,8 +132,7 @@ def _measured(limit: int) -> tuple[int, int, int]:
             Wide(),
             mesh((4,), ("dp",)),
             INPUTS,
-            memory=limit,
-            weight_tiles=True,
+            memory=autopar.Memory(limit, weight_tiles=True),
             strategy="zero3",
             optimizer="sgd",
             hardware=SLOW_DEVICES,

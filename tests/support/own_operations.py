@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 import autopar
 from autopar.strategies.registered import REGISTERED
 from autopar.strategies.ruled import ruled
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import mesh
 
@@ -165,7 +166,7 @@ def trained_on_ranks(
     if with_rules:
         register_own()
     options = {"hardware": SLOW_DEVICES, **options}
-    model = autopar.compile(Own(), mesh(sizes, ("dp", "tp")[-len(sizes) :]), (batch(0),), **options)
+    model = autopar.compile(Own(), mesh(sizes, ("dp", "tp")[-len(sizes) :]), (batch(0),), **by_flag(**options))
     own = ("project", "energy", "squashed")
     choices = {f"{name}: {choice}" for name, choice in model.plan.choices.items() if name.startswith(own)}
     found = trained(torch.compile(model, backend="aot_eager") if compiled else model)  # type: ignore[arg-type]

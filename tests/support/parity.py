@@ -21,6 +21,7 @@ from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
 from tests.support.loss_alone import LOSS_ALONE
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 STEPS = 5
@@ -186,7 +187,7 @@ def parallel(case: Case) -> Training:
     args, kwargs = inputs(case, 0, 0)
     example: Any = kwargs if kwargs else args
     with traced_once(case.graph):
-        compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
+        compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **by_flag(**case.options))
         found = train(case, compiled, record_traffic)
     found.predicted = dict(compiled.plan.traffic)
     rows = compiled.plan.rows

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.support import parity
 from tests.support.families import FAMILIES, HIDDEN, SEED
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, STEPS, Training, distance, traced_once, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -196,7 +197,7 @@ def compiled(case: PipelineCase, model: nn.Module | None = None) -> Any:
         options["schedule"] = case.schedule
     on = mesh(tuple(case.axes.values()), tuple(case.axes))
     with traced_once(case.graph, ("autopar.compiler.whole", "autopar.compiler.pipelined")):
-        return autopar.compile(model, on, kwargs or args, **{**options, **case.options})
+        return autopar.compile(model, on, kwargs or args, **by_flag(**{**options, **case.options}))
 
 
 def parallel(case: PipelineCase) -> Training:

@@ -21,7 +21,9 @@ from autopar.costs.space.space import Space
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import Call
 from autopar.planning.annotations.annotate import annotations_of, pins_of
+from autopar.planning.options.groups import Memory, Search, Solver
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings
 from autopar.strategies.ruled import ruled
 
 SLOW_LINKS = Hardware(
@@ -108,10 +110,10 @@ def space_of(
     return build_space(capture(model, args, kwargs), Mesh(axes or {"tp": 2}), hardware)
 
 
-def planned(space: Space, model: nn.Module, memory: int | None = None, solver: str = "auto") -> Planned:
+def planned(space: Space, model: nn.Module, memory: int | None = None, solver: Solver = "auto") -> Planned:
     """The best plan under what the model's annotations say."""
     pins = pins_of(annotations_of(model), space, "semi_auto", {})
-    return Planned(space, *make_plan(space, pins, memory, solver))
+    return Planned(space, *make_plan(space, pins, Settings(Memory(memory), Search(solver=solver))))
 
 
 def call_menu(

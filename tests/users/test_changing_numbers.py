@@ -22,6 +22,7 @@ from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import InputError
 from tests.support.ending_ranks import ends_of
 from tests.support.language_models import LanguageModel, texts
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -183,7 +184,7 @@ def _compiled(
     shape, names = more.pop("shape", (2,)), more.pop("names", ("dp",))
     inputs = {"x_BD": more.pop("x_BD", X_BD).to(dtype), **numbers}
     said: dict[str, Any] = {"hardware": SLOW_DEVICES, **options, **more}
-    return autopar.compile(model, mesh(shape, names), inputs, **said)
+    return autopar.compile(model, mesh(shape, names), inputs, **by_flag(**said))
 
 
 def _served(name: str, layout: str, dtype: torch.dtype) -> tuple[int, list[str]]:
@@ -396,7 +397,7 @@ def _bucketed() -> None:
     alone = Counting()
     with _Counted() as counted:
         options: dict[str, Any] = {"hardware": SLOW_DEVICES, "buckets": autopar.Buckets((8,))}
-        model = autopar.compile(copy.deepcopy(alone), mesh((2,), ("dp",)), inputs[0], **options)
+        model = autopar.compile(copy.deepcopy(alone), mesh((2,), ("dp",)), inputs[0], **by_flag(**options))
         assert_close([model(**each) for each in inputs], [alone(**each) for each in inputs])
     assert counted.plans <= 2 and not counted.said
 
@@ -420,7 +421,7 @@ def _of_transformers() -> tuple[int, list[str]]:
     options: Any = {"hardware": SLOW_DEVICES, "inputs": "local", "strategy": "zero3"}
     with _Counted() as counted:
         example = {**mine, "num_items_in_batch": 20}
-        model = autopar.compile(copy.deepcopy(alone), mesh((2,), ("dp",)), example, **options)
+        model = autopar.compile(copy.deepcopy(alone), mesh((2,), ("dp",)), example, **by_flag(**options))
         for items in (20, 18, 16, 17):
             found = model(**mine, num_items_in_batch=items)["loss"]
             expected = alone(input_ids=ids_BS, labels=ids_BS, num_items_in_batch=items)["loss"]

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import CaptureError
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.options import by_flag
 from tests.support.parity import mesh
 from tests.support.ranks import Ranks
 
@@ -112,8 +113,12 @@ def _refused() -> dict[str, str]:
 
 def _without() -> list[tuple[list[float], list[Tensor]]]:
     options = {"seed": 0, "hardware": "cpu"}
-    contrastive = autopar.compile(Contrastive("none"), mesh((2,), ("dp",)), (X_BH,), strategy="zero3", **options)
-    norms = autopar.compile(Synchronized(nn.SyncBatchNorm), mesh((2,), ("dp",)), (X_BH[:4],), inputs="local", **options)
+    contrastive = autopar.compile(
+        Contrastive("none"), mesh((2,), ("dp",)), (X_BH,), strategy="zero3", **by_flag(**options)
+    )
+    norms = autopar.compile(
+        Synchronized(nn.SyncBatchNorm), mesh((2,), ("dp",)), (X_BH[:4],), inputs="local", **by_flag(**options)
+    )
     return [_trained(contrastive, X_BH), _trained(norms, X_BH.chunk(2)[dist.get_rank()])]
 
 

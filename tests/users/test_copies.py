@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import autopar
 from autopar.errors import InputError
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 from tests.users.scripts.setting import whole
@@ -96,7 +97,7 @@ def test_averages_of_weights_are_those_of_one_process(strategy: str, ranks: Rank
 def _copies_apart(options: dict[str, Any]) -> None:
     """A copy trains by itself, keeps attributes of its own, and lives longer than what it was copied from."""
     eager = Net()
-    parallel = autopar.compile(Net(), mesh((2,), ("dp",)), (batch(0),), hardware=SLOW_DEVICES, **options)
+    parallel = autopar.compile(Net(), mesh((2,), ("dp",)), (batch(0),), hardware=SLOW_DEVICES, **by_flag(**options))
     twins = copy.deepcopy(eager), copy.deepcopy(parallel)
     assert type(twins[1]) is type(parallel)
     assert twins[1].plan is parallel.plan
@@ -133,7 +134,12 @@ def _pipeline() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Loss())
     eager = copy.deepcopy(model)
     parallel = autopar.compile(
-        model, mesh((2,), ("pp",)), (batch(0),), schedule="gpipe", microbatches=2, hardware=SLOW_DEVICES
+        model,
+        mesh((2,), ("pp",)),
+        (batch(0),),
+        pipeline=autopar.Pipeline(schedule="gpipe"),
+        microbatches=2,
+        hardware=SLOW_DEVICES,
     )
     averages = AveragedModel(parallel), AveragedModel(eager)
     here = torch.optim.SGD(parallel.parameters(), lr=0.1)
@@ -174,7 +180,12 @@ def _cumulative_averages(options: dict[str, Any]) -> None:
     eager, pictures = Pictures(), [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
     own = [each.chunk(2)[torch.distributed.get_rank()] for each in pictures] if options else pictures
     parallel = autopar.compile(
-        copy.deepcopy(eager), mesh((2,), ("dp",)), (own[0],), hardware=SLOW_DEVICES, strategy="data_parallel", **options
+        copy.deepcopy(eager),
+        mesh((2,), ("dp",)),
+        (own[0],),
+        hardware=SLOW_DEVICES,
+        strategy="data_parallel",
+        **by_flag(**options),
     )
     for model, batches in ((eager, pictures), (parallel, own)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

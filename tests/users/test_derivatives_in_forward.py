@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 import autopar
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, mesh, whole
 from tests.support.ranks import Ranks
 
@@ -64,7 +65,7 @@ def _trained(model: Any, x: Tensor, pipeline: bool = False) -> tuple[list[float]
 def _compiled(name: str) -> tuple[list[float], dict[str, Tensor | None]]:
     axis, options = CASES[name]
     x = X_B3.chunk(2)[dist.get_rank()] if "inputs" in options else X_B3
-    model = autopar.compile(Forces(), mesh((2,), (axis,)), (x,), seed=0, hardware=SLOW_DEVICES, **options)
+    model = autopar.compile(Forces(), mesh((2,), (axis,)), (x,), hardware=SLOW_DEVICES, **by_flag(seed=0, **options))
     return _trained(model, x, pipeline=axis == "pp")
 
 

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import autopar
 from autopar.errors import InputError
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -129,7 +130,9 @@ def _loads(kind: str, folder: str, axes: dict[str, int], strategy: str | None) -
     options: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b"} if "pp" in axes else {"strategy": strategy}
     line = mesh(tuple(axes.values()), tuple(axes))
     with _reads() as read:
-        model = autopar.load(_built(kind, "meta"), line, folder, _batch(kind), hardware=SLOW_DEVICES, **options)
+        model = autopar.load(
+            _built(kind, "meta"), line, folder, _batch(kind), hardware=SLOW_DEVICES, **by_flag(**options)
+        )
     alone = _built(kind)
     loaded = list(model.named_parameters())
     assert loaded

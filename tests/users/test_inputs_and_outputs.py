@@ -53,7 +53,7 @@ class Taking(nn.Linear):
 
 def _trained() -> list[float]:
     torch.manual_seed(0)
-    model = autopar.compile(Returning(Known), mesh((2,), ("dp",)), (X_BH,), seed=0)
+    model = autopar.compile(Returning(Known), mesh((2,), ("dp",)), (X_BH,), run=autopar.Run(seed=0))
     output = model(X_BH)
     output.loss.backward()
     return [output.loss.item(), *(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)]

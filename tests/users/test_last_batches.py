@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.errors import StrategyError
 from tests.support.language_models import language_model, texts
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -78,7 +79,7 @@ def _stages() -> None:
         model: Any = language_model()
         if where == "ranks":
             options = {"strategy": "zero3", "microbatches": 2, "schedule": "gpipe", "hardware": SLOW_DEVICES}
-            model = autopar.compile(model, mesh((2, 2), ("pp", "dp")), TEXTS[4, 8], **options)
+            model = autopar.compile(model, mesh((2, 2), ("pp", "dp")), TEXTS[4, 8], **by_flag(**options))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in (TEXTS[4, 8], TEXTS[2, 8]):
             optimizer.zero_grad()

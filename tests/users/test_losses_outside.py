@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -225,7 +226,9 @@ def _on_ranks(name: str, inputs: str, options: dict[str, Any]) -> Trained:
     modules = {
         key: each
         if key in script.plain
-        else autopar.compile(each, on, (part(_batch(0))[script.inputs.get(key, "ids")],), inputs=inputs, **options)
+        else autopar.compile(
+            each, on, (part(_batch(0))[script.inputs.get(key, "ids")],), inputs=inputs, **by_flag(**options)
+        )
         for key, each in _modules(script).items()
     }
     found = _train(script, modules, [part])

@@ -22,6 +22,7 @@ from autopar.integrations.varying_texts import buckets_for
 from autopar.runtime.lengths.length_buckets import Buckets
 from autopar.runtime.ranks.calls import _difference
 from tests.support.language_models import language_model, texts
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -124,11 +125,11 @@ def _advised() -> None:
     """Check that the advice in the error makes the call succeed."""
     rank = dist.get_rank()
     for sizes, advice, options in (
-        (((2, 6), (2, 5)), 'Only lengths differ, which autopar.compile(..., buckets="auto") pads', {"buckets": "auto"}),
+        (((2, 6), (2, 5)), 'Only lengths differ, which Run(buckets="auto") pads', {"buckets": "auto"}),
         (
             ((2, 8), (1, 8)),
             "Only numbers of samples differ: give every rank as many, for example with drop_last=True, or pad the "
-            'missing ones with buckets=autopar.Buckets(batches="largest")',
+            'missing ones with Run(buckets=autopar.Buckets(batches="largest")',
             {"buckets": Buckets(batches="largest")},
         ),
     ):
@@ -139,7 +140,9 @@ def _advised() -> None:
 
 
 def _language_model(options: dict[str, Any]) -> Any:
-    return autopar.compile(language_model(), mesh((2,), ("dp",)), inputs="local", strategy="data_parallel", **options)
+    return autopar.compile(
+        language_model(), mesh((2,), ("dp",)), inputs="local", strategy="data_parallel", **by_flag(**options)
+    )
 
 
 def test_ranks_with_batches_of_different_sizes_are_told_which_buckets_help(ranks: Ranks) -> None:
@@ -150,11 +153,10 @@ def test_inputs_of_unknown_names_are_to_be_padded_by_name() -> None:
     here, there = ({"batch['x']": f"float32[8, {length}, 4] as S(0) over dp"} for length in (6, 5))
     text = _difference((0, here), (1, there))
     assert text.endswith(
-        "Only lengths differ, which autopar.compile(..., buckets=autopar.Buckets(padding={'x': …})) "
-        "pads alike on all ranks."
+        "Only lengths differ, which Run(buckets=autopar.Buckets(padding={'x': …})) pads alike on all ranks."
     )
     here, there = ({"labels": f"int64[{batch}, {length}] as S(0) over dp"} for batch, length in ((8, 6), (6, 5)))
     text = _difference((0, here), (1, there))
-    assert text.endswith('Only sizes differ, which buckets=autopar.Buckets(batches="largest") pads alike.')
+    assert text.endswith('Only sizes differ, which Run(buckets=autopar.Buckets(batches="largest")) pads alike.')
     one, other = {"x": "float32[8, 6]"}, {"x": "float32[8, 5]"}
     assert "Every rank needs inputs of the same shapes" in _difference((0, one), (1, other))

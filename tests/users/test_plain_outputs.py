@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import autopar
 from autopar.errors import InputError
 from autopar.runtime.collectives.mesh_axes import record_traffic
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import RankError, Ranks, mesh
 
@@ -48,7 +49,7 @@ def _split_head(model: nn.Module, **options: Any) -> Any:
     """The model with logits that are split by tokens over two ranks; to gather them costs no copy worth avoiding."""
     autopar.annotate(model, "head", tp="column")
     hardware = replace(SLOW_DEVICES, memory_bytes_per_s=1e15)
-    return autopar.compile(model, mesh((2,), ("tp",)), (IDS,), hardware=hardware, **options)
+    return autopar.compile(model, mesh((2,), ("tp",)), (IDS,), hardware=hardware, **by_flag(**options))
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def test_logits_that_one_rank_alone_reads_are_named(ranks: Ranks) -> None:
 
 
 def _learns_from_own_samples(**options: Any) -> None:
-    model = autopar.compile(Logits(), mesh((2,), ("dp",)), (IDS,), strategy="zero3", **options)
+    model = autopar.compile(Logits(), mesh((2,), ("dp",)), (IDS,), strategy="zero3", **by_flag(**options))
     own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     F.cross_entropy(model(IDS)[own].flatten(0, 1), IDS[own].flatten()).backward()
 

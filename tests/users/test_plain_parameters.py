@@ -13,6 +13,7 @@ import autopar
 from autopar.costs.hardware.load import load
 from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks
 
 HOST = load("cpu")
@@ -37,7 +38,9 @@ def batch() -> torch.Tensor:
 
 def planned(dtensor_s: float, model: nn.Module | None = None, **options: object) -> Plan:
     hardware = replace(HOST, dtensor_s=dtensor_s, name="host")
-    return autopar.plan(model or Embedded(), Mesh({"dp": 2}, "cpu"), (batch(),), hardware=hardware, **options)  # type: ignore[arg-type]
+    return autopar.plan(
+        model or Embedded(), Mesh({"dp": 2}, "cpu"), (batch(),), hardware=hardware, **by_flag(**options)
+    )  # type: ignore[arg-type]
 
 
 def splits(plan: Plan) -> bool:

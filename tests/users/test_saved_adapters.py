@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import autopar
 from autopar.errors import InputError
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -54,7 +55,7 @@ def _train(model: Any) -> None:
 
 def _saved(folder: str, names: tuple[str, ...], options: dict[str, Any]) -> None:
     shape = mesh((2,), names)
-    model = autopar.compile(_lora(), shape, BATCH, hardware=SLOW_DEVICES, **options)
+    model = autopar.compile(_lora(), shape, BATCH, hardware=SLOW_DEVICES, **by_flag(**options))
     _train(model)
     model.save_pretrained(folder)
 
@@ -114,7 +115,7 @@ def _with_adapters() -> Any:
 
 def _saved_as_transformers_does(folder: str, names: tuple[str, ...], options: dict[str, Any]) -> None:
     original = _with_adapters()
-    model: Any = autopar.compile(original, mesh((2,), names), BATCH, hardware=SLOW_DEVICES, **options)
+    model: Any = autopar.compile(original, mesh((2,), names), BATCH, hardware=SLOW_DEVICES, **by_flag(**options))
     _train(model)
     model.save_pretrained(folder)
 

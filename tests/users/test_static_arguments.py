@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import CaptureError, InfeasibleError, InputError, PipelineError
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.options import by_flag
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
 
@@ -62,7 +63,7 @@ def _trained(model: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
 
 
 def _on_ranks(strategy: str | None) -> tuple[Any, int, list[str]]:
-    model = autopar.compile(Packed(), mesh((2,), ("tp",)), BATCHES[0], strategy=strategy, **STATIC)
+    model = autopar.compile(Packed(), mesh((2,), ("tp",)), BATCHES[0], strategy=strategy, **by_flag(**STATIC))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trained = _trained(model)
@@ -87,7 +88,7 @@ def test_it_trains_on_ranks_as_on_one_process_and_other_values_are_planned_anew(
 def _with_other_values(inputs: str) -> str:
     ends = [batch["ends"] * (2 if inputs == "local" else 1) for batch in BATCHES]  # of the rows of all ranks
     batch = {**BATCHES[0], "ends": ends[0]}
-    model = autopar.compile(Packed(), mesh((2,), ("dp",)), batch, inputs=inputs, **STATIC)
+    model = autopar.compile(Packed(), mesh((2,), ("dp",)), batch, inputs=inputs, **by_flag(**STATIC))
     model(**batch)
     with pytest.raises(InputError) as error:
         model(**{**batch, "ends": ends[dist.get_rank()]})
@@ -116,7 +117,7 @@ class Returning(nn.Module):
 
 def _returned() -> None:
     x, n = torch.ones(4, 8), torch.tensor([2, 3])
-    model = autopar.compile(Returning(), mesh((1,), ("dp",)), static_argnames=["n"])
+    model = autopar.compile(Returning(), mesh((1,), ("dp",)), capture=autopar.Capture(static_argnames=["n"]))
     for _ in range(2):
         part, found, written = model(x, n)
         assert part.shape == (3, 8)
@@ -130,8 +131,10 @@ def test_outputs_that_are_static_belong_to_the_caller(ranks: Ranks) -> None:
 
 
 def _with_buckets() -> None:
-    with pytest.raises(InputError, match=r"buckets is given with static_argnames=\['ends'\]: .* leave buckets out"):
-        autopar.compile(Packed(), mesh((1,), ("dp",)), buckets="auto", **STATIC)
+    with pytest.raises(
+        InputError, match=r"buckets=…\) is given with Capture\(static_argnames=\['ends'\]\): .* without buckets"
+    ):
+        autopar.compile(Packed(), mesh((1,), ("dp",)), **by_flag(buckets="auto", **STATIC))
 
 
 def test_buckets_are_refused_as_they_would_pad_beside_the_values(ranks: Ranks) -> None:
@@ -144,16 +147,16 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         InputError,
         "'end', which is no argument of Packed.forward; .* are x_NC, ends, labels",
     ),
-    ({"static_argnames": "ends"}, InputError, "static_argnames='ends'; give a list of names of arguments of forward"),
+    ({"static_argnames": "ends"}, InputError, "static_argnames='ends'.; give a list of names of arguments of forward"),
     (
         {**STATIC, "microbatches": 2},
         InputError,
-        r"static_argnames=\['ends'\] is given with microbatches=2, .* Leave microbatches",
+        r"static_argnames=\['ends'\]\) is given with microbatches=2, .* Leave microbatches",
     ),
     (
         {**STATIC, "pipeline": "dp"},
         PipelineError,
-        r"static_argnames=\['ends'\] is given on a mesh with a pipeline, .* without a",
+        r"static_argnames=\['ends'\]\) is given on a mesh with a pipeline, .* without a",
     ),
 )
 
@@ -163,22 +166,24 @@ def test_what_does_not_go_with_static_arguments_is_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        autopar.plan(Packed(), MESH, BATCHES[0], **options)
+        autopar.plan(Packed(), MESH, BATCHES[0], **by_flag(**options))
 
 
 def test_a_plan_is_made_for_the_values_and_attached_with_them() -> None:
-    plan = autopar.plan(Packed(), MESH, BATCHES[0], strategy="zero3", **STATIC)
+    plan = autopar.plan(Packed(), MESH, BATCHES[0], strategy="zero3", **by_flag(**STATIC))
     assert plan.verify().ok
     loaded = autopar.Plan.from_json(plan.to_json())
-    assert loaded.attach(Packed(), BATCHES[0], strategy="zero3", **STATIC).verify().ok
+    assert loaded.attach(Packed(), BATCHES[0], strategy="zero3", **by_flag(**STATIC)).verify().ok
     with pytest.raises(autopar.PlanError):
-        loaded.attach(Packed(), BATCHES[1], strategy="zero3", **STATIC)
+        loaded.attach(Packed(), BATCHES[1], strategy="zero3", **by_flag(**STATIC))
     by_position = tuple(BATCHES[0].values())
-    assert autopar.plan(Packed(), MESH, by_position, strategy="zero3", **STATIC).fingerprint == plan.fingerprint
+    assert (
+        autopar.plan(Packed(), MESH, by_position, strategy="zero3", **by_flag(**STATIC)).fingerprint == plan.fingerprint
+    )
 
 
 def test_the_refusal_names_the_argument_with_which_the_model_was_captured() -> None:
-    with pytest.raises(CaptureError, match=r'static_argnames=\["ends"\], with which the model can be captured'):
+    with pytest.raises(CaptureError, match=r'static_argnames=\["ends"\]\), with which the model can be captured'):
         autopar.plan(Packed(), MESH, BATCHES[0])
 
 
@@ -186,7 +191,7 @@ def test_the_refusal_names_the_argument_with_which_the_model_was_captured() -> N
 def test_meshes_are_compared_without_micro_batches_and_pipelines() -> None:
     options: dict[str, Any] = {"devices": 4, "hardware": "h100", "memory_conventions": "tensors", **STATIC}
     with pytest.raises(InfeasibleError, match="no mesh of 4 devices has a plan") as error:
-        autopar.plan(Packed(), "auto", _batch(2000, 8000), memory=300_000, **options)
+        autopar.plan(Packed(), "auto", _batch(2000, 8000), **by_flag(memory=300_000, **options))
     assert "pp=" not in str(error.value)
 
 

@@ -14,6 +14,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.errors import warn_user
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_search.search import Candidate, Turn, best_mesh
+from tests.support.options import by_flag
 
 
 class Recurrent(nn.Module):
@@ -62,7 +63,7 @@ def planned(
 ) -> tuple[Plan, list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plan = autopar.plan(model, mesh, (torch.ones(shape),), **options)  # type: ignore[arg-type]
+        plan = autopar.plan(model, mesh, (torch.ones(shape),), **by_flag(**options))  # type: ignore[arg-type]
     return plan, said
 
 

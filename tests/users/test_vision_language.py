@@ -24,6 +24,7 @@ import autopar
 from autopar.errors import CaptureError
 from autopar.ir.sharding.mesh import Mesh
 from tests.support.eager import assert_as_eager
+from tests.support.options import by_flag
 from tests.support.parity import mesh, whole
 from tests.support.ranks import Ranks
 
@@ -129,7 +130,9 @@ def _trained(model: Any, batches: list[dict[str, Tensor]]) -> Trained:
 
 def _on_ranks(name: str, strategy: str) -> tuple[Trained, int]:
     batches, options = _batches(name), _options(name)
-    model = autopar.compile(_built(name).train(), mesh((2,), ("dp",)), batches[0], strategy=strategy, seed=0, **options)
+    model = autopar.compile(
+        _built(name).train(), mesh((2,), ("dp",)), batches[0], strategy=strategy, **by_flag(seed=0, **options)
+    )
     return _trained(model, batches), len(model._known)
 
 
@@ -186,7 +189,7 @@ def test_the_refusal_names_the_arguments_that_decide_sizes(name: str) -> None:
     with pytest.raises(CaptureError, match=r"decides on the value of a tensor while it runs.*one path") as found:
         autopar.plan(_built(name).train(), Mesh({"dp": 2}), batch)
     assert "assume=" not in str(found.value)
-    assert 'static_argnames=["image_grid_thw"], with which' in str(found.value)
+    assert 'static_argnames=["image_grid_thw"]), with which' in str(found.value)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import autopar
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
 from tests.support.eager import assert_as_eager
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -181,7 +182,7 @@ class Staged(nn.Module):
 
 def _in_a_pipeline() -> None:
     options: dict[str, Any] = {"schedule": "gpipe", "stages": ["second"], "microbatches": 1}
-    compiled = autopar.compile(Staged(), mesh((2,), ("pp",)), (batch(),), hardware=SLOW_DEVICES, **options)
+    compiled = autopar.compile(Staged(), mesh((2,), ("pp",)), (batch(),), hardware=SLOW_DEVICES, **by_flag(**options))
     model = Staged()
     expected = _trained(model)[:3]
     for found, wanted in zip(_trained(compiled, pipelined=True)[:3], expected, strict=True):

@@ -1,4 +1,4 @@
-"""A limit on the rows that each expert takes of a sample, where the user asks for one: `capacity_factor=`.
+"""A limit on the rows that each expert takes of a sample, where the user asks for one: `Experts(capacity_factor=…)`.
 
     dispatch(x, index, E)  →  dispatch(x, within_capacity(index, E, capacity_factor), E, dropping)
 
@@ -30,7 +30,7 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
     Raises CaptureError where the model has no experts that are known, or others beside them, and where tokens lie in a
     plain list, which has no samples.
     """
-    said = f"capacity_factor={capacity_factor:g} limits the rows of sorted experts"
+    said = f"Experts(capacity_factor={capacity_factor:g}) limits the rows of sorted experts"
     unknown = [node for node in draft.calls() if str(node.target) in OTHER_GROUPED_PRODUCTS]
     if unknown:
         raise CaptureError(

@@ -69,7 +69,7 @@ def nllb_moe(experts: Any, x_TD: Tensor, number_TE: Tensor, weight_TE: Tensor) -
         raise CaptureError(
             f"experts of NLLB-MoE drop rows at random (moe_token_dropout={experts.moe_token_dropout:g}), each expert "
             "those that it has, a number that data decide. Set moe_token_dropout=0.0 in the configuration; "
-            "capacity_factor= bounds how many rows an expert takes."
+            "Experts(capacity_factor=…) bounds how many rows an expert takes."
         )
     kept = 1 - experts.moe_token_dropout
     return sorted_rows(x_TD, number_TE, weight_TE * kept, len(each), through)

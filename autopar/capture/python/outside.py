@@ -25,7 +25,7 @@ from autopar.errors import CaptureError
 
 RANDOM = "draw with torch's random operations (torch.rand, torch.randint …), which stay random, or give it as input"
 CLOCK = "measure around the model, or give the time as input"
-SEED = "seed outside the model: dropout follows compile(..., seed=) and the step"
+SEED = "seed outside the model: dropout follows Run(seed=…) and the step"
 SOURCES: tuple[tuple[types.ModuleType, tuple[str, ...], str], ...] = (
     (
         random,

@@ -215,7 +215,7 @@ class Recorder:
             if isinstance(value, torch.Generator):
                 raise CaptureError(
                     f"the forward draws from {place.name} ({location}), a torch.Generator, which a graph cannot hold; "
-                    "leave generator= out: random operations follow compile(..., seed=) and the step."
+                    "leave generator= out: random operations follow Run(seed=…) and the step."
                 )
             if isinstance(value, Iterator):
                 raise CaptureError(

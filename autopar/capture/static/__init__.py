@@ -1,1 +1,1 @@
-"""Static arguments: tensors whose values a graph is captured for, as `static_argnames=` names them."""
+"""Static arguments: tensors whose values a graph is captured for, as `Capture(static_argnames=…)` names them."""

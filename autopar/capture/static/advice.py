@@ -37,8 +37,8 @@ def static_advice(arguments: Arguments, forward: Callable[..., Any], works: Call
             names = fewer
     listed = ", ".join(f'"{name}"' for name in names)
     return (
-        f" Or give static_argnames=[{listed}], with which the model can be captured for the values that are given: "
-        "they become constants, and other values are planned anew."
+        f" Or give Capture(static_argnames=[{listed}]), with which the model can be captured for the values that are "
+        "given: they become constants, and other values are planned anew."
     )
 
 

@@ -48,7 +48,7 @@ class StaticTensor:
 
 
 def static_argnames_of(said: Sequence[str] | None, model: nn.Module) -> tuple[str, ...]:
-    """Return the names that `static_argnames=` gives; InputError for one that forward does not take."""
+    """Return the names that `Capture(static_argnames=…)` gives; InputError for one that forward does not take."""
     if not said:
         return ()
     parameters = inspect.signature(model.forward).parameters.values()
@@ -57,8 +57,8 @@ def static_argnames_of(said: Sequence[str] | None, model: nn.Module) -> tuple[st
     for name in said:
         if name not in named and not takes_any:
             raise InputError(
-                f"static_argnames has {name!r}, which is no argument of {type(model).__name__}.forward; its arguments "
-                f"are {', '.join(named)}."
+                f"Capture(static_argnames=…) has {name!r}, which is no argument of {type(model).__name__}.forward; its "
+                f"arguments are {', '.join(named)}."
             )
     return tuple(dict.fromkeys(said))
 
@@ -92,22 +92,22 @@ def _static_leaf(leaf: Any, name: str) -> Any:
         return leaf
     if not isinstance(leaf, Tensor):
         raise InputError(
-            f"static_argnames has {name!r}, which holds a {type(leaf).__name__} ({leaf!r}) in this call, and only "
-            "tensors can be made static. Other values are constants of the graph in any case; leave it out."
+            f"Capture(static_argnames=…) has {name!r}, which holds a {type(leaf).__name__} ({leaf!r}) in this call, "
+            "and only tensors can be made static. Other values are constants of the graph in any case; leave it out."
         )
     if leaf.requires_grad:
         raise InputError(
-            f"static_argnames has {name!r}, which needs a gradient in this call, and a constant of the graph gets "
-            f"none; give {name}.detach(), or leave it out of static_argnames."
+            f"Capture(static_argnames=…) has {name!r}, which needs a gradient in this call, and a constant of the "
+            f"graph gets none; give {name}.detach(), or leave it out of static_argnames."
         )
     if isinstance(leaf, DTensor):
         raise InputError(
-            f"static_argnames has {name!r}, which is a DTensor in this call; give the whole tensor, equal on every "
-            "rank, as a plain tensor."
+            f"Capture(static_argnames=…) has {name!r}, which is a DTensor in this call; give the whole tensor, equal "
+            "on every rank, as a plain tensor."
         )
     if leaf.is_meta or isinstance(leaf, FakeTensor):
         raise InputError(
-            f"static_argnames has {name!r}, which has no values in this call (it is a meta or fake tensor), and the "
-            "graph is captured for its values; give a tensor with values."
+            f"Capture(static_argnames=…) has {name!r}, which has no values in this call (it is a meta or fake tensor), "
+            "and the graph is captured for its values; give a tensor with values."
         )
     return StaticTensor.of(leaf)

@@ -1,4 +1,4 @@
-"""MLPs in tiles, where the user asks for them: `mlp_tiles=`.
+"""MLPs in tiles, where the user asks for them: `Memory(mlp_tiles=…)`.
 
     linear(x) → elementwise function, times another linear(x) or not → linear
         becomes  mlp_in_tiles(x, …, tiles)
@@ -80,8 +80,8 @@ def tiled_mlps(draft: TracedGraph, tiles: int | Fitting, training: bool) -> None
     found = list(_mlps(draft))
     if not found and training and isinstance(tiles, int):
         raise CaptureError(
-            f"mlp_tiles={tiles} computes MLPs tile by tile, and the forward has none that can be: needed is {NEEDED}. "
-            "Write it so, or leave mlp_tiles out."
+            f"Memory(mlp_tiles={tiles}) computes MLPs tile by tile, and the forward has none that can be: needed is "
+            f"{NEEDED}. Write it so, or leave mlp_tiles out."
         )
     for mlp in found:
         with draft.graph.inserting_before(mlp.down.node):

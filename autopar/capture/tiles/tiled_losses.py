@@ -1,4 +1,4 @@
-"""Losses in tiles, where the user asks for them: `loss_tiles=`.
+"""Losses in tiles, where the user asks for them: `Memory(loss_tiles=…)`.
 
     linear(hidden, weight, bias) → slices of positions, casts, views → cross_entropy(…, target)
         becomes  linear_cross_entropy(hidden, weight, bias, target, …, tiles)
@@ -93,7 +93,8 @@ def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"] | Fitting, tra
 
     Raises CaptureError for a number of tiles and a model in training with none, or with one that cannot be taken so.
     """
-    said = f"loss_tiles={tiles!r} computes the cross-entropy of a linear layer tile by tile"
+    asked = "always" if tiles == AUTO else tiles
+    said = f"Memory(loss_tiles={asked!r}) computes the cross-entropy of a linear layer tile by tile"
     losses = draft.calls(*LOSSES)
     if not losses and training:
         _refuse(

@@ -13,7 +13,6 @@ from autopar.capture.export import freeze, trace
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.inference.session import arguments_of
 from autopar.compiler.inference.state import CacheSizes, described, layout_said
-from autopar.compiler.tiles import tiles_asked
 from autopar.console.units import format_bytes
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError
@@ -46,11 +45,11 @@ def program_of(model: nn.Module, request: PlanRequest, sizes: CacheSizes, num_to
         model,
         *arguments,
         training=False,
-        assume=request.assume,
-        capacity_factor=request.capacity_factor,
+        assume=request.assumptions,
+        capacity_factor=request.experts.capacity_factor,
         precision=request.precision,
     )
-    return traced.program(tiles_asked(request))
+    return traced.program(request.tiles)
 
 
 def caches_of(program: Program, sizes: CacheSizes) -> list[str]:

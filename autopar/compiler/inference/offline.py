@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compiler.arguments import plan_request
-from autopar.compiler.options import check_known, check_planned_mesh
+from autopar.compiler.offline_planner import USUAL_AXES
+from autopar.compiler.options import check_planned_mesh
 from autopar.errors import InputError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_search.arrangements import meshes_of
@@ -25,7 +26,6 @@ def plan_generation(
     prompt: int,
     tokens: int,
     devices: int | None = None,
-    max_axes: int = 2,
     within: float | None = None,
     **options: Any,
 ) -> GenerationPlan:
@@ -33,8 +33,8 @@ def plan_generation(
 
     Args:
         model: a causal language model of transformers, which may be on the meta device.
-        mesh: where; "auto" is the way to arrange `devices` in up to `max_axes` axes that makes the most tokens per
-            second.
+        mesh: where; "auto" is the way to arrange `devices` in up to `Search(max_axes=…)` axes, by default 2, that makes
+            the most tokens per second.
         within: on "auto", seconds within which the first token has to come.
         options: those of `plan` that are not of training alone, as strategy, memory, hardware and precision.
 
@@ -42,11 +42,11 @@ def plan_generation(
     """
     from autopar.compiler.inference.planning import Load, best_for, plan_for  # which needs transformers
 
-    check_known(options, plan_request)
     load, request = Load(batch, prompt, tokens), plan_request(model, **{**options, "training": False})
     check_planned_mesh(mesh, devices)
     if isinstance(mesh, str):
-        meshes = meshes_of(mesh, devices, request.hardware, max_axes)
+        most = request.settings.search.max_axes or USUAL_AXES
+        meshes = meshes_of(mesh, devices, request.hardware, most)
         return best_for(model, meshes, load, request.on(meshes[0]), within)
     if within is not None:
         raise InputError(f'within={within!r} chooses among meshes; give mesh="auto" with devices, or leave it out.')

@@ -74,7 +74,7 @@ class Reserved:
             raise InfeasibleError(
                 f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
                 f"{format_bytes(self.fixed_bytes)} of it are no tensors: {self._fixed()}. Raise the limit, or give "
-                'memory_conventions="tensors" to limit tensors alone.'
+                'Memory(conventions="tensors") to limit tensors alone.'
             )
 
     def explained(self, limit: int, least: int | None = None) -> str:

@@ -68,7 +68,7 @@ class MemoryConventions:
             return said
         if said not in CONVENTIONS:
             raise InputError(
-                f"memory_conventions={said!r}; give one of {', '.join(map(repr, CONVENTIONS))}, or an "
+                f"Memory(conventions={said!r}); give one of {', '.join(map(repr, CONVENTIONS))}, or an "
                 "autopar.MemoryConventions."
             )
         return CONVENTIONS[said]

@@ -48,9 +48,9 @@ class Optimizer:
 
     `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
     default those in numbered layers. With `in_backward` a parameter is updated as soon as its gradient is there, which
-    is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. `offload=` of `compile` and
-    `plan` says whether what it keeps is on the host; with `gradients` on the "host" they leave for it as soon as the
-    backward has made them, too (`OffloadedAdamW(gradients="host")`). Raises InputError for a name that is not known, or
+    is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. `Memory(offload=…)`
+    says whether its state is on the host; with `gradients` on the "host" they leave for it as soon as the backward has
+    made them, too (`OffloadedAdamW(gradients="host")`). Raises InputError for a name that is not known, or
     what another optimizer takes.
     """
 
@@ -71,6 +71,8 @@ class Optimizer:
             raise InputError(
                 f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
             )
+        if not isinstance(self.master_copies, bool):
+            raise InputError(f"Optimizer(master_copies={self.master_copies!r}); give True or False.")
         if self.gradients not in ("device", "host"):
             raise InputError(f'gradients={self.gradients!r}; give "device" or "host".')
         if self.offload is not None or self.gradients == "host":

@@ -269,7 +269,7 @@ class Estimates:
             return InOnePiece(count)
         request, axis = self.subject.request, str(self.subject.axis)
         names, num_blocks = self.subject.schedules, self.subject.num_blocks
-        schedules = schedules_of(names, mesh.size(axis), count, num_blocks, request.chunks)
+        schedules = schedules_of(names, mesh.size(axis), count, num_blocks, request.pipeline.stages_per_rank)
         return InStages(schedules, mesh, axis, request.hardware_of(mesh))
 
 

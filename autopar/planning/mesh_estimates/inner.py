@@ -127,10 +127,11 @@ class Inner:
         runs = Microbatches(
             self.microbatches,
             reduce_each=reduces_each,
-            main_gradients=self.request.memory_conventions.main_gradients and self.request.training,
+            main_gradients=self.request.conventions.main_gradients and self.request.training,
         )
         asked, limited = self.request.settings, math.isfinite(limit)
-        formulation = stated.of(replace(asked.for_tensors(None), recompute="none"), runs)[0]
+        alone = asked.for_tensors(None)
+        formulation = stated.of(replace(alone, memory=replace(alone.memory, recompute="none")), runs)[0]
         memory, calls = formulation.memory, len(formulation.memory.lifetimes.calls)
         problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
         if limited:
@@ -142,7 +143,8 @@ class Inner:
             self.known.add(stated.space, choices)
         if not memory.weights.gathers(choices):
             memory = memory.fetching_ahead(0)
-        modes = RECOMPUTATIONS if asked.recompute == "auto" else (asked.recompute,)
+        recompute = asked.memory.recompute
+        modes = RECOMPUTATIONS if recompute == "auto" else (recompute,)
         is_whole = self.mesh.num_devices == self.num_devices
         return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
 

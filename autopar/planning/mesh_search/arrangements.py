@@ -28,7 +28,7 @@ def meshes_of(
             f"give a whole number of at least 1, as in devices=64, at most {MAX_DEVICES}."
         )
     if not isinstance(max_axes, int) or isinstance(max_axes, bool) or not 1 <= max_axes <= len(AXIS_NAMES):
-        raise MeshError(f"max_axes={max_axes!r}; a mesh is searched for in 1 to {len(AXIS_NAMES)} axes.")
+        raise MeshError(f"Search(max_axes={max_axes!r}); a mesh is searched for in 1 to {len(AXIS_NAMES)} axes.")
     if pipeline in AXIS_NAMES:
         raise MeshError(
             f'pipeline={pipeline!r} is one of the axes that mesh="auto" arranges ({", ".join(AXIS_NAMES)}); '

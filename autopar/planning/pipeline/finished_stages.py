@@ -49,7 +49,7 @@ class StageFinisher:
         search, made = self.search, known.made
         assert made is not None
         space = search.space(program)
-        settings = replace(search.settings(stage), time_limit=search.planned.request.settings.time_limit)
+        settings = search.settings(stage).lasting(search.planned.request.settings.search.time_limit)
         formulation = formulations_of(search.memory_of(space, stage), settings)[-1]
         own = Solved(
             formulation, masks_of(search.planned, space, search.planned.request.storage), settings, made.answer

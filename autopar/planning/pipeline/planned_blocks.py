@@ -17,12 +17,14 @@ from autopar.costs.space.space import Space
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Pins
+from autopar.planning.options.groups import Memory
 from autopar.planning.pipeline.block_costs import PlannedWhole, block_costs, boundary_layout, cut_seconds
 from autopar.planning.pipeline.request import PipelineRequest
 from autopar.planning.pipeline.stages.blocks import Block, blocks_of
 from autopar.planning.pipeline.stages.cuts import BlockCost
 from autopar.planning.pipeline.stages.pins import allowed
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import Activations, Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +48,7 @@ class PlannedBlocks:
     def places(self) -> dict[int, int]:
         """Block → its stage, where the user says it or its parameters have been dealt out before."""
         asked = self.request
-        ranges = allowed(self.blocks, asked.annotations, asked.wanted.stages, asked.schedule.num_stages)
+        ranges = allowed(self.blocks, asked.annotations, asked.wanted.pipeline.split_points, asked.schedule.num_stages)
         said = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
         return said | _held_already(asked, self.blocks)
 
@@ -63,16 +65,17 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
         stashes=schedule.updates_each,
         keeps_older=schedule.delays_updates,
     )
-    recompute = "none" if settings.recompute == "auto" else settings.recompute
-    activations = "leave" if settings.activations == "leave" else "stay"  # without a limit nothing else asks for it
+    recompute = settings.memory.recompute
+    activations: Activations = "leave" if settings.activations == "leave" else "stay"  # nothing else needs a limit
+    alone = Settings(
+        Memory(recompute="none" if recompute == "auto" else recompute),
+        replace(settings.search, gap=None),
+        activations=activations,
+        leaving=settings.leaving,
+    )
 
     def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        return make_plan(
-            *(space, pins, None, settings.solver, settings.time_limit, recompute),
-            microbatches=runs,
-            activations=activations,
-            leaving=settings.leaving,
-        )
+        return make_plan(space, pins, alone, runs)
 
     space, pins = _pinned(request)
     if possible := may_deal(space, pins):

@@ -69,7 +69,7 @@ _Cut = tuple[tuple[int, ...], StageSearch, float]
 
 
 def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
-    """The best plan of a pipeline; with offload="auto" the better of those with, and without it.
+    """The best plan of a pipeline; with Memory(offload="auto") the better of those with, and without it.
 
     Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold, and
     TimeLimitError where none was found in time.
@@ -92,7 +92,7 @@ def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
 
 def _planned(request: PipelineRequest) -> PipelinePlan:
     """The best plan where it is said what is offloaded."""
-    deadline = after(request.settings.time_limit)
+    deadline = after(request.settings.search.time_limit)
     before = seconds_until(deadline)
     planned = planned_blocks(request, request.schedule.num_stages)
     left = seconds_until(deadline)
@@ -127,10 +127,10 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         starts=starts,
         timeline=timeline,
         bound=min(least, 1.0) * timeline.seconds,
-        memory_limit=request.settings.memory,
+        memory_limit=request.settings.limit,
         reserved=request.settings.reserved,
         notes=_notes_of(stages),
-        workload=workload(planned.whole.memory, timeline.seconds, request.settings.memory, request.settings.reserved),
+        workload=workload(planned.whole.memory, timeline.seconds, request.settings.limit, request.settings.reserved),
     )
 
 

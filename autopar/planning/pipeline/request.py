@@ -102,7 +102,7 @@ class PipelineRequest:
             schedule.num_microbatches,
             schedule.in_flight(stage),
             self.wanted.reduces_each,
-            main_gradients=self.wanted.memory_conventions.main_gradients,
+            main_gradients=self.wanted.conventions.main_gradients,
             stashes=schedule.updates_each,
             inputs=buffers.inputs,
             gradients=buffers.gradients,

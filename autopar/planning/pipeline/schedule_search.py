@@ -47,9 +47,9 @@ class Wish:
 
         Such a schedule halves backwards, and between the halves keeps the activations that were fetched back.
         """
-        leaves = request.offload in ("activations", "both")
+        leaves, said = request.memory.offloads_activations, request.pipeline
         among = tuple(each for each in RECOMMENDED if not (leaves and each in HALVING))
-        return cls(request.schedule, request.microbatches, request.chunks, among)
+        return cls(said.schedule, request.microbatches, said.stages_per_rank, among)
 
     def schedule(self, num_ranks: int) -> Schedule | None:
         """The schedule, where nothing is left open that matters."""
@@ -186,7 +186,7 @@ def best_schedule(
         if option.seconds >= cutoff:
             raise CutOffError(option.seconds)
         request = request_of(option.schedule)
-        left = replace(request.wanted.settings, time_limit=seconds_until(deadline))
+        left = request.wanted.settings.lasting(seconds_until(deadline))
         try:
             within = replace(request, wanted=replace(request.wanted, settings=left))
             return Chosen(option.schedule, plan_pipeline(within))

@@ -271,9 +271,10 @@ class StageSearch:
         """
         asked, room = self.planned.request.settings, self.rooms[stage]
         memory = peak if room is None or peak is not None else room.peak
-        within = asked.gap if memory is None else max(asked.gap or 0.0, gap)
+        within = asked.search.gap if memory is None else max(asked.search.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), grace())
-        return replace(asked.for_tensors(memory), time_limit=left, gap=within, hurried=True)
+        search = replace(asked.search, time_limit=left, gap=within)
+        return replace(asked.for_tensors(memory), search=search, hurried=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """Return the memory model of a stage."""

@@ -216,10 +216,10 @@ def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[
 
 def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | None:
     """The strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
-    if context.settings.memory is None:
+    if context.settings.limit is None:
         return None
     with unsaid():
-        free = replan(context, context.pins, replace(context.settings, memory=None))
+        free = replan(context, context.pins, context.settings.limited(None))
     if context_of(free).choices[number] == context.choices[number]:
         return None
     return choice_words(free, free.rows[number]), free.seconds
@@ -273,7 +273,7 @@ def _alternative(
     limit = context.settings.tensor_limit
     try:
         with unsaid():
-            free = answer_of(formulations, pins, replace(context.settings, memory=None))
+            free = answer_of(formulations, pins, context.settings.limited(None))
         if limit is None or free.peak_bytes <= limit:
             return replace(blank, seconds=free.seconds, peak_bytes=free.peak_bytes)
         bounds = bounds_near(plan, formulations[-1], pins, limit)
@@ -281,7 +281,7 @@ def _alternative(
         return replace(blank, reason=_brief(str(error)))
     if bounds.num_bytes > limit:
         least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
-        said = format_bytes(context.settings.memory or 0)
+        said = format_bytes(context.settings.limit or 0)
         return replace(blank, reason=f"the memory limit is {said}, and {least}")
     return replace(blank, seconds=max(bounds.seconds, free.bound, second.bound), is_bound=True)
 

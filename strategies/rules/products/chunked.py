@@ -13,7 +13,7 @@ keys and values do, gather it once, all of them or none: its traffic and what is
                        backward, beside the product for the input's gradient, which is reduced beside the weight's
 
 as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own. In a
-segment that gathers again (`recompute="selective"`) gathers in chunks do the same in the backward.
+segment that gathers again (`Memory(recompute="selective")`) gathers in chunks do the same in the backward.
 """
 
 from __future__ import annotations

@@ -156,7 +156,11 @@ def test_slots_that_a_module_lays_out_itself_are_no_samples(how: str) -> None:
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [
-        (nn.Linear(8, 8), (2, 6, 8), "^capacity_factor=1.25 limits the rows of sorted experts, and the model has none"),
+        (
+            nn.Linear(8, 8),
+            (2, 6, 8),
+            r"^Experts\(capacity_factor=1.25\) limits the rows of sorted experts, and the model has none",
+        ),
         (
             nn.Sequential(experts.SortedExperts(), Unsorted()),
             (2, 6, 8),

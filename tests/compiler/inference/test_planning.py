@@ -18,6 +18,7 @@ from autopar.ir.sharding.layout import Layout, S
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
 from tests.support.generating import generating
+from tests.support.options import by_flag
 
 LOAD = {"batch": 4, "prompt": 12, "tokens": 20}
 MESH = Mesh({"tp": 2}, hardware="h100")
@@ -26,7 +27,7 @@ MESH = Mesh({"tp": 2}, hardware="h100")
 def _planned(mesh: Any = MESH, layers: int = 1, **options: Any) -> Any:
     model = generating("llama", num_hidden_layers=layers)
     return autopar.plan_generation(
-        model, mesh, **{**LOAD, "strategy": "megatron", "memory_conventions": "tensors", **options}
+        model, mesh, **by_flag(**{**LOAD, "strategy": "megatron", "memory_conventions": "tensors", **options})
     )
 
 
@@ -117,7 +118,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> N
 
 def test_a_model_that_does_not_generate_is_refused() -> None:
     with pytest.raises(InputError, match="a Linear is no language model of transformers"):
-        autopar.plan_generation(nn.Linear(2, 2), MESH, **LOAD)
+        autopar.plan_generation(nn.Linear(2, 2), MESH, **by_flag(**LOAD))
 
 
 def test_flash_decoding_is_of_generation_alone_and_divides_what_divides() -> None:

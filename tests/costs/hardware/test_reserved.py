@@ -47,7 +47,7 @@ def test_a_limit_that_leaves_nothing_for_tensors_is_refused_with_the_parts() -> 
     with pytest.raises(
         InfeasibleError,
         match=r"is 999 B \(999 bytes\) per device, but 1\.00 kB of it are no tensors: CUDA context 500 B, NCCL buffers "
-        r"300 B, cuBLAS workspaces 200 B\. Raise the limit, or give memory_conventions=\"tensors\"",
+        r"300 B, cuBLAS workspaces 200 B\. Raise the limit, or give Memory\(conventions=\"tensors\"\)",
     ):
         GPU.check(999)
 

@@ -14,6 +14,7 @@ import autopar
 from autopar.costs.plans.plan import Plan
 from autopar.costs.pricing.conventions import MemoryConventions
 from autopar.planning.pipeline.plan import PipelinePlan
+from tests.support.options import by_flag
 
 BATCH, WIDTH, CLASSES = 64, 16, 512
 INPUTS = (torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, dtype=torch.int64))
@@ -34,8 +35,8 @@ class Classifier(nn.Module):
 
 
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Any:
-    asked: dict[str, Any] = {"strategy": "data_parallel", "recompute": "none", "loss_tiles": False, **options}
-    return autopar.plan(Classifier(), autopar.Mesh(mesh or ONE), INPUTS, **asked)
+    asked: dict[str, Any] = {"strategy": "data_parallel", "recompute": "none", "loss_tiles": "none", **options}
+    return autopar.plan(Classifier(), autopar.Mesh(mesh or ONE), INPUTS, **by_flag(**asked))
 
 
 def _saved(plan: Plan, operation: str) -> int:
@@ -70,7 +71,11 @@ def test_main_gradients_last_through_a_step_of_one_micro_batch() -> None:
     assert first[1] - first[0] == gradients
     assert lasting.seconds == pytest.approx(plain.seconds)
     assert lasting.verify().ok
-    assert lasting.attach(Classifier(), INPUTS, memory_conventions=replace(NOTHING, main_gradients=True)).verify().ok
+    assert (
+        lasting.attach(Classifier(), INPUTS, memory=autopar.Memory(conventions=replace(NOTHING, main_gradients=True)))
+        .verify()
+        .ok
+    )
 
 
 def test_stages_hold_main_gradients_and_masks_too() -> None:

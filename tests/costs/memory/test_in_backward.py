@@ -18,6 +18,7 @@ from autopar.optim import GaLoreAdamW
 from autopar.planning.settings import context_of
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.costs.memory.test_microbatches import at_moment
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 RANK = 8
@@ -27,7 +28,7 @@ def _plan(in_backward: bool, strategy: str | None, mesh: autopar.Mesh | None = N
     model, inputs = named("tiny-llama", 4, 8)
     optimizer = autopar.Optimizer("galore", rank=RANK, in_backward=in_backward)
     plan = autopar.plan(
-        model, mesh or autopar.Mesh({"dp": 2}), inputs, strategy=strategy, optimizer=optimizer, **options
+        model, mesh or autopar.Mesh({"dp": 2}), inputs, strategy=strategy, **by_flag(optimizer=optimizer, **options)
     )
     assert isinstance(plan, Plan)
     return plan
@@ -125,4 +126,6 @@ def test_a_step_on_the_host_is_refused_beside_it_without_gradients_there() -> No
     with pytest.raises(InputError, match=r'offload was given with in_backward=True, .* give gradients="host", too, or'):
         model, inputs = named("tiny-llama", 4, 8)
         asked = autopar.Optimizer("adamw", in_backward=True)
-        autopar.plan(model, autopar.Mesh({"dp": 2}), inputs, optimizer=asked, offload="optimizer")
+        autopar.plan(
+            model, autopar.Mesh({"dp": 2}), inputs, optimizer=asked, memory=autopar.Memory(offload="optimizer")
+        )

@@ -27,10 +27,11 @@ from autopar.costs.space.space import Space
 from autopar.errors import PipelineError, PlanError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.formulation import Formulation
+from autopar.planning.options.groups import Memory, Recompute
 from autopar.planning.pipeline.stages.blocks import blocks_of
 from autopar.planning.pipeline.stages.splitting import split
 from autopar.planning.planner import make_plan
-from autopar.planning.settings import context_of
+from autopar.planning.settings import Settings, context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.runtime.module.stage import Stage
@@ -129,7 +130,9 @@ def test_one_microbatch_is_planned_as_without_them() -> None:
     space = space_of(Attention(False), (IDS_BS,))
     limit = int(0.9 * make_plan(space, {})[0].peak_bytes)
     for memory in (None, limit):
-        one, other = (make_plan(space, {}, memory, microbatches=m)[0].to_json() for m in (None, Microbatches()))
+        one, other = (
+            make_plan(space, {}, Settings(Memory(memory)), microbatches=m)[0].to_json() for m in (None, Microbatches())
+        )
         assert one == other
 
 
@@ -243,7 +246,7 @@ def test_a_limit_holds_for_all_microbatches_in_flight() -> None:
     alone, _ = make_plan(space, {})
     limit = int(0.8 * free.peak_bytes)
     assert alone.peak_bytes < limit
-    within, _ = make_plan(space, {}, limit, microbatches=Microbatches(8, 4))
+    within, _ = make_plan(space, {}, Settings(Memory(limit)), microbatches=Microbatches(8, 4))
     assert within.peak_bytes <= limit < free.peak_bytes and within.choices != free.choices
 
 
@@ -284,7 +287,7 @@ def test_a_sent_tensor_that_no_backward_needs_is_kept_by_the_sender() -> None:
 
 @pytest.mark.parametrize("name", ["two linears", "attention", "cast"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_parts_of_a_step_add_up_to_it(name: str, recompute: str) -> None:
+def test_the_parts_of_a_step_add_up_to_it(name: str, recompute: Recompute) -> None:
     models = {
         "two linears": (TwoLinears(True), X_BD),
         "attention": (Attention(True), IDS_BS),
@@ -293,7 +296,7 @@ def test_the_parts_of_a_step_add_up_to_it(name: str, recompute: str) -> None:
     model, inputs = models[name]
     space = space_of(model, (inputs,), load("h100"), dp=2, tp=2)
     for microbatches in (None, Microbatches(5, 2)):
-        plan, choices = make_plan(space, {}, recompute=recompute, microbatches=microbatches)
+        plan, choices = make_plan(space, {}, Settings(Memory(recompute=recompute)), microbatches=microbatches)
         parts = parts_of(context_of(plan).memory_model, choices, plan.recompute)
         assert parts.seconds == pytest.approx(plan.seconds, rel=1e-9)
         assert min(parts) > 0 and plan.bound <= plan.seconds * (1 + 1e-9)
@@ -327,7 +330,7 @@ def test_a_plan_for_many_microbatches_is_verified_saved_and_loaded(share: float 
     space = space_of(Attention(False), (IDS_BS,), dp=2, tp=2)
     free, _ = make_plan(space, {}, microbatches=Microbatches(8, 4))
     limit = None if share is None else int(share * free.peak_bytes)
-    plan, _ = make_plan(space, {}, limit, microbatches=Microbatches(8, 4))
+    plan, _ = make_plan(space, {}, Settings(Memory(limit)), microbatches=Microbatches(8, 4))
     assert plan.verify().ok and plan.verify().bound <= plan.seconds * (1 + 1e-9)
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")

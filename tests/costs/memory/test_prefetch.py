@@ -10,25 +10,26 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler.arguments import Prefetch
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
 from autopar.costs.plans.plan import Plan
 from autopar.costs.pricing import message_sizes as messages
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning.settings import Settings, context_of
+from autopar.planning.options.groups import Memory, Prefetch
+from autopar.planning.settings import context_of
 from tests.costs.memory.test_microbatches import at_moment
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
+from tests.support.options import by_flag
 
 INPUTS = (torch.zeros(2, WIDTH),)
 
 
 def _plan(depth: Prefetch = "auto", **options: Any) -> Plan:
     options = {"strategy": "zero3", "recompute": "none", **options}
-    return autopar.plan(Stack(), Mesh({"dp": 2}), INPUTS, prefetch=depth, **options)
+    return autopar.plan(Stack(), Mesh({"dp": 2}), INPUTS, **by_flag(prefetch=depth, **options))
 
 
 @pytest.mark.parametrize("microbatches", [Microbatches(), Microbatches(4, 2)], ids=["one", "several"])
@@ -106,7 +107,7 @@ def test_with_room_for_two_layers_both_are_fetched_ahead_where_that_is_faster(
         "beside", {"float32": 1e9}, 1e9, 10**9, 0.0, (Link("wire", None, 0.0, 1e8),), communication_share=share
     )
     inputs, options = (torch.zeros(64, 8),), {"strategy": "zero3", "hardware": hardware}
-    assert autopar.plan(_Uneven(), Mesh({"dp": 2}), inputs, memory="1GB", **options).prefetch == depth  # type: ignore[arg-type]
+    assert autopar.plan(_Uneven(), Mesh({"dp": 2}), inputs, **by_flag(memory="1GB", **options)).prefetch == depth  # type: ignore[arg-type]
 
 
 def test_a_plan_that_is_asked_again_keeps_to_its_limit() -> None:
@@ -116,7 +117,9 @@ def test_a_plan_that_is_asked_again_keeps_to_its_limit() -> None:
     other = plan.what_if("head", storage=None, dp="data")
     assert other.prefetch == 1
     assert other.peak_bytes <= limit
-    loaded = Plan.from_json(plan.to_json()).attach(Stack(), INPUTS, strategy="zero3", recompute="none")
+    loaded = Plan.from_json(plan.to_json()).attach(
+        Stack(), INPUTS, strategy="zero3", memory=autopar.Memory(recompute="none")
+    )
     assert loaded.verify().ok
     assert loaded.prefetch == 1
     with pytest.raises(PlanError, match="its choices take"):
@@ -124,5 +127,5 @@ def test_a_plan_that_is_asked_again_keeps_to_its_limit() -> None:
 
 
 def test_a_depth_that_is_none_is_refused() -> None:
-    with pytest.raises(PlanError, match="prefetch=3; give 'auto', 0, 1, 2"):
-        Settings(prefetch=3)
+    with pytest.raises(InputError, match=r"Memory\(prefetch=3\); give one of 'auto', or a whole number .* at most 2"):
+        Memory(prefetch=3)  # type: ignore[arg-type]

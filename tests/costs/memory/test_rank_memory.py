@@ -14,6 +14,7 @@ from autopar.ir.program.recompute_segments import RECOMPUTATIONS
 from autopar.models.named import named
 from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 AXES = ("dp", "tp")
@@ -26,7 +27,7 @@ def _measured(
     model, inputs = named(name, batch, sequence)
     assert isinstance(inputs, tuple)
     on = mesh(shape, AXES[: len(shape)])
-    compiled = autopar.compile(model, on, inputs, strategy=strategy, **options)
+    compiled = autopar.compile(model, on, inputs, strategy=strategy, **by_flag(**options))
     assert isinstance(compiled, ParallelModule)
     compiled.to_empty(device="cpu")
     for parameter in compiled.parameters():

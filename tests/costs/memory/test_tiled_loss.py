@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planning.settings import context_of
 from tests.support.loss_alone import Reader, reading
 from tests.support.moments import at_moment
+from tests.support.options import by_flag
 
 CLASSES, SIZE, BATCH, SEQUENCE = 4096, 64, 8, 64
 RANK_ROWS = BATCH * SEQUENCE // 2
@@ -23,7 +24,7 @@ LOGITS = RANK_ROWS * CLASSES * 4
 
 def planned(mesh: dict[str, int] | None = None, **options: Any) -> Plan:
     batch = reading(batch=BATCH, sequence=SEQUENCE, num_classes=CLASSES)
-    return autopar.plan(Reader(CLASSES, SIZE), autopar.Mesh(mesh or {"dp": 2}), batch, **options)
+    return autopar.plan(Reader(CLASSES, SIZE), autopar.Mesh(mesh or {"dp": 2}), batch, **by_flag(**options))
 
 
 def tiles_of(plan: Plan) -> str:
@@ -76,14 +77,14 @@ def test_formulas_say_the_same(strategy: str | None) -> None:
 
 
 def test_a_plan_takes_as_few_tiles_as_fit() -> None:
-    free = planned(loss_tiles="auto")
+    free = planned(loss_tiles="always")
     assert tiles_of(free) == "tiles=1"
-    within = planned(loss_tiles="auto", memory=int(free.peak_bytes * 0.6))
+    within = planned(loss_tiles="always", memory=int(free.peak_bytes * 0.6))
     assert tiles_of(within) in ("tiles=4", "tiles=16")
     assert within.peak_bytes <= free.peak_bytes * 0.6
     assert within.seconds > free.seconds
     with pytest.raises(InfeasibleError, match="every choice needs at least"):
-        planned(memory=int(free.peak_bytes * 0.6), loss_tiles=False)
+        planned(memory=int(free.peak_bytes * 0.6), loss_tiles="none")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_plan_says_how_many_logits_there_are(options: dict[str, Any], said: st
 
 def test_a_plan_with_tiles_is_read_again_and_refused_without_them() -> None:
     batch = reading(batch=BATCH, sequence=SEQUENCE, num_classes=CLASSES)
-    plan = Plan.from_json(planned(loss_tiles="auto").to_json())
-    assert plan.attach(Reader(CLASSES, SIZE), batch, loss_tiles="auto").choices == plan.choices
+    plan = Plan.from_json(planned(loss_tiles="always").to_json())
+    assert plan.attach(Reader(CLASSES, SIZE), batch, memory=autopar.Memory(loss_tiles="always")).choices == plan.choices
     with pytest.raises(PlanError, match=r"linear_cross_entropy \(loss_tiles=auto\)"):
-        plan.attach(Reader(CLASSES, SIZE), batch, loss_tiles=4)
+        plan.attach(Reader(CLASSES, SIZE), batch, memory=autopar.Memory(loss_tiles=4))

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planning.settings import context_of
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.moments import at_moment
+from tests.support.options import by_flag
 
 SIZE, HIDDEN, ROWS = 64, 512, 8 * 64 // 2
 OF_HIDDEN = ROWS * HIDDEN * 4
@@ -22,7 +23,7 @@ OF_HIDDEN = ROWS * HIDDEN * 4
 
 def planned(mesh: dict[str, int] | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Plan:
     x = tokens(batch=8, sequence=64, size=SIZE)["x"].to(dtype)
-    return autopar.plan(Gated(SIZE, HIDDEN).to(dtype), autopar.Mesh(mesh or {"dp": 2}), {"x": x}, **options)
+    return autopar.plan(Gated(SIZE, HIDDEN).to(dtype), autopar.Mesh(mesh or {"dp": 2}), {"x": x}, **by_flag(**options))
 
 
 def test_four_tensors_of_hidden_features_are_there_of_a_tile_and_none_is_kept() -> None:
@@ -76,6 +77,6 @@ def test_the_least_limit_is_smaller_by_what_a_layer_that_is_computed_again_holds
 def test_a_plan_with_tiles_is_read_again_and_refused_without_them() -> None:
     x = tokens(batch=8, sequence=64, size=SIZE)["x"].float()
     plan = Plan.from_json(planned(mlp_tiles=3).to_json())
-    assert plan.attach(Gated(SIZE, HIDDEN), {"x": x}, mlp_tiles=3).choices == plan.choices
+    assert plan.attach(Gated(SIZE, HIDDEN), {"x": x}, memory=autopar.Memory(mlp_tiles=3)).choices == plan.choices
     with pytest.raises(PlanError, match=r"mlp_in_tiles \(mlp_tiles=3\)"):
-        plan.attach(Gated(SIZE, HIDDEN), {"x": x}, mlp_tiles=4)
+        plan.attach(Gated(SIZE, HIDDEN), {"x": x}, memory=autopar.Memory(mlp_tiles=4))

@@ -76,5 +76,5 @@ def test_conventions_that_make_no_sense_are_refused(said: dict[str, Any], messag
 
 
 def test_a_name_that_is_not_known_lists_those_that_are() -> None:
-    with pytest.raises(InputError, match="memory_conventions='nemo'; give one of 'autopar', 'tensors', 'megatron'"):
+    with pytest.raises(InputError, match=r"Memory\(conventions='nemo'\); give one of 'autopar', 'tensors', 'megatron'"):
         MemoryConventions.of("nemo")

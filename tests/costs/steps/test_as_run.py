@@ -20,6 +20,7 @@ from autopar.planning.settings import context_of
 from autopar.runtime.collectives.mesh_axes import gathering_groups
 from autopar.tools.benchmarking.meters import INPUT_IS_A_PART, OPERATIONS
 from tests.runtime.rewrite.test_prefetch import HALF, WIDTH, Stack
+from tests.support.options import by_flag
 from tests.support.parity import FAMILIES, SLOW_DEVICES
 from tests.support.simulation.fake_mesh import fake_mesh
 
@@ -86,7 +87,7 @@ def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Pla
         else:
             family = FAMILIES[model]
             module, (args, kwargs) = family.build(), family.inputs(0)
-        compiled = autopar.compile(module, mesh, args or kwargs, hardware=SLOW_DEVICES, **options)
+        compiled = autopar.compile(module, mesh, args or kwargs, hardware=SLOW_DEVICES, **by_flag(**options))
         groups: dict[str, str] = {mesh.get_group(name).group_name: name for name in axes}
         groups[dist.group.WORLD.group_name] = "_".join(axes)  # type: ignore[union-attr]
         sizes: dict[str, int] = {mesh.get_group(name).group_name: size for name, size in axes.items()}

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import autopar
-from autopar.compiler.arguments import Prefetch
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
@@ -22,9 +21,11 @@ from autopar.costs.steps.tasks import Tasks
 from autopar.costs.timeline.simulation import simulate
 from autopar.costs.timeline.values import COMPUTE, Timeline
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.options.groups import Prefetch
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from tests.runtime.rewrite.test_prefetch import LAYERS, WIDTH, Stack
+from tests.support.options import by_flag
 from tests.support.parity import FAMILIES
 
 IN_TURNS = Hardware("all in turns", {"float32": 1e9}, 1e9, 10**12, 0.0, (Link("wire", None, 0.0, 1e9),))
@@ -34,12 +35,14 @@ LOCAL_MOVES = 1e-4  # of a step: the planner gives each move a nanosecond
 
 
 def _stack(hardware: Hardware, axes: dict[str, int] | None = None, **options: Any) -> Plan:
-    return autopar.plan(Stack(), Mesh(axes or {"dp": 2}), (torch.zeros(64, WIDTH),), hardware=hardware, **options)
+    return autopar.plan(
+        Stack(), Mesh(axes or {"dp": 2}), (torch.zeros(64, WIDTH),), hardware=hardware, **by_flag(**options)
+    )
 
 
 def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
     args, kwargs = FAMILIES[name].inputs(0)
-    return autopar.plan(FAMILIES[name].build(), Mesh(axes), args or kwargs, hardware=IN_TURNS, **options)
+    return autopar.plan(FAMILIES[name].build(), Mesh(axes), args or kwargs, hardware=IN_TURNS, **by_flag(**options))
 
 
 @pytest.mark.sample(2)

@@ -17,6 +17,7 @@ from autopar.errors import AnnotationError
 from autopar.ir.sharding.layout import I, Layout, S
 from autopar.planning.annotations.annotate import annotate
 from tests.support.gated_mlps import Gated, tokens
+from tests.support.options import by_flag
 from tests.support.pinned import IDS_BS, X_BD, Net, left, on_axis, pins, refused, space_of
 
 
@@ -292,7 +293,9 @@ def test_columns_of_the_first_layers_of_an_mlp_in_tiles_are_its_hidden_features(
     model = Gated()
     for pattern, role in said.items():
         annotate(model, pattern, tp=role)
-    plan = autopar.plan(model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, mlp_tiles=2)
+    plan = autopar.plan(
+        model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, memory=autopar.Memory(mlp_tiles=2)
+    )
     assert plan.choices["mlp_in_tiles_default"] == "k"
 
 
@@ -314,13 +317,13 @@ def test_columns_of_the_first_layers_of_an_mlp_in_tiles_are_its_hidden_features(
 def test_features_of_an_mlp_in_tiles_are_whole(pattern: str, role: str, text: str) -> None:
     model = annotate(Gated(), pattern, tp=role)
     with pytest.raises(AnnotationError, match=text):
-        autopar.plan(model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, mlp_tiles=2)
+        autopar.plan(model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, memory=autopar.Memory(mlp_tiles=2))
 
 
 @pytest.mark.parametrize("shape", [{"dp": 2, "tp": 2}, {"dp": 8, "tp": 8}], ids=str)
 def test_a_weight_that_is_stored_whole_on_an_axis_is_cast_whole_there(shape: dict[str, int]) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     options: dict[str, Any] = {"strategy": "fsdp_megatron", "precision": "bf16-mixed", "hardware": "h100"}
-    plan = autopar.plan(model, autopar.Mesh(shape), (torch.zeros(64, 64),), **options)
+    plan = autopar.plan(model, autopar.Mesh(shape), (torch.zeros(64, 64),), **by_flag(**options))
     assert plan.choices["p_0_bias"] == "I S(0)"
     assert not {each for each in plan.traffic if each[0] == "reduce_scatter" and each[1] == "tp"}

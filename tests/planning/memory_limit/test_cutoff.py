@@ -17,6 +17,7 @@ from autopar.costs.memory.moments import MemoryRow, Priced
 from autopar.costs.space.space import Space
 from autopar.errors import CutOffError
 from autopar.planning.memory_limit import memory_limit
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import Statements, best_plan_of, make_plan, seconds_of_microbatch
 from autopar.planning.settings import Settings, context_of
 from autopar.solver import lagrangian
@@ -39,11 +40,11 @@ def space() -> Space:
 @pytest.mark.parametrize("share", SHARES)
 def test_it_ends_at_the_best_plan_and_not_just_above_it(space: Space, share: float) -> None:
     limit = int(share * make_plan(space, {})[0].peak_bytes)
-    best, choices = make_plan(space, {}, limit)
+    best, choices = make_plan(space, {}, Settings(Memory(limit)))
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, limit, cutoff=best.bound)
+        make_plan(space, {}, Settings(Memory(limit), cutoff=best.bound))
     assert best.bound >= caught.value.seconds >= best.bound * (1 - 1e-9)
-    above, same = make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf))
+    above, same = make_plan(space, {}, Settings(Memory(limit), cutoff=math.nextafter(best.seconds, math.inf)))
     assert (above.seconds, same) == (best.seconds, choices)
 
 
@@ -53,7 +54,7 @@ def test_the_first_bound_ends_it_where_that_is_enough(space: Space, monkeypatch:
     for module, name in ((narrow, "_close_the_gap"), (memory_limit, "solve_rows"), (memory_limit, "solve")):
         monkeypatch.setattr(module, name, None)  # whoever goes on fails
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, limit, cutoff=free.seconds)
+        make_plan(space, {}, Settings(Memory(limit), cutoff=free.seconds))
     assert caught.value.seconds >= free.seconds
 
 
@@ -66,7 +67,7 @@ def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(space: Space, monk
         lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
     )
     with pytest.raises(CutOffError):
-        make_plan(space, {}, limit, cutoff=free.seconds)
+        make_plan(space, {}, Settings(Memory(limit), cutoff=free.seconds))
     assert len(seen) == 2, "one without a price, and one at the first"
 
 
@@ -74,26 +75,26 @@ def test_none_at_all_where_nothing_may_be_paid_for_memory(space: Space, monkeypa
     free = make_plan(space, {})[0]
     monkeypatch.setattr(memory_limit, "solve_narrow", None)  # whoever looks for a price fails
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, int(0.7 * free.peak_bytes), cutoff=0.0)
+        make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes)), cutoff=0.0))
     assert caught.value.seconds == free.seconds
 
 
 def test_what_pays_nothing_for_memory_is_an_answer_whatever_the_cutoff(space: Space) -> None:
     free = make_plan(space, {})[0]
-    assert make_plan(space, {}, free.peak_bytes, cutoff=0.0)[0].seconds == free.seconds
+    assert make_plan(space, {}, Settings(Memory(free.peak_bytes), cutoff=0.0))[0].seconds == free.seconds
 
 
 def test_where_nothing_fits_nothing_is_as_fast(space: Space) -> None:
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, 100, cutoff=1e9)
+        make_plan(space, {}, Settings(Memory(100), cutoff=1e9))
     assert caught.value.seconds == math.inf
 
 
 def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> None:
     ways = [Microbatches(4, reduce_each=each) for each in (False, True)]
     limit = int(0.9 * make_plan(space, {}, microbatches=ways[0])[0].peak_bytes)
-    one, other = (make_plan(space, {}, limit, microbatches=each)[0] for each in ways)
-    settings = Settings(limit)
+    one, other = (make_plan(space, {}, Settings(Memory(limit)), microbatches=each)[0] for each in ways)
+    settings = Settings(Memory(limit))
     best, _ = best_plan_of(ways, Statements(space), {}, settings)
     least = min(map(seconds_of_microbatch, (one, other)))
     assert seconds_of_microbatch(best) == least
@@ -110,20 +111,20 @@ def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_
     """They are those of a plan of the model captured otherwise: its calls have the same names."""
     free = make_plan(space, {})[0]
     limit = int(0.9 * free.peak_bytes)
-    best = make_plan(space, {}, limit)[0]
+    best = make_plan(space, {}, Settings(Memory(limit)))[0]
     stated, seen = Statements(space), []
-    stated.of(Settings(limit))
+    stated.of(Settings(Memory(limit)))
     stated.begin_at_prices_of(best)
     least = lagrangian.LeastByElimination.__call__
     monkeypatch.setattr(
         lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
     )
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, limit, cutoff=0.8 * free.seconds + 0.2 * best.bound, stated=stated)
+        make_plan(space, {}, Settings(Memory(limit), cutoff=0.8 * free.seconds + 0.2 * best.bound), stated=stated)
     assert seen == [best.multiplier] and caught.value.seconds <= best.bound * (1 + 1e-9)
-    assert make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf), stated=stated)[0].seconds == (
-        best.seconds
-    )
+    assert make_plan(space, {}, Settings(Memory(limit), cutoff=math.nextafter(best.seconds, math.inf)), stated=stated)[
+        0
+    ].seconds == (best.seconds)
 
 
 def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backward_begins(space: Space) -> None:

@@ -13,7 +13,9 @@ from ortools.sat.python import cp_model
 
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_search.search import Candidate, Turn, try_meshes
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings
 from autopar.solver import deadline
 from autopar.solver.deadline import NEVER, interrupt, interruptible, is_interruptible, is_over, seconds_until
 from autopar.solver.ilp import solved
@@ -50,7 +52,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(monkeypa
         pytest.warns(RuntimeWarning, match="the search was interrupted: the plan is within the limit"),
         interruptible(),
     ):
-        plan, _ = make_plan(space, {}, limit, time_limit=1e6)
+        plan, _ = make_plan(space, {}, Settings(Memory(limit), Search(time_limit=1e6)))
     assert plan.peak_bytes <= limit and 0 < plan.gap < 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not is_over(1e6)
 
@@ -64,7 +66,7 @@ def test_without_a_plan_or_pressed_again_it_is_an_interrupt(
     limit = make_plan(space, {})[0].peak_bytes // 2
     _pressed_at(monkeypatch, *moments)
     with pytest.raises(KeyboardInterrupt), interruptible():
-        make_plan(space, {}, limit, time_limit=1e6)
+        make_plan(space, {}, Settings(Memory(limit), Search(time_limit=1e6)))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -21,7 +21,9 @@ from autopar.errors import InfeasibleError
 from autopar.planning import formulation
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.least_peak import least_peak
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings
 from tests.planning.test_planner import every_choice
 from tests.support.families import FAMILIES
 from tests.support.moments import at_moment
@@ -77,7 +79,7 @@ SPACES = {
 def peak_within(space: Space, limit: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # plans near the least are seldom proven the fastest
-        return make_plan(space, {}, limit, time_limit=40.0)[0].peak_bytes
+        return make_plan(space, {}, Settings(Memory(limit), Search(time_limit=40.0)))[0].peak_bytes
 
 
 @pytest.mark.slow

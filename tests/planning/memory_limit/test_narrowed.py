@@ -16,8 +16,10 @@ from autopar.errors import TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning.memory_limit import memory_limit, narrowed
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
+from autopar.planning.settings import Settings
 from autopar.solver.deadline import NEVER
 from autopar.solver.low_treewidth import EXACT, Enough
 from autopar.solver.memory_rows.fixings import Cut, Cuts
@@ -35,7 +37,7 @@ def space() -> Space:
 @pytest.fixture(scope="module")
 def best(space: Space) -> Plan:
     """The best within a limit that is met at several moments."""
-    return make_plan(space, {}, int(0.8 * make_plan(space, {})[0].peak_bytes))[0]
+    return make_plan(space, {}, Settings(Memory(int(0.8 * make_plan(space, {})[0].peak_bytes))))[0]
 
 
 @pytest.mark.slow
@@ -48,7 +50,7 @@ def test_what_is_left_of_one_row_has_the_best_plan(
     monkeypatch.setattr(memory_limit, "CHEAP_WORK", 0)
     monkeypatch.setattr(narrowed, "SHARES", shares)
     monkeypatch.setattr(Cuts, "within", lambda cuts, share, known: tried.append(share) or within(cuts, share, known))
-    found = make_plan(space, {}, best.memory_limit)[0]
+    found = make_plan(space, {}, Settings(Memory(best.memory_limit)))[0]
     assert best.memory_limit is not None and found.peak_bytes <= best.memory_limit
     assert found.bound <= best.seconds * (1 + 1e-9)
     assert best.bound <= found.seconds * (1 + 1e-9) and found.verify().ok

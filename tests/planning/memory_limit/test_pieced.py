@@ -14,8 +14,10 @@ from autopar.planning.memory_limit import memory_limit
 from autopar.planning.memory_limit import restricted_search as pieced
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.restricted_search import Pieced
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
+from autopar.planning.settings import Settings
 
 SHARE = 0.85  # of what the plan without a limit takes
 
@@ -25,7 +27,7 @@ def test_a_plan_is_made_of_pieces_that_fit_at_every_moment(monkeypatch: pytest.M
     program = capture(skeleton(model), inputs, {}, training=True)
     space = PlanRequest().space(program, Mesh({"dp": 2}, hardware="cpu"))
     limit = int(SHARE * make_plan(space, {})[0].peak_bytes)
-    best = make_plan(space, {}, limit)[0]
+    best = make_plan(space, {}, Settings(Memory(limit)))[0]
     made: list[Answer] = []
     by_pieces = Pieced.by_pieces
 
@@ -48,7 +50,7 @@ def test_a_plan_is_made_of_pieces_that_fit_at_every_moment(monkeypatch: pytest.M
     monkeypatch.setattr(memory_limit._Search, "by_all_rows", lambda *_: False)
     monkeypatch.setattr(Pieced, "by_pieces", noted)
     monkeypatch.setattr(pieced, "_full", later)
-    found = make_plan(space, {}, limit)[0]
+    found = make_plan(space, {}, Settings(Memory(limit)))[0]
     assert len(asked) > 1, "no moment was missing: the test says nothing"
     assert len(made) == 1 and made[0].peak_bytes <= limit
     assert found.seconds == made[0].seconds and found.peak_bytes <= limit and found.verify().ok

@@ -16,6 +16,7 @@ from autopar.planning import planner
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.least_peak import least_peak
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import fetched_ahead, formulations_of, make_plan, solved_by
 from autopar.planning.settings import Settings
 from autopar.solver.deadline import lasting
@@ -48,7 +49,9 @@ def test_a_plan_is_the_best_of_those_with_room_for_a_layer_ahead(
 ) -> None:
     free, costs = make_plan(space, pins)[0].peak_bytes, []
     for limit in np.linspace(least[1], free - 1, 3, dtype=int).tolist():
-        found, tight, loose = (make_plan(space, pins, limit, prefetch=each)[0] for each in ("auto", 1, 0))
+        found, tight, loose = (
+            make_plan(space, pins, Settings(Memory(limit, prefetch=each)))[0] for each in ("auto", 1, 0)
+        )
         assert (found.seconds, found.bound) == (tight.seconds, tight.bound)
         assert found.prefetch == 1 and found.peak_bytes <= limit and found.gap == 0 and found.verify().ok
         assert loose.seconds <= found.seconds
@@ -60,28 +63,28 @@ def test_where_no_plan_has_room_for_a_layer_ahead_it_is_the_best_of_all(
     space: Space, pins: Pins, least: tuple[int, int]
 ) -> None:
     for limit in (least[0], least[1] - 1):
-        found, plain = (make_plan(space, pins, limit, prefetch=each)[0] for each in ("auto", 0))
+        found, plain = (make_plan(space, pins, Settings(Memory(limit, prefetch=each)))[0] for each in ("auto", 0))
         assert (found.choices, found.bound) == (plain.choices, plain.bound)
         assert found.prefetch == 0 and found.peak_bytes <= limit and found.verify().ok
     with pytest.raises(InfeasibleError, match=re.escape(f"({least[0]} bytes)")):
-        make_plan(space, pins, least[0] - 1)
+        make_plan(space, pins, Settings(Memory(least[0] - 1)))
 
 
 def test_where_nothing_passes_beside_computing_no_room_is_asked_for(
     on_the_host: Space, pins: Pins, least: tuple[int, int]
 ) -> None:
     for limit in least:
-        found, plain = (make_plan(on_the_host, pins, limit, prefetch=each)[0] for each in ("auto", 0))
+        found, plain = (make_plan(on_the_host, pins, Settings(Memory(limit, prefetch=each)))[0] for each in ("auto", 0))
         assert (found.choices, found.bound) == (plain.choices, plain.bound) and found.peak_bytes <= limit
 
 
 def test_a_cut_off_ends_the_search_with_room_and_no_room_does_not(
     space: Space, pins: Pins, least: tuple[int, int]
 ) -> None:
-    best = make_plan(space, pins, least[1])[0]
+    best = make_plan(space, pins, Settings(Memory(least[1])))[0]
     with pytest.raises(CutOffError):
-        make_plan(space, pins, least[1], cutoff=best.seconds)
-    assert make_plan(space, pins, least[0], cutoff=10 * best.seconds)[0].prefetch == 0
+        make_plan(space, pins, Settings(Memory(least[1]), cutoff=best.seconds))
+    assert make_plan(space, pins, Settings(Memory(least[0]), cutoff=10 * best.seconds))[0].prefetch == 0
 
 
 def test_where_time_is_over_before_there_is_a_plan_with_room_no_other_is_looked_for(
@@ -96,7 +99,7 @@ def test_where_time_is_over_before_there_is_a_plan_with_room_no_other_is_looked_
     monkeypatch.setattr(planner, "_best", best)
     for seconds, depths in ((0.0, [1]), (60.0, [1, 0])):
         asked.clear()
-        settings = Settings(memory=1, time_limit=seconds)
+        settings = Settings(Memory(1), Search(time_limit=seconds))
         with pytest.raises(TimeLimitError):
             solved_by(formulations_of(MemoryModel(space), settings), pins, settings)
         assert asked == depths
@@ -106,24 +109,24 @@ def test_where_time_is_over_before_there_is_a_plan_with_room_no_other_is_looked_
 def test_choices_with_room_for_two_layers_fetch_both_ahead_where_that_is_faster(
     space: Space, pins: Pins, least: tuple[int, int], is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(memory=least[1])
+    settings = Settings(Memory(least[1]))
     made = solved_by(formulations_of(MemoryModel(space), settings), pins, settings)
     answer, one = made.answer, made.formulation.memory
     needed, use, fullest = memory_use(one.fetching_ahead(2), answer.choices, answer.modes)
     assert one.prefetch == 1 and needed > answer.peak_bytes
     monkeypatch.setattr(planner, "_is_faster", lambda *_: is_faster)
-    found, model = fetched_ahead(answer, one, replace(settings, memory=needed))
+    found, model = fetched_ahead(answer, one, settings.limited(needed))
     expected = replace(answer, peak_bytes=needed, memory=use, fullest=fullest) if is_faster else answer
     assert (found, model.prefetch) == (expected, 2 if is_faster else 1)
-    assert fetched_ahead(answer, one, replace(settings, memory=needed - 1)) == (answer, one)
+    assert fetched_ahead(answer, one, settings.limited(needed - 1)) == (answer, one)
 
 
 def test_where_the_time_is_over_it_is_not_looked_whether_more_is_faster(
     space: Space, pins: Pins, least: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(memory=least[1])
+    settings = Settings(Memory(least[1]))
     made = solved_by(formulations_of(MemoryModel(space), settings), pins, settings)
     monkeypatch.setattr(planner, "step_timeline", None)  # whoever looks fails
     with lasting(0.0):
-        found = fetched_ahead(made.answer, made.formulation.memory, replace(settings, memory=10 * least[1]))
+        found = fetched_ahead(made.answer, made.formulation.memory, settings.limited(10 * least[1]))
     assert found == (made.answer, made.formulation.memory)

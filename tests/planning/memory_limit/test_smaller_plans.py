@@ -27,6 +27,7 @@ from autopar.planning.memory_limit.answers import (
     smaller_ones,
     without_idle_modes,
 )
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import answer_of, formulations_of, make_plan
 from autopar.planning.settings import Settings
 from autopar.solver import low_treewidth as narrow
@@ -53,7 +54,7 @@ def pins(space: Space) -> Pins:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_segments_stay_as_they_are_where_another_mode_gains_nothing(space: Space, seed: int) -> None:
-    settings = Settings(memory=make_plan(space, {})[0].peak_bytes)
+    settings = Settings(Memory(make_plan(space, {})[0].peak_bytes))
     (formulation,) = formulations_of(MemoryModel(space), settings)[-1:]
     modes = settings.modes(formulation.memory.lifetimes.segments)
     assert modes is not None
@@ -86,11 +87,11 @@ def test_segments_stay_as_they_are_where_another_mode_gains_nothing(space: Space
 def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     free = make_plan(space, {})[0].peak_bytes
     limits = [int(share * free) for share in (0.9, 0.8, 0.7, 0.6)]
-    best = [make_plan(space, {}, limit)[0] for limit in limits]
+    best = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     monkeypatch.setattr(narrow, "CHEAP_WORK", 0)
     monkeypatch.setattr(memory_limit, "ENOUGH", ROUGHLY)
     monkeypatch.setattr(memory_limit, "FEW_CALLS", 0)
-    found = [make_plan(space, {}, limit)[0] for limit in limits]
+    found = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     for limit, one, other in zip(limits, found, best, strict=True):
         assert one.peak_bytes <= limit and other.gap <= 1e-9
         assert one.bound <= other.seconds * (1 + 1e-9) <= one.seconds * (1 + 2e-9)
@@ -98,17 +99,17 @@ def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypat
     assert any(each.gap > 0 for each in found), "nothing was left open: the test says nothing"
     monkeypatch.undo()
     monkeypatch.setattr(narrow, "CHEAP_WORK", 0)  # of so few calls all may be proven, however dear
-    few = [make_plan(space, {}, limit)[0] for limit in limits]
+    few = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     assert [each.seconds for each in few] == [each.seconds for each in best] and not any(each.gap for each in few)
     monkeypatch.undo()
-    exact = [make_plan(space, {}, limit, gap=0.0)[0] for limit in limits]
+    exact = [make_plan(space, {}, Settings(Memory(limit), Search(gap=0.0)))[0] for limit in limits]
     assert [each.seconds for each in exact] == [each.seconds for each in best]
 
 
 def _answer(space: Space, pins: Pins, share: float) -> tuple[Answer, MemoryModel]:
     """The best within a share of what the best without a limit takes, without weights that are fetched ahead."""
-    limit = int(share * make_plan(space, pins, prefetch=0)[0].peak_bytes)
-    settings = Settings(memory=limit, prefetch=0)
+    limit = int(share * make_plan(space, pins, Settings(Memory(prefetch=0)))[0].peak_bytes)
+    settings = Settings(Memory(limit, prefetch=0))
     formulations = formulations_of(MemoryModel(space), settings)
     return answer_of(formulations, pins, settings), formulations[0].memory
 
@@ -146,22 +147,22 @@ def test_an_answer_that_is_computed_again_may_have_the_bound_of_a_plan_without_s
     """
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
     space = space_of(nn.Sequential(*layers), (torch.zeros(512, WIDTH),), load("cpu"), dp=2)
-    free = make_plan(space, {}, prefetch=0)[0]
+    free = make_plan(space, {}, Settings(Memory(prefetch=0)))[0]
     limit = int(0.8 * free.peak_bytes)
-    best = make_plan(space, {}, limit, prefetch=0)[0]
+    best = make_plan(space, {}, Settings(Memory(limit, prefetch=0)))[0]
     solve_rows = memory_limit.solve_rows
     monkeypatch.setattr(memory_limit._Search, "where_the_backward_begins", lambda *args: None)
     monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
     monkeypatch.setattr(memory_limit, "solve_rows", lambda *a, **k: replace(solve_rows(*a, **k), bound=-math.inf))
     with pytest.warns(RuntimeWarning, match="not proven best"):
-        found = make_plan(space, {}, limit, prefetch=0)[0]
+        found = make_plan(space, {}, Settings(Memory(limit, prefetch=0)))[0]
     assert set(found.recompute.values()) - {MODES[0]}, "nothing is computed again: the test says nothing"
     assert found.bound == free.seconds < found.seconds == best.seconds
     assert found.verify().ok
 
 
 def test_a_bound_that_counts_prove_where_no_moment_has_a_price_is_kept(space: Space) -> None:
-    settings = Settings(memory=make_plan(space, {})[0].peak_bytes)
+    settings = Settings(Memory(make_plan(space, {})[0].peak_bytes))
     formulation = formulations_of(MemoryModel(space), settings)[0]
     answer = replace(answer_of([formulation], {}, settings), bound=0.0)
     search = memory_limit._Search(formulation, {}, math.inf, 0.0, "auto", 0.0, 0.0, False, 0.0, 0.0)

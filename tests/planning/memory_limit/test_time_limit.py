@@ -19,7 +19,9 @@ from autopar.planning import planner
 from autopar.planning.memory_limit import memory_limit
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings
 from autopar.solver import deadline
 from autopar.solver.prepared import Prepared
 from autopar.solver.problem import Solution
@@ -61,7 +63,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
     limit = make_plan(space, {})[0].peak_bytes // 2
     shown = _clock(monkeypatch)
     with pytest.warns(RuntimeWarning, match="the time limit passed: the plan is within the limit at every moment"):
-        plan, _ = make_plan(space, {}, limit, time_limit=100.0)
+        plan, _ = make_plan(space, {}, Settings(Memory(limit), Search(time_limit=100.0)))
     assert plan.peak_bytes <= limit and 0 < plan.gap < 1
     assert 100.0 < shown[0] < 110.0
 
@@ -82,7 +84,7 @@ def test_where_no_plan_was_found_by_then_the_error_says_so(
 ) -> None:
     shown = _clock(monkeypatch)
     with pytest.raises(TimeLimitError, match=said):
-        make_plan(space, {}, LEAST, time_limit=seconds)
+        make_plan(space, {}, Settings(Memory(LEAST), Search(time_limit=seconds)))
     assert seconds < shown[0] < 1.1 * seconds + deadline.GRACE
 
 
@@ -103,7 +105,7 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
 
     monkeypatch.setattr(offline_planner, "trace", slowly)
     monkeypatch.setattr(planner, "best_within", within)
-    autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), time_limit=time_limit)
+    autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), search=autopar.Search(time_limit=time_limit))
     assert ends == [until]
 
 
@@ -112,7 +114,7 @@ def test_what_fits_is_taken_where_there_is_no_time_for_better(
     equal_layers: Space, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
-    best, _ = make_plan(equal_layers, {}, limit)
+    best, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
     asked, solve_narrow = [], memory_limit.solve_narrow
 
     def once(prepared: Prepared, time_limit: float, gap: float, *given: Any) -> Solution | None:
@@ -126,7 +128,7 @@ def test_what_fits_is_taken_where_there_is_no_time_for_better(
     monkeypatch.setattr(memory_limit, "solve_narrow", once)
     monkeypatch.setattr(memory_limit, "solve", None)  # whoever goes on fails
     with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
-        plan, _ = make_plan(equal_layers, {}, limit)
+        plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
     assert asked == [memory_limit.FIRST_GAP, 0.0] and plan.peak_bytes <= limit
     assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.ENOUGH
 
@@ -147,7 +149,7 @@ def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
     monkeypatch.setattr(memory_limit._Search, "by_all_rows", lambda *args: True)
     monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
     with pytest.warns(RuntimeWarning, match="not proven best"):
-        plan, _ = make_plan(equal_layers, {}, limit)
+        plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
     first, second = met
     assert second.num_bytes > first.num_bytes, "what is found again is over the limit"
     assert plan.seconds == first.seconds and plan.peak_bytes <= limit
@@ -160,5 +162,5 @@ def test_it_holds_for_many_layers() -> None:
     start = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        plan, _ = make_plan(space, {}, limit, time_limit=20.0)
+        plan, _ = make_plan(space, {}, Settings(Memory(limit), Search(time_limit=20.0)))
     assert plan.peak_bytes <= limit and time.monotonic() - start < 25.0

@@ -13,8 +13,9 @@ from torch import nn
 from autopar.costs.space.space import Space
 from autopar.errors import CutOffError
 from autopar.planning.memory_limit import memory_limit
+from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import Statements, make_plan
-from autopar.planning.settings import context_of
+from autopar.planning.settings import Settings, context_of
 from autopar.solver import solve as solving
 from autopar.solver.prepared import Prepared
 from autopar.solver.problem import Solution
@@ -50,21 +51,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_what_is_over_the_limit_is_not_looked_for_further(space: Space, asked: list[float]) -> None:
     free = make_plan(space, {})[0]
     assert asked == [0.0] and free.gap == 0
-    found = make_plan(space, {}, int(0.8 * free.peak_bytes))[0]
+    found = make_plan(space, {}, Settings(Memory(int(0.8 * free.peak_bytes))))[0]
     assert asked[1:] and set(asked[1:]) == {memory_limit.FAR}
     assert found.peak_bytes <= 0.8 * free.peak_bytes and found.bound <= found.seconds
 
 
 def test_what_fits_is_the_best(space: Space, asked: list[float]) -> None:
     free = make_plan(space, {})[0]
-    found = make_plan(space, {}, 2 * free.peak_bytes)[0]
+    found = make_plan(space, {}, Settings(Memory(2 * free.peak_bytes)))[0]
     assert asked[1:] == [memory_limit.FAR, 0.0]
     assert found.seconds == free.seconds and found.gap == 0
 
 
 def test_where_the_best_is_asked_for_nothing_is_left_open(space: Space, asked: list[float]) -> None:
     free = make_plan(space, {})[0]
-    make_plan(space, {}, int(0.8 * free.peak_bytes), gap=0.0)
+    make_plan(space, {}, Settings(Memory(int(0.8 * free.peak_bytes)), Search(gap=0.0)))
     assert set(asked) == {0.0}
 
 
@@ -75,14 +76,14 @@ def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
     free = make_plan(space, {})[0]
     limit, stated = int(0.8 * free.peak_bytes), Statements(space)
     with pytest.raises(CutOffError):
-        make_plan(space, {}, limit, cutoff=0.0, stated=stated)
+        make_plan(space, {}, Settings(Memory(limit), cutoff=0.0), stated=stated)
     count = len(asked)
     monkeypatch.setattr(memory_limit, "solve_narrow", None)  # nor is it tried whether the graph is narrow
-    again, choices = make_plan(space, {}, limit, stated=stated)
+    again, choices = make_plan(space, {}, Settings(Memory(limit)), stated=stated)
     assert len(asked) == count
     monkeypatch.undo()
     monkeypatch.setattr(solving, "DEAR_WORK", 0)
-    alone, same = make_plan(space, {}, limit)
+    alone, same = make_plan(space, {}, Settings(Memory(limit)))
     assert (again.seconds, again.bound, choices) == (alone.seconds, alone.bound, same)
 
 
@@ -100,11 +101,11 @@ def test_what_the_time_ended_is_not_kept(
 
     with monkeypatch.context() as short:
         short.setattr(memory_limit, "solve_prepared", broken_off)
-        make_plan(space, {}, limit, stated=stated)
+        make_plan(space, {}, Settings(Memory(limit)), stated=stated)
     del asked[:]
-    assert make_plan(space, {}, limit, stated=stated)[0].gap == 0 and asked
+    assert make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0].gap == 0 and asked
     del asked[:]
-    assert make_plan(space, {}, limit, stated=stated)[0].gap == 0 and not asked
+    assert make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0].gap == 0 and not asked
 
 
 def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[float]) -> None:
@@ -113,7 +114,7 @@ def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[fl
     for some, room in (({}, limit), (pins, limit), ({}, limit - 1)):
         count = len(asked)
         with pytest.raises(CutOffError):
-            make_plan(space, some, room, cutoff=0.0, stated=stated)
+            make_plan(space, some, Settings(Memory(room), cutoff=0.0), stated=stated)
         assert len(asked) > count
 
 
@@ -124,7 +125,7 @@ def test_a_search_begins_at_the_prices_of_another_plan_of_the_model(
     monkeypatch.setattr(solving, "DEAR_WORK", 0)
     stated, begun, search = Statements(space), [], memory_limit.solve_rows
     limit = int(0.8 * make_plan(space, {}, stated=stated)[0].peak_bytes)
-    best = make_plan(space, {}, limit, stated=stated)[0]
+    best = make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0]
     row = context_of(best).row
     assert best.multiplier and row is not None
 
@@ -133,7 +134,7 @@ def test_a_search_begins_at_the_prices_of_another_plan_of_the_model(
         return search(problems, prices, *args, **options)
 
     monkeypatch.setattr(memory_limit, "solve_rows", noted)
-    make_plan(space, {}, limit, stated=stated)
+    make_plan(space, {}, Settings(Memory(limit)), stated=stated)
     stated.begin_at_prices_of(best)
-    make_plan(space, {}, limit, stated=stated)
+    make_plan(space, {}, Settings(Memory(limit)), stated=stated)
     assert [begun[0], begun[-1]] == [[], [best.multiplier * weight for _, weight in row.weights]]

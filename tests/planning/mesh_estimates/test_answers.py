@@ -24,9 +24,11 @@ from autopar.costs.plans.plan import Plan
 from autopar.models.catalogue import built_in, num_values
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimates
 from autopar.planning.mesh_search.search import Turn
+from autopar.planning.options.groups import Memory, Pipeline, Search
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Training, compare, whole
 from tests.support.pipeline_training import held_by, hold_all
 from tests.support.ranks import Ranks, mesh
@@ -65,7 +67,7 @@ CASES = (
     case(
         *("tiny-llama", 8, "pp2 dp2 tp2", 8, 20_000_000, "interleaved_zero_bubble"),
         schedule="interleaved_zero_bubble",
-        chunks=3,
+        stages_per_rank=3,
     ),
     case("tiny-llama", 5, "pp4 dp2", 8, 12_000_000, "1f1b", schedule="1f1b"),
     case("tiny-gpt2", 6, "pp4 dp2", 8, 20_000_000, "interleaved_zero_bubble"),
@@ -78,12 +80,12 @@ that is recommended; recomputation in several modes; tied tables on two stages (
 
 def planned(asked: Case) -> Plan | PipelinePlan:
     """Return the plan of a candidate, as the search makes it."""
-    settings = Settings(memory=asked.memory, time_limit=1000)
-    request = PlanRequest(hardware=SLOW_DEVICES, settings=settings, pipeline="pp", **asked.options)
+    settings = Settings(Memory(asked.memory), Search(time_limit=1000, max_axes=2))
+    request = PlanRequest(hardware=SLOW_DEVICES, settings=settings, pipeline=Pipeline("pp", **asked.options))
     inputs = built_in(asked.model, BATCH, SEQUENCE, asked.layers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        subject, exact = subject_of(OfflinePlanner(*inputs, request, PlanCache()), "auto", DEVICES, 2)
+        subject, exact = subject_of(OfflinePlanner(*inputs, request, PlanCache()), "auto", DEVICES)
         on = next(each for each in subject.meshes if each.axes == asked.axes)
         estimate = Estimates(subject, float("inf")).estimate(Candidate(on, asked.microbatches))
         assert estimate is not None, "no plan of the candidate is known to fit"
@@ -142,7 +144,7 @@ def train_on_ranks(asked: Case, text: str) -> Training:
     on = mesh(tuple(asked.axes.values()), tuple(asked.axes))
     in_turns = asked.microbatches > 1
     count: dict[str, Any] = {"microbatches": asked.microbatches} if in_turns and "pp" not in asked.axes else {}
-    compiled = autopar.compile(model, on, batches[0], plan=plan, hardware=SLOW_DEVICES, **count)
+    compiled = autopar.compile(model, on, batches[0], plan=plan, hardware=SLOW_DEVICES, **by_flag(**count))
     return train(compiled, batches, in_turns or "pp" in asked.axes)
 
 

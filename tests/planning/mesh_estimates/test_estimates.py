@@ -21,6 +21,7 @@ from autopar.models.catalogue import built_in
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estimates
 from autopar.planning.mesh_estimates.planned import Exact
 from autopar.planning.mesh_search.search import Turn
+from autopar.planning.options.groups import Memory, Pipeline, Search
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
@@ -33,17 +34,17 @@ WITHIN, BYTES_WITHIN = 0.12, 0.2
 
 def estimates_of(
     memory: int | None,
-    schedule: str | None = None,
+    pipeline: Pipeline = Pipeline("pp"),
     batch: int = BATCH,
     sequence: int = SEQUENCE,
     devices: int = 4,
     **asked: Any,
 ) -> tuple[Estimates, Exact]:
-    settings = Settings(memory=memory, time_limit=1000)
-    request = PlanRequest(**{"hardware": SLOW_DEVICES, "pipeline": "pp", **asked}, settings=settings, schedule=schedule)
+    settings = Settings(Memory(memory), Search(time_limit=1000, max_axes=2))
+    request = PlanRequest(**{"hardware": SLOW_DEVICES, **asked}, settings=settings, pipeline=pipeline)
     planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
     assert planner.is_estimated
-    subject, exact = subject_of(planner, "auto", devices, 2)
+    subject, exact = subject_of(planner, "auto", devices)
     return Estimates(subject, float("inf")), exact
 
 
@@ -59,7 +60,7 @@ def planned(exact: Exact, estimate: Any) -> Any:
     ("axes", "count"), [({"dp": 4}, 1), ({"dp": 2, "tp": 2}, 1), ({"pp": 2, "dp": 2}, 8), ({"pp": 4}, 8)], ids=str
 )
 def test_an_estimate_is_near_the_exact_plan(axes: dict[str, int], count: int, memory: int | None) -> None:
-    estimates, exact = estimates_of(memory, "1f1b" if "pp" in axes else None)
+    estimates, exact = estimates_of(memory, Pipeline("pp", "1f1b" if "pp" in axes else None))
     mesh = next(each for each in estimates.subject.meshes if each.axes == axes)
     if memory is not None and "pp" not in axes:
         count = 2
@@ -72,7 +73,7 @@ def test_an_estimate_is_near_the_exact_plan(axes: dict[str, int], count: int, me
 
 @pytest.mark.slow
 def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_they_take() -> None:
-    estimates, exact = estimates_of(None, "interleaved_zero_bubble", sequence=2048, chunks=2)
+    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_zero_bubble", 2), sequence=2048)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
     found = estimates.estimate(Candidate(mesh, 1))
     assert found is not None
@@ -90,7 +91,7 @@ def test_positions_of_causal_attention_are_dealt_in_an_estimate_as_in_a_plan() -
 @pytest.mark.slow
 def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
     beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)
-    estimates, exact = estimates_of(None, "interleaved_1f1b", hardware=beside, strategy="zero3", chunks=5)
+    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_1f1b", 5), hardware=beside, strategy="zero3")
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
     found = estimates.estimate(Candidate(mesh, 2))
     assert found is not None
@@ -111,7 +112,14 @@ def test_no_candidate_is_better_than_the_answer() -> None:
             continue
     model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
     found = autopar.plan(
-        model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT, pipeline="pp", max_axes=2
+        model,
+        "auto",
+        inputs,
+        devices=4,
+        hardware=SLOW_DEVICES,
+        memory=LIMIT,
+        pipeline="pp",
+        search=autopar.Search(max_axes=2),
     )
     workload = found.workload
     assert workload is not None
@@ -161,7 +169,9 @@ def test_a_limit_below_what_is_stored_names_the_devices_that_would_do() -> None:
 def test_a_plan_comes_within_the_time_limit() -> None:
     model, inputs = built_in("tiny-llama", 64, SEQUENCE, 24)
     start = time.monotonic()
-    found = autopar.plan(model, "auto", inputs, devices=64, hardware=SLOW_DEVICES, memory=LIMIT, time_limit=40)
+    found = autopar.plan(
+        model, "auto", inputs, devices=64, hardware=SLOW_DEVICES, memory=LIMIT, search=autopar.Search(time_limit=40)
+    )
     assert time.monotonic() - start < 1.2 * 40
     assert found.mesh.num_devices == 64
 
@@ -180,9 +190,11 @@ def test_neighbours_of_the_best_are_estimated_before_those_of_others(
     best: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seconds grow with the distance of a mesh from the best one; three axes do not wait for all of two."""
-    request = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(memory=LIMIT, time_limit=1000), pipeline="pp")
+    request = PlanRequest(
+        hardware=SLOW_DEVICES, settings=Settings(Memory(LIMIT), Search(1000, max_axes=3)), pipeline=Pipeline("pp")
+    )
     planner = OfflinePlanner(*built_in("tiny-llama", BATCH, SEQUENCE, LAYERS), request, PlanCache())
-    estimates = Estimates(subject_of(planner, "auto", 16, 3)[0], float("inf"))
+    estimates = Estimates(subject_of(planner, "auto", 16)[0], float("inf"))
 
     def away(mesh: Mesh) -> float:
         sizes = ((mesh.axes.get(axis, 1), best.get(axis, 1)) for axis in ("pp", "dp", "tp", "sp"))

@@ -9,6 +9,7 @@ from autopar.costs.space.space import Space
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning.mesh_estimates.narrowed import Choices
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import Statements
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
@@ -26,7 +27,7 @@ def space_on(**axes: int) -> Space:
 
 def best(space: Space) -> tuple[float, tuple[int, ...]]:
     """The least seconds of a space, and the choices."""
-    formulation = Statements(space).of(Settings(recompute="none"))[0]
+    formulation = Statements(space).of(Settings(Memory(recompute="none")))[0]
     found = solve(formulation.problem({}), time_limit=100)
     return found.seconds, tuple(found.choices[: len(space.decisions)])
 

@@ -10,7 +10,6 @@ from autopar.capture.export import capture, skeleton
 from autopar.capture.layers.fewer import without_layers
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import tiles_asked
 from autopar.ir.program.program import Program
 from autopar.models.catalogue import built_in
 from autopar.planning.mesh_estimates.shortened import Shortened, is_alike, shortened
@@ -109,9 +108,9 @@ def test_micro_batches_are_captured_of_a_model_with_fewer_layers() -> None:
     model, inputs = built_in("tiny-llama", 4, 32, 7)
     planner = planner_of(model, *inputs)
     assert planner.is_estimated
-    found = planner.shortened(2, 1, tiles_asked(planner.request))
+    found = planner.shortened(2, 1, planner.request.tiles)
     assert (2, 1) not in planner.traces, "the whole model was captured"
-    program = planner.captured(2, 1, tiles_asked(planner.request))
+    program = planner.captured(2, 1, planner.request.tiles)
     whole = shortened(program, blocks_of(program), {})
     assert found.origin == whole.origin
     assert is_alike(whole, found.program, found.blocks, same_sizes=True)
@@ -120,7 +119,7 @@ def test_micro_batches_are_captured_of_a_model_with_fewer_layers() -> None:
 
 def test_a_model_that_does_not_run_with_fewer_layers_is_captured_whole() -> None:
     planner = planner_of(Numbered((4,) * 9), X_BD)
-    found = planner.shortened(2, 1, tiles_asked(planner.request))
+    found = planner.shortened(2, 1, planner.request.tiles)
     assert (2, 1) in planner.traces
     assert found.origin == (0, 1, 2, *[2] * 6, 3, 4)
 

@@ -18,6 +18,7 @@ from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.schedules.choice import chunks_of
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.settings import context_of
+from tests.support.options import by_flag
 from tests.support.towers import tower
 
 FAST_LINK = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16)
@@ -42,7 +43,9 @@ class Scored(nn.Module):
 def planned(axes: dict[str, int] | None = None, **options: Any) -> PipelinePlan:
     said = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": "h100", **options}
     said = {"memory_conventions": "tensors", **said}
-    found = autopar.plan(Scored(), autopar.Mesh(axes or {"pp": 2}, hardware="h100"), (torch.zeros(4096, 64),), **said)
+    found = autopar.plan(
+        Scored(), autopar.Mesh(axes or {"pp": 2}, hardware="h100"), (torch.zeros(4096, 64),), **by_flag(**said)
+    )
     assert isinstance(found, PipelinePlan)
     return found
 
@@ -93,7 +96,9 @@ def test_a_host_is_shared_by_the_devices_of_all_stages() -> None:
     assert 0 < less.host["activations"] < both.host["activations"] and 4 * less.host_bytes < needed
     assert any("the host has room for what 3 layers of a stage keep" in note for note in less.notes)
     state = 4 * (both.host_bytes - both.host["activations"])
-    with pytest.raises(InfeasibleError, match=rf"\({needed} bytes\) for the 4 that share a host, but host_memory is"):
+    with pytest.raises(
+        InfeasibleError, match=rf"\({needed} bytes\) for the 4 that share a host, but Memory.host_limit=…. is"
+    ):
         planned({"pp": 2, "dp": 2}, host_memory=state, **said)
 
 
@@ -139,7 +144,8 @@ def test_what_both_say_of_a_limit_is_said_once() -> None:
 def test_backwards_in_halves_are_refused_and_not_chosen() -> None:
     for offload in ("activations", "both"):
         with pytest.raises(
-            PipelineError, match=f"offload='{offload}' sends what .*\"zbv\" makes gradients .* apart, .*; give schedule"
+            PipelineError,
+            match=f"offload='{offload}'. sends what .*\"zbv\". makes gradients .* apart, .*; give Pipeline.schedule",
         ):
             planned(schedule="zbv", offload=offload, optimizer="adamw")
     assert planned(schedule=None).schedule.halves_backwards
@@ -157,4 +163,4 @@ def test_meshes_with_pipelines_are_looked_at_where_no_other_fits() -> None:
     inputs, model = (torch.zeros(4096, 64),), Scored()
     with pytest.raises(InfeasibleError, match="In stages of a pipeline"):  # that activations may leave is no hindrance
         said: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", "optimizer": "sgd"}
-        autopar.plan(model, "auto", inputs, devices=2, memory="1200kB", offload="activations", **said)
+        autopar.plan(model, "auto", inputs, devices=2, **by_flag(memory="1200kB", offload="activations", **said))

@@ -17,6 +17,7 @@ from autopar.console.units import format_share
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.errors import PipelineError
+from autopar.planning.options.groups import Memory, Pipeline
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.planner import plan_pipeline
@@ -222,7 +223,7 @@ def test_no_cut_is_below_the_bound_of_a_plan(name: str, share: float | None) -> 
     limit = None if share is None else int(share * plan_pipeline(asked).peak_bytes)
 
     def plan(*names: str) -> PipelinePlan:
-        wanted = replace(asked.wanted, settings=Settings(limit), stages=names or None)
+        wanted = replace(asked.wanted, settings=Settings(Memory(limit)), pipeline=Pipeline(split_points=names or None))
         return plan_pipeline(replace(asked, wanted=wanted))
 
     def by_formula(found: PipelinePlan) -> float:

@@ -14,6 +14,7 @@ from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.schedules.choice import SEVERAL_STAGES, Option, recommend
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulate
+from tests.support.options import by_flag
 
 
 def _equal(
@@ -122,7 +123,7 @@ def test_nothing_that_can_run_is_an_error_that_says_why(arguments: dict[str, obj
 def test_as_many_stages_and_micro_batches_are_planned_as_are_asked_for(chunks: int, microbatches: int) -> None:
     model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24))), (torch.zeros(128, 8),)
     options = {"schedule": "interleaved_1f1b", "chunks": chunks, "microbatches": microbatches}
-    plan = autopar.plan(model, autopar.Mesh({"pp": 2}, hardware="cpu"), batch, **options)  # pyright: ignore
+    plan = autopar.plan(model, autopar.Mesh({"pp": 2}, hardware="cpu"), batch, **by_flag(**options))  # pyright: ignore
     assert isinstance(plan, PipelinePlan)
     assert (plan.schedule.chunks, plan.schedule.num_microbatches, len(plan.stages)) == (
         chunks,

@@ -124,10 +124,10 @@ def test_the_class_that_runs_a_schedule_is_pytorchs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1F1B", 2, 4, 1), r'schedule="1F1B" is unknown. Use one of .gpipe., .1f1b.'),
+        (("1F1B", 2, 4, 1), r'schedule="1F1B"\) is unknown. Use one of .gpipe., .1f1b.'),
         (("gpipe", 2, 0, 1), r'"gpipe" was given microbatches=0; it needs 1 or more. Use microbatches=1'),
-        (("gpipe", 2, 4, 2), r'"gpipe" runs one stage per rank; found chunks=2. Use chunks=1, or schedule="interl'),
-        (("zbv", 2, 4, 1), r'"zbv" needs two stages per rank; found chunks=1. Use chunks=2'),
+        (("gpipe", 2, 4, 2), r'"gpipe" runs one stage per rank; found Pipeline\(stages_per_rank=2\). Use Pipeline'),
+        (("zbv", 2, 4, 1), r'"zbv" needs two stages per rank; found Pipeline\(stages_per_rank=1\). Use Pipeline'),
         (("1f1b", 4, 2, 1), r"at least as many micro-batches as stages; found 2 micro-batches for 4 stages. Use micro"),
         (("dualpipev", 2, 3, 2), r"found 3 micro-batches for 4 stages. Use microbatches=4 or more"),
         (("interleaved_1f1b", 4, 9, 2), r"9 micro-batches do not divide into 2 rounds. Use microbatches=8 or 10"),

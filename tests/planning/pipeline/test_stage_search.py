@@ -32,7 +32,7 @@ def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.
     search, given = _search(), list[float]()
 
     def solved(space: Any, pins: Any, settings: Settings, *more: Any) -> None:
-        given.append(settings.time_limit)
+        given.append(settings.search.time_limit)
         raise InfeasibleError("nothing is looked for")
 
     monkeypatch.setattr(stage_search, "solved", solved)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -59,7 +60,9 @@ def on_meta() -> LlamaForCausalLM:
 def _goes_on(folder: str, saved: str, strategy: str) -> list[float]:
     shape = mesh(*MESHES[strategy])
     options: dict[str, Any] = {"microbatches": 2} if "pp" in (shape.mesh_dim_names or ()) else {}
-    model = autopar.load(on_meta(), shape, folder, batch(0), strategy=strategy, hardware=SLOW_DEVICES, **options)
+    model = autopar.load(
+        on_meta(), shape, folder, batch(0), strategy=strategy, hardware=SLOW_DEVICES, **by_flag(**options)
+    )
     losses = steps(model, 2)
     model.save_pretrained(saved, max_shard_size="10KB")
     return losses

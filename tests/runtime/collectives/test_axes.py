@@ -30,6 +30,7 @@ from autopar.runtime.collectives.mesh_axes import (
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.module.executable import gathering_axes
 from tests.support.families import HIDDEN, MLP
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -147,7 +148,7 @@ def _trained(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[int, list[
     grid = mesh(shape, names)
     before = len(_registered())
     options: Any = {"hardware": SLOW_DEVICES, "strategy": "data_parallel", "outputs": "dtensor"}
-    model = autopar.compile(MLP(), grid, (torch.ones(8, HIDDEN),), **options)
+    model = autopar.compile(MLP(), grid, (torch.ones(8, HIDDEN),), **by_flag(**options))
     with record_traffic() as traffic:
         for size in (8, 4):
             model(torch.ones(size, HIDDEN)).sum().backward()
@@ -220,5 +221,7 @@ def test_plans_that_gather_and_reduce_in_the_backward_gather_apart(
     strategy: str, prefetch: Literal[0, 1], axes: tuple[str, ...]
 ) -> None:
     on = autopar.Mesh({"x": 2})
-    plan = autopar.plan(MLP(), on, (torch.ones(8, HIDDEN),), strategy=strategy, prefetch=prefetch)
+    plan = autopar.plan(
+        MLP(), on, (torch.ones(8, HIDDEN),), strategy=strategy, memory=autopar.Memory(prefetch=prefetch)
+    )
     assert gathering_axes(plan) == axes

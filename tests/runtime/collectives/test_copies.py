@@ -148,7 +148,9 @@ def _by_autopar(
 ) -> tuple[Copies, int]:
     """The copies of a step, and how many collectives of activations it has."""
     model, inputs = _llama(samples)
-    compiled = autopar.compile(model, mesh, inputs, strategy=strategy, recompute=recompute, hardware="h100")
+    compiled = autopar.compile(
+        model, mesh, inputs, strategy=strategy, memory=autopar.Memory(recompute=recompute), hardware="h100"
+    )
     with record_traffic() as traffic:
         copies = _step(compiled, inputs, monkeypatch)
     moved = sum(times for (name, _), times in traffic.calls.items() if name != "all_reduce")

@@ -74,6 +74,7 @@ def test_in_parts_it_is_not_drawn_as_one_device_does() -> None:
     with use_randomness(0, 0, True), pytest.raises(InputError) as error:
         SEEDED_CALL(torch.zeros(4, 6), op=NOISE, key=0, axes={"b": ("dp",)}, sizes={"b": 8, "d": 6})
     assert str(error.value) == (
-        "deterministic=True draws whole tensors, as one device does; found autopar_tests.noise.default, whose numbers "
+        "Run(deterministic=True) draws whole tensors, as one device does; found autopar_tests.noise.default, whose "
+        "numbers "
         "are drawn by a rule that splits it over dp. Leave deterministic out, or register no rule for it."
     )

@@ -53,7 +53,7 @@ def test_batches_are_padded_to_the_largest_so_far_or_to_stated_ones() -> None:
         (lambda: Buckets(padding={"x": math.nan}), "padding['x']=nan; give the number"),
         (lambda: Buckets(dims={"mask": 2}), "dims names 'mask', for which padding has no value; it has input_ids"),
         (lambda: Buckets(check_lengths=(8, 8)), "check_lengths=(8, 8); give a length and a longer one"),
-        (lambda: Buckets.of("always"), "buckets='always'; give \"auto\" or autopar.Buckets"),
+        (lambda: Buckets.of("always"), 'Run(buckets=\'always\'); give "auto", "none" or autopar.Buckets'),
         (lambda: Buckets((4, 8)).length_for(9, 1), "9 positions is longer than the longest bucket, 8; add one"),
         (lambda: Buckets(batches=(4,)).batch_for(5, 0), "5 samples is larger than the largest bucket, 4; add one"),
         (lambda: Buckets().multiples_of(1), "states no lengths to prepare; give them"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from benchmarks.transformer_model import Size, batch, transformer
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -39,7 +40,7 @@ def _trained(model: nn.Module, by_train_step: bool, backend: str | None) -> tupl
 def _compiled(strategy: str, by_train_step: bool, backend: str, options: dict[str, Any]) -> Any:
     devices = mesh((2,), ("tp" if strategy == "megatron" else "dp",))
     model = autopar.compile(
-        transformer(SIZE), devices, batch(SIZE), strategy=strategy, hardware=SLOW_DEVICES, **options
+        transformer(SIZE), devices, batch(SIZE), strategy=strategy, hardware=SLOW_DEVICES, **by_flag(**options)
     )
     return _trained(model, by_train_step, backend)
 

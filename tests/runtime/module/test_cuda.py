@@ -26,6 +26,7 @@ from autopar.optim import OffloadedAdamW
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
+from tests.support.options import by_flag
 from tests.support.simulation.training import Steps, fault_of, loss_of, train_alone, train_on_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -80,7 +81,7 @@ def _trained(
 
 def _compiled(family: str, mesh: DeviceMesh, **options: Any) -> Any:
     args, kwargs = _batch(family, mesh.device_type)
-    return autopar.compile(EVERY[family].build().to(mesh.device_type), mesh, kwargs or args, **options)
+    return autopar.compile(EVERY[family].build().to(mesh.device_type), mesh, kwargs or args, **by_flag(**options))
 
 
 @ON_BOTH

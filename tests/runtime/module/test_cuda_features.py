@@ -81,7 +81,7 @@ def test_activations_come_back_from_the_host(device: str, offload: Any, mesh: De
     for compiled in (False, True):
         model: Any = tower().to(device)
         if compiled:
-            model = autopar.compile(model, mesh, (x,), offload=offload, outputs="full")
+            model = autopar.compile(model, mesh, (x,), memory=autopar.Memory(offload=offload), outputs="full")
             assert set(model.plan.recompute.values()) == {"offload"}
         losses = []
         for _ in range(2):

@@ -18,6 +18,7 @@ from autopar.costs.pricing import message_sizes as messages
 from autopar.runtime.collectives import gradient_buckets as buckets
 from autopar.runtime.collectives.gradient_buckets import gather_parameters
 from tests.support.in_tiles import peaks_of_step
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, Training, parallel
 from tests.support.ranks import Ranks, mesh
 
@@ -92,7 +93,7 @@ def _peaks() -> list[tuple[int, int, int]]:
     for large in BOTH:
         with mock.patch.object(messages, "LARGE", large):
             options: dict[str, Any] = {"strategy": "zero3", "prefetch": 0, "hardware": SLOW_DEVICES}
-            compiled = autopar.compile(_Frozen(), mesh((2,), ("dp",)), (x_BD,), **options)
+            compiled = autopar.compile(_Frozen(), mesh((2,), ("dp",)), (x_BD,), **by_flag(**options))
             nodes = compiled.prepare((x_BD,), {}).local.module.graph.nodes
             gathers = sum(node.target is gather_parameters for node in nodes)
             measured = min(peaks_of_step(compiled, {"x_BD": x_BD})[0] for _ in range(6))
@@ -123,7 +124,7 @@ def _copied_for_messages() -> list[list[int]]:
         with mock.patch.object(messages, "LARGE", large), mock.patch.object(buckets, "packed", counted):
             options: dict[str, Any] = {"strategy": "zero3", "prefetch": 0, "hardware": SLOW_DEVICES}
             model = nn.Sequential(*(_Scaled() for _ in range(LAYERS)))
-            compiled = autopar.compile(model, mesh((2,), ("dp",)), (x_BD,), **options)
+            compiled = autopar.compile(model, mesh((2,), ("dp",)), (x_BD,), **by_flag(**options))
             compiled(x_BD).square().mean().backward()
         found.append(copied)
     return found

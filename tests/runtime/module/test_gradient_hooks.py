@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import autopar
 from autopar.errors import CaptureError, InputError
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -52,7 +53,9 @@ class Normalizing(nn.Module):
 
 def _trained(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, Any]) -> None:
     eager: Any = Normalizing()
-    compiled: Any = autopar.compile(copy.deepcopy(eager), mesh(shape, axes), hardware=SLOW_DEVICES, **options)
+    compiled: Any = autopar.compile(
+        copy.deepcopy(eager), mesh(shape, axes), hardware=SLOW_DEVICES, **by_flag(**options)
+    )
     optimizers = None
     for step in range(3):
         x_BD = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))

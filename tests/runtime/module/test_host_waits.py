@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from tests.support.families import HIDDEN
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 READS = {
@@ -97,7 +98,7 @@ def _reads(options: dict[str, Any], forwards: bool) -> dict[str, int]:
     torch.manual_seed(0)
     x_BD = torch.randn(8, HIDDEN)
     axis = "pp" if "schedule" in options else "dp"
-    model = autopar.compile(Tied(), mesh((2,), (axis,)), (x_BD,), **options)
+    model = autopar.compile(Tied(), mesh((2,), (axis,)), (x_BD,), **by_flag(**options))
     step: Callable[[], Any] = (lambda: model(x_BD).backward()) if forwards else (lambda: model.train_step(x_BD))
     for _ in range(2):  # the first calls compare inputs between ranks
         step()

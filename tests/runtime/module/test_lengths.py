@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.errors import InputError
 from tests.support.language_models import language_model, texts
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import RankError, Ranks, mesh
 
@@ -55,7 +56,7 @@ def _compiled(example: Mapping[str, Tensor], annotations: Mapping[str, dict[str,
         autopar.annotate(model, pattern, **said)
     shape, names = options.pop("shape", (2,)), options.pop("names", ("dp",))
     options = {"buckets": BUCKETS, "hardware": SLOW_DEVICES} | options
-    return autopar.compile(model, mesh(shape, names), example, **options)
+    return autopar.compile(model, mesh(shape, names), example, **by_flag(**options))
 
 
 def _plans(model: Any) -> int:
@@ -180,7 +181,7 @@ def _blocks() -> _Blocks:
 def _pipeline() -> None:
     batches = [texts(4, 8), texts(4, 5, 1), texts(4, 7, 2)]
     options: Any = {"microbatches": 2, "buckets": autopar.Buckets((8,))}
-    model = autopar.compile(_blocks(), mesh((2,), ("pp",)), batches[0], **options)
+    model = autopar.compile(_blocks(), mesh((2,), ("pp",)), batches[0], **by_flag(**options))
     alone = _blocks()
     _check(_trained(model, batches, "train_step"), (_trained(alone, batches)[0], []))
     assert _plans(model) == 1
@@ -233,7 +234,9 @@ def _options_refused() -> None:
     for options in ({"shape": (1,), "microbatches": 2}, {"shape": (1,), "names": ("pp",), "microbatches": 2}):
         with pytest.raises(InputError, match=re.escape("Buckets(batches='largest') beside micro-batches")):
             _compiled(BATCHES[0], {}, **options)
-    with pytest.raises(InputError, match=re.escape('buckets=7; give "auto" or autopar.Buckets(…), or None')):
+    with pytest.raises(
+        InputError, match=re.escape('Run(buckets=7); give "auto", "none" or autopar.Buckets(…), or None')
+    ):
         _compiled(BATCHES[0], {}, buckets=7, shape=(1,))
     with pytest.raises(InputError, match="compiled without buckets"):
         _compiled(BATCHES[0], {}, buckets=None, shape=(1,)).warm_up(**BATCHES[0])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.runtime.collectives.mesh_axes import record_traffic
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -99,7 +100,7 @@ LOOPS: dict[str, Callable[[Tensor], None]] = {
 def _compiled(model: nn.Module, axes: dict[str, int], **options: Any) -> Any:
     given = torch.zeros(SAMPLES, POSITIONS, dtype=torch.int64), _labels()
     on = mesh(tuple(axes.values()), tuple(axes))
-    return autopar.compile(model, on, given, hardware=SLOW_DEVICES, **options)
+    return autopar.compile(model, on, given, hardware=SLOW_DEVICES, **by_flag(**options))
 
 
 def _trains(kind: type[Mean], axes: dict[str, int], loop: str, options: dict[str, Any]) -> None:

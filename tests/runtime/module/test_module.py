@@ -25,6 +25,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.runtime.module.compiled_module import ParallelModule
 from tests.support.families import HIDDEN, MLP
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, build, check, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -128,7 +129,9 @@ def _kinds() -> None:
     eager = MLP()
     split = autopar.annotate(copy.deepcopy(eager), "up.weight", storage="dp")
     for model, kind in ((copy.deepcopy(eager), Tensor), (split, DTensor)):
-        compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), strategy="data_parallel", **OPTIONS)
+        compiled = autopar.compile(
+            model, mesh((2,), ("dp",)), (vectors(4),), strategy="data_parallel", **by_flag(**OPTIONS)
+        )
         places = {name: place for name, (place, _) in _stored(compiled).items()}
         whole_place = None if kind is Tensor else (Replicate(),)
         assert places.pop("up.weight") == (None if kind is Tensor else (Shard(0),))
@@ -144,7 +147,7 @@ def test_parameters_are_dtensors_where_one_is_split_and_else_plain_tensors(ranks
 
 def _batch_sizes() -> None:
     eager = MLP()
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2, 2), ("dp", "tp")), (vectors(4),), **OPTIONS)
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2, 2), ("dp", "tp")), (vectors(4),), **by_flag(**OPTIONS))
     storage, first = _stored(compiled), compiled.plan
     for batch in (4, 8, 4, 3):  # the last does not divide
         assert_same_step(compiled, eager, vectors(batch))
@@ -154,12 +157,12 @@ def _batch_sizes() -> None:
 
 def _other_values() -> None:
     eager = Repeated()
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **OPTIONS)
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **by_flag(**OPTIONS))
     for times in (1, 3, True, 1):
         assert_same_step(compiled, eager, vectors(4), times)
         assert_same_step(compiled, eager, vectors(4), times=times)
     double = eager.double()
-    compiled = autopar.compile(copy.deepcopy(double), mesh((2,), ("dp",)), (vectors(4).double(),), **OPTIONS)
+    compiled = autopar.compile(copy.deepcopy(double), mesh((2,), ("dp",)), (vectors(4).double(),), **by_flag(**OPTIONS))
     assert_same_step(compiled, double, vectors(4).double())
 
 
@@ -171,7 +174,7 @@ def test_every_kind_of_input_is_planned_on_the_same_storage_and_comes_back_right
 def _evaluation(strategy: str) -> None:
     eager = Normalized()
     options = {**OPTIONS, "deterministic": True, "strategy": strategy}
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **options)
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **by_flag(**options))
     storage = _stored(compiled)
     for step in range(2):
         torch.manual_seed(step)
@@ -205,7 +208,7 @@ def test_evaluation_uses_running_statistics_and_no_dropout_on_the_same_storage(r
 def _inference_first(strategy: str) -> None:
     for without_gradients in (torch.inference_mode, torch.no_grad):
         eager = MLP()
-        compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), strategy=strategy, **OPTIONS)
+        compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), strategy=strategy, **by_flag(**OPTIONS))
         with without_gradients():
             assert_close(whole(compiled(vectors(4))), eager(vectors(4)))
         assert_same_step(compiled, eager, vectors(4))
@@ -219,7 +222,7 @@ def test_a_model_first_called_for_inference_trains_afterwards(ranks: Ranks, stra
 def _thinned() -> list[Tensor]:
     torch.manual_seed(dist.get_rank())
     x = torch.ones(2, 4999)  # 4999 does not divide, so that only one axis can split the tensor, and along the batch
-    compiled = autopar.compile(Thinned(0.3), mesh((2, 2), ("dp", "tp")), (x,), outputs="full", **OPTIONS)
+    compiled = autopar.compile(Thinned(0.3), mesh((2, 2), ("dp", "tp")), (x,), outputs="full", **by_flag(**OPTIONS))
     return [compiled(x), compiled(x), compiled.eval()(x)]
 
 
@@ -248,7 +251,7 @@ def _gpt2(folder: str) -> str:
     case = Case("gpt2", (2,), frozen=("h.0.",))
     eager, on = build(case), mesh((2,), ("dp",))
     ids = torch.arange(64).reshape(4, 16)
-    compiled = autopar.compile(build(case), on, {"input_ids": ids, "labels": ids}, **OPTIONS)
+    compiled = autopar.compile(build(case), on, {"input_ids": ids, "labels": ids}, **by_flag(**OPTIONS))
     names = dict(compiled.named_parameters(remove_duplicate=False))
     assert names["lm_head.weight"] is names["transformer.wte.weight"]
     assert dict(compiled.named_parameters()).keys() == dict(eager.named_parameters()).keys()
@@ -283,14 +286,14 @@ def test_a_tied_partly_frozen_model_keeps_names_outputs_and_plan(ranks: Ranks, t
 
 def _frozen_later(strategy: str) -> None:
     eager, options = MLP(), {**OPTIONS, "strategy": strategy}
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **options)
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **by_flag(**options))
     for learns in (False, True):
         for model in (compiled, eager):
             dict(model.named_parameters())["middle.weight"].requires_grad_(learns)
         assert_same_step(compiled, eager, vectors(4))
     for model in (compiled, eager):
         model.requires_grad_(False)
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **options)
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **by_flag(**options))
     for model in (compiled, eager):
         model.requires_grad_(True)
     assert_same_step(compiled, eager, vectors(4))
@@ -303,7 +306,7 @@ def test_parameters_may_be_frozen_and_thawed_after_compiling(ranks: Ranks, strat
 
 def _inputs_and_outputs() -> None:
     on, eager = mesh((2, 2), ("dp", "tp")), MLP()
-    make = lambda **options: autopar.compile(copy.deepcopy(eager), on, mode="manual", **OPTIONS, **options)  # noqa: E731
+    make = lambda **options: autopar.compile(copy.deepcopy(eager), on, mode="manual", **by_flag(**OPTIONS, **options))  # noqa: E731
     compiled = make(example_inputs=(vectors(4),))
     expected = _step(eager, vectors(4))
     with CommDebugMode() as plain:
@@ -347,7 +350,7 @@ def _meta(strategy: str) -> None:
     ids = torch.arange(16).reshape(4, 4)
     with torch.device("meta"):
         model = Tied()
-    compiled = autopar.compile(model, mesh((2,), ("dp",)), (ids,), strategy=strategy, **OPTIONS)
+    compiled = autopar.compile(model, mesh((2,), ("dp",)), (ids,), strategy=strategy, **by_flag(**OPTIONS))
     with pytest.raises(autopar.InputError, match=r"embedding.weight is on the meta device .* model.to_empty"):
         compiled(ids)
     compiled.to_empty(device="cpu")
@@ -368,7 +371,7 @@ def test_a_model_on_the_meta_device_is_compiled_and_filled_later(ranks: Ranks, s
 def _code() -> str:
     model = autopar.annotate(MLP(), "up", tp="column")
     autopar.annotate(model, "middle", tp="row")
-    compiled = autopar.compile(model, mesh((1, 2), ("dp", "tp")), (vectors(4),), **OPTIONS)
+    compiled = autopar.compile(model, mesh((1, 2), ("dp", "tp")), (vectors(4),), **by_flag(**OPTIONS))
     with contextlib.redirect_stdout(io.StringIO()) as text:
         compiled.print_code()
     return text.getvalue()
@@ -386,7 +389,7 @@ def _original(strategy: str) -> None:
     model = MLP()
     model.register_buffer("offset", torch.rand(3))
     before = copy.deepcopy(model.state_dict())
-    compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), strategy=strategy, **OPTIONS)
+    compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), strategy=strategy, **by_flag(**OPTIONS))
     torch.manual_seed(0)
     first = MLP()
     first.register_buffer("offset", torch.rand(3))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import autopar
 from tests.support.families import HIDDEN, MLP
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -54,12 +55,12 @@ def compiled(model: nn.Module | None = None, example: Any = None, **options: Any
     example = (vectors(),) if example is None else example
     on = options.pop("mesh", None) or mesh((2,), ("dp",))
     asked: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
-    return autopar.compile(model or MLP(), on, example, **asked)
+    return autopar.compile(model or MLP(), on, example, **by_flag(**asked))
 
 
 def lazy(**options: Any) -> Any:
     """A module that has seen no inputs."""
-    return autopar.compile(MLP(), mesh((2,), ("dp",)), hardware=SLOW_DEVICES, **options)
+    return autopar.compile(MLP(), mesh((2,), ("dp",)), hardware=SLOW_DEVICES, **by_flag(**options))
 
 
 def _plan_of_another_model() -> None:

@@ -23,6 +23,7 @@ from autopar.planning import request
 from tests.support.capped_experts import capped_family
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.expert_families import WITH_EXPERTS
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, Training, build, compare, parallel, train, train_alone, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -168,7 +169,7 @@ def _under_torch_compile(dtype: torch.dtype, backend: str, capacity_factor: floa
     example = batches(1, dtype)[0]
     options: dict[str, Any] = {"hardware": SLOW_DEVICES, "capacity_factor": capacity_factor}
     with divided(("t+x",)):
-        model = autopar.compile(with_experts(Form(), dtype), mesh((2,), ("dp",)), example, **options)
+        model = autopar.compile(with_experts(Form(), dtype), mesh((2,), ("dp",)), example, **by_flag(**options))
     found = []
     for step in (model, torch.compile(model, backend=backend)):
         model.zero_grad()

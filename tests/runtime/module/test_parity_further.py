@@ -12,6 +12,7 @@ from autopar.ir.program.calls import is_call
 from autopar.ir.sharding.operation import Call
 from autopar.strategies.ruled import ruled
 from tests.support.further_families import FURTHER
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, check
 from tests.support.ranks import Ranks
 
@@ -45,7 +46,7 @@ def test_a_further_family_trains_on_ranks_as_on_one_process(ranks: Ranks, family
 def test_what_a_further_family_computes_most_with_is_split(family: str, preset: str | None) -> None:
     args, kwargs = FURTHER[family].inputs(0)
     mesh = autopar.Mesh({"dp": 2, "tp": 2})
-    plan = autopar.plan(FURTHER[family].build(), mesh, kwargs or args, **options(preset))
+    plan = autopar.plan(FURTHER[family].build(), mesh, kwargs or args, **by_flag(**options(preset)))
     roles = {row.name: row.roles for row in plan.rows if row.kind == "call"}
     for name in MAIN[family]:
         if preset:

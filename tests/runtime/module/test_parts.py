@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import autopar
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -74,7 +75,12 @@ def trained(shape: tuple[int, ...], names: tuple[str, ...], inputs: Any, options
     for name in [axes] if isinstance(axes, str) else axes:
         count, number = count * on[name].size(), number * on[name].size() + on.get_local_rank(name)
     model = autopar.compile(
-        net(), on, part(batch(0), number, count), inputs=inputs, hardware=SLOW_DEVICES, check_inputs=True, **options
+        net(),
+        on,
+        part(batch(0), number, count),
+        inputs=inputs,
+        hardware=SLOW_DEVICES,
+        **by_flag(check_inputs=True, **options),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []

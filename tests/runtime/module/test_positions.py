@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 import autopar
 from tests.strategies.test_zigzag import Text, batch
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -46,7 +47,7 @@ def test_parts_of_the_batch_are_in_order_and_are_dealt(how: str, inputs: str) ->
             placed = [Shard(0), Shard(1)]
             parts = {name: DTensor.from_local(x, on, placed, run_check=False) for name, x in parts.items()}
         options = {"strategy": "ring", "inputs": inputs, "hardware": SLOW_DEVICES, "deterministic": True}
-        model = autopar.compile(Text(), on, parts, **options)
+        model = autopar.compile(Text(), on, parts, **by_flag(**options))
         unshare(model, mode)
         loss = model(**parts)
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss

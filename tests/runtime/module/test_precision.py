@@ -25,6 +25,7 @@ from autopar import Precision
 from autopar.errors import InputError, PeerError, PlanError
 from autopar.ir.program.precision import NAMED
 from tests.support import pipeline_training
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, Training, build, compare, distance, parallel, train, train_alone
 from tests.support.pipeline_training import PipelineCase, accumulated, held_by
 from tests.support.ranks import Ranks, mesh
@@ -226,7 +227,11 @@ def test_ranks_with_other_precisions_are_refused(ranks: Ranks) -> None:
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
     """Return the bytes that a step of two 64 × 64 layers moves; the backward needs no weight of the first one."""
     model, on = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))), autopar.Mesh({"dp": 2})
-    return dict(autopar.plan(model, on, (torch.randn(8, 64),), strategy="zero3", outputs="dtensor", **options).traffic)
+    return dict(
+        autopar.plan(
+            model, on, (torch.randn(8, 64),), strategy="zero3", outputs="dtensor", **by_flag(**options)
+        ).traffic
+    )
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("bf16-mixed", 4), (Precision(compute=torch.bfloat16), 2)])
@@ -258,7 +263,7 @@ def _added_up(strategy: str) -> Tensor:
     torch.manual_seed(1)
     x = torch.randn(16, 64)
     options: dict[str, Any] = {"strategy": strategy, "microbatches": 4, "precision": "bf16-mixed"}
-    model = autopar.compile(_Squared(), mesh((2,), ("dp",)), (x,), **options)
+    model = autopar.compile(_Squared(), mesh((2,), ("dp",)), (x,), **by_flag(**options))
     model.train_step(x)
     return pipeline_training.whole(model.get_parameter("layer.weight").grad)  # type: ignore[return-value]
 

@@ -51,7 +51,9 @@ def test_ranks_train_alike_however_far_ahead_weights_are_fetched(ranks: Ranks, c
 
 
 def _printed() -> str:
-    compiled = autopar.compile(Stack(), mesh((2,), ("dp",)), (torch.ones(8, 16),), strategy="zero3", prefetch=1)
+    compiled = autopar.compile(
+        Stack(), mesh((2,), ("dp",)), (torch.ones(8, 16),), strategy="zero3", memory=autopar.Memory(prefetch=1)
+    )
     with contextlib.redirect_stdout(io.StringIO()) as text:
         compiled.print_code()
     return text.getvalue()

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import autopar
 from autopar.errors import InputError
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -80,7 +81,9 @@ def _changed(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, A
     original: Any = Annealed()
     eager = copy.deepcopy(original)
     x_BD = torch.randn(4, 8)
-    compiled = autopar.compile(original, mesh(shape, axes), example_inputs=(x_BD,), hardware=SLOW_DEVICES, **options)
+    compiled = autopar.compile(
+        original, mesh(shape, axes), example_inputs=(x_BD,), hardware=SLOW_DEVICES, **by_flag(**options)
+    )
     for _ in range(3):
         _same(compiled, eager)
     assert _num_programs(compiled) == 2, "the first call, and those after it"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import InputError
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -91,7 +92,9 @@ def _seeded_by_rank(kind: type[nn.Module], options: dict[str, Any]) -> tuple[lis
     model = kind()
     torch.manual_seed(1 + torch.distributed.get_rank())
     shape = (2,) if torch.distributed.get_world_size() == 2 else (2, 2)
-    compiled = autopar.compile(model, mesh(shape, ("dp", "tp")[: len(shape)]), (batch(),), **{**OPTIONS, **options})
+    compiled = autopar.compile(
+        model, mesh(shape, ("dp", "tp")[: len(shape)]), (batch(),), **by_flag(**{**OPTIONS, **options})
+    )
     return trained(compiled)
 
 
@@ -122,7 +125,9 @@ def test_a_deterministic_model_draws_what_one_process_draws(ranks: Ranks, kind: 
 def _with_checkpoint(deterministic: bool) -> list[list[Tensor | None]]:
     """Gradients where the model is called three times in a step, twice on one input: without checkpoints, with them."""
     torch.manual_seed(1 + torch.distributed.get_rank())
-    compiled = autopar.compile(Dropping(), mesh((2,), ("dp",)), (batch(),), **OPTIONS, deterministic=deterministic)
+    compiled = autopar.compile(
+        Dropping(), mesh((2,), ("dp",)), (batch(),), **by_flag(**OPTIONS, deterministic=deterministic)
+    )
     found = []
     for reentrant in (None, False, True):
         torch.manual_seed(7)
@@ -157,7 +162,7 @@ def test_a_checkpoint_around_the_model_draws_the_same_again(ranks: Ranks, determ
 
 def _planned_in_checkpoint() -> None:
     """The first call of a kind, here with an input that needs a gradient, captures and plans inside the checkpoint."""
-    compiled = autopar.compile(Dropping(0.0), mesh((1,), ("dp",)), (batch(),), **OPTIONS)
+    compiled = autopar.compile(Dropping(0.0), mesh((1,), ("dp",)), (batch(),), **by_flag(**OPTIONS))
     expected, found = batch().requires_grad_(), batch().requires_grad_()
     checkpoint(compiled, found, use_reentrant=False).square().sum().backward()
     compiled(expected).square().sum().backward()
@@ -169,7 +174,7 @@ def test_the_first_call_may_stand_in_a_checkpoint(ranks: Ranks) -> None:
 
 
 def _unknown(between: str) -> str:
-    compiled = autopar.compile(Dropping(), mesh((1,), ("dp",)), (batch(),), **OPTIONS)
+    compiled = autopar.compile(Dropping(), mesh((1,), ("dp",)), (batch(),), **by_flag(**OPTIONS))
     x = batch().requires_grad_()
     with pytest.raises(InputError) as error:
         if between == "state":
@@ -187,7 +192,7 @@ def test_a_repeated_call_that_is_not_known_is_refused(ranks: Ranks) -> None:
     assert unknown == (
         "the model draws random numbers (dropout and the like) and is called inside a backward, where the CPU's "
         "generator is in a state in which no call began, so that the numbers of the first call cannot be drawn again. "
-        "Use torch.utils.checkpoint with preserve_rng_state=True, or autopar.compile(..., recompute=...) in its place."
+        "Use torch.utils.checkpoint with preserve_rng_state=True, or Memory(recompute=…) in its place."
     )
     [ambiguous] = ranks.run(_unknown, "seed", world_size=1)
     assert ambiguous == (
@@ -198,7 +203,7 @@ def test_a_repeated_call_that_is_not_known_is_refused(ranks: Ranks) -> None:
 
 
 def _compiled(kind: Any = Dropping, **options: Any) -> Any:
-    return autopar.compile(kind(), mesh((2,), ("dp",)), (batch(),), **OPTIONS, **options)
+    return autopar.compile(kind(), mesh((2,), ("dp",)), (batch(),), **by_flag(**OPTIONS, **options))
 
 
 def _resumed() -> None:

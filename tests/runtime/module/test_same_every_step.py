@@ -13,6 +13,7 @@ import autopar
 from autopar.costs.hardware.load import load
 from benchmarks.transformer_model import Size, transformer
 from tests.support.host_synchronization import RecordedOperations
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.fake_mesh import fake_mesh
 
@@ -64,7 +65,7 @@ def test_steps_run_the_same_operations_and_none_of_the_host(
     options: dict[str, Any] = {"precision": "bf16-mixed", "recompute": recompute, "microbatches": 2}
     with fake_mesh(axes) as devices:
         model = autopar.compile(
-            transformer(SIZE), devices, _batch(0), strategy=strategy, hardware=load("h100"), **options
+            transformer(SIZE), devices, _batch(0), strategy=strategy, hardware=load("h100"), **by_flag(**options)
         )
         for step in (model.train_step, lambda *inputs: model(*inputs).backward()):
             one, other = _recorded(model, step)
@@ -75,7 +76,9 @@ def test_steps_run_the_same_operations_and_none_of_the_host(
 
 def _on_ranks() -> tuple[list[str], bool]:
     """Return what needs the host where ranks agree on calls, and whether two steps were the same."""
-    model = autopar.compile(transformer(SIZE), mesh((2,), ("dp",)), _batch(0), strategy="zero3", recompute="full")
+    model = autopar.compile(
+        transformer(SIZE), mesh((2,), ("dp",)), _batch(0), strategy="zero3", memory=autopar.Memory(recompute="full")
+    )
     one, other = _recorded(model, lambda *inputs: model(*inputs).backward())
     return one.of_host, one.operations == other.operations
 

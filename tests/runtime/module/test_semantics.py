@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.errors import InputError
 from tests.support.families import HIDDEN
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -49,7 +50,9 @@ def batch(step: int = 0) -> Tensor:
 
 
 def compiled(model: nn.Module, strategy: str = "data_parallel", **options: Any) -> Any:
-    return autopar.compile(model, mesh((2,), ("dp",)), (batch(),), strategy=strategy, hardware=SLOW_DEVICES, **options)
+    return autopar.compile(
+        model, mesh((2,), ("dp",)), (batch(),), strategy=strategy, hardware=SLOW_DEVICES, **by_flag(**options)
+    )
 
 
 def pair(strategy: str, prepare: Callable[[nn.Module], object] = lambda model: None) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def tiled(family: str, dp: str, tp: str, **options: Any) -> Case:
         tiled("gpt2_loss", "data", "sequence"),
         tiled("gpt2_loss", "sequence", "column"),  # 257 classes
         tiled("llama_loss", "column", "column", loss_tiles=1),
-        tiled("bert_loss", "column", "data", loss_tiles="auto"),
+        tiled("bert_loss", "column", "data", loss_tiles="always"),
     ],
     ids=str,
 )
@@ -77,7 +77,7 @@ def test_it_goes_with_micro_batches_and_pipelines(ranks: Ranks, mesh: str, sched
 
 
 COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "auto": ({}, {"loss_tiles": "auto"}, {}),
+    "auto": ({}, {"loss_tiles": "always"}, {}),
     "zero3": ({"tied": True}, {"strategy": "zero3"}, {}),
     "fsdp_megatron": ({"num_classes": 23, "bias": True}, {"strategy": "fsdp_megatron"}, {}),
     "megatron_sequence": ({"num_classes": 23, "tied": True}, {"strategy": "megatron_sequence"}, {}),
@@ -140,7 +140,9 @@ def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch:
 def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
     """Graphs that torch.compile makes of a model split by classes, and how far its step is from that without."""
     batch = reading()
-    model = autopar.compile(Reader(), mesh((2,), ("tp",)), batch, strategy="megatron", loss_tiles=3)
+    model = autopar.compile(
+        Reader(), mesh((2,), ("tp",)), batch, strategy="megatron", memory=autopar.Memory(loss_tiles=3)
+    )
     return under_torch_compile(model, batch, backend)
 
 
@@ -151,13 +153,13 @@ def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any])
         assert apart < 1e-6
 
 
-def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> list[tuple[int, int]]:
+def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | Literal["auto"], ...]) -> list[tuple[int, int]]:
     """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
     batch, found = reading(batch=8, sequence=256, num_classes=4096), []
     for number in tiles:
         model = Reader(4096, 64).to(dtype)
         on = mesh((2,), ("dp",))
-        compiled = autopar.compile(model, on, batch, strategy=strategy, loss_tiles=number)
+        compiled = autopar.compile(model, on, batch, strategy=strategy, memory=autopar.Memory(loss_tiles=number))
         found.append(peaks_of_step(compiled, batch))
     return found
 
@@ -174,7 +176,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
 def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
     ranks: Ranks, strategy: str, dtype: torch.dtype
 ) -> None:
-    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, (None, 1, 8)):
+    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, ("auto", 1, 8)):
         for found, predicted in tiled_peaks:
             assert predicted == pytest.approx(found, rel=0.05)
         assert tiled_peaks[1][0] < 0.5 * tiled_peaks[0][0] < 0.45 * whole_peak

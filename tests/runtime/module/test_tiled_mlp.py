@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_parameters_in_float32_compute_in_bfloat16() -> None:
     options = {"precision": "bf16-mixed", "strategy": "megatron"}
     steps = Steps([{name: x.float() for name, x in tokens(seed).items()} for seed in range(2)])
     ours, theirs = (
-        train_on_ranks(copy.deepcopy(model), steps, {"tp": 2}, {**options, "mlp_tiles": tiles}) for tiles in (3, None)
+        train_on_ranks(copy.deepcopy(model), steps, {"tp": 2}, {**options, "mlp_tiles": tiles}) for tiles in (3, "none")
     )
     assert ours.plan is not None and "bfloat16" in ours.plan.descriptions["mlp_in_tiles_default"]
     exact = train_alone(copy.deepcopy(model).double(), Steps([tokens(seed) for seed in range(2)]))
@@ -114,7 +114,9 @@ def test_it_goes_with_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
 def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
     """Graphs that torch.compile makes of a model split by hidden features, and how far its step is from without."""
     batch = {"x": tokens()["x"].float()}
-    model = autopar.compile(Gated(), mesh((2,), ("tp",)), batch, strategy="megatron", mlp_tiles=3)
+    model = autopar.compile(
+        Gated(), mesh((2,), ("tp",)), batch, strategy="megatron", memory=autopar.Memory(mlp_tiles=3)
+    )
     return under_torch_compile(model, batch, backend)
 
 
@@ -125,12 +127,14 @@ def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any])
         assert apart < 1e-6
 
 
-def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> list[tuple[int, int]]:
+def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | Literal["none"], ...]) -> list[tuple[int, int]]:
     """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
     batch, found = {"x": tokens(batch=8, sequence=128, size=64)["x"].to(dtype)}, []
     for number in tiles:
         on = mesh((2,), ("dp",))
-        compiled = autopar.compile(Gated(64, 512).to(dtype), on, batch, strategy=strategy, mlp_tiles=number)
+        compiled = autopar.compile(
+            Gated(64, 512).to(dtype), on, batch, strategy=strategy, memory=autopar.Memory(mlp_tiles=number)
+        )
         found.append(peaks_of_step(compiled, batch))
     return found
 
@@ -143,7 +147,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
 def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
     ranks: Ranks, strategy: str, dtype: torch.dtype
 ) -> None:
-    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, (None, 1, 8)):
+    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, ("none", 1, 8)):
         for found, predicted in tiled_peaks:
             assert predicted == pytest.approx(found, rel=0.05)
         assert tiled_peaks[1][0] < 0.7 * tiled_peaks[0][0] < 0.6 * whole_peak

@@ -19,6 +19,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.module.batches import loss_position, split_batch
 from tests.support.families import HIDDEN, MLP
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.pipeline_training import (
     PipelineCase,
@@ -257,7 +258,7 @@ def _distributed() -> None:
         (distribute_tensor(x, line, [Shard(0)]),),
         hardware=SLOW_DEVICES,
         microbatches=case.microbatches,
-        **case.options,
+        **by_flag(**case.options),
     )
     with record_traffic() as traffic:
         loss = model.train_step(distribute_tensor(x, line, [Shard(0)]))

@@ -19,6 +19,7 @@ from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.rewrite.per_rank_graph import rewrite
 from tests.strategies.test_presets_volume import BYTES_ALONE
 from tests.support.expert_families import WITH_EXPERTS
+from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, simulate
 from tests.support.simulation.training import (
     SLOW_DEVICES,
@@ -94,7 +95,7 @@ def test_pieces_of_a_packed_weight_are_exchanged_once_for_all_micro_batches() ->
     with simulate(4) as mode, planning_alone(mode, lambda space, pins: pins):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
         options: dict[str, Any] = {"hardware": SLOW_DEVICES, "strategy": "expert_model", "microbatches": 2}
-        compiled = autopar.compile(MIXTRAL.build(), mesh, batch, **options)
+        compiled = autopar.compile(MIXTRAL.build(), mesh, batch, **by_flag(**options))
         unshare(compiled, mode)
         given = {name: from_ranks([value] * 4) for name, value in batch.items()}
         with record_traffic() as traffic:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, InputError, PipelineError, PlanError
 from tests.support.families import HIDDEN, MLP
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.pipeline_training import WithLoss
 from tests.support.ranks import Ranks, mesh
@@ -32,7 +33,7 @@ def compiled(model: nn.Module | None = None, on: Any = LINE, batch: int = 8, **o
     """An MLP with its loss on two stages, or what the options say."""
     options = {"hardware": SLOW_DEVICES, "microbatches": 2, "schedule": "1f1b", **options}
     options = {name: value for name, value in options.items() if value is not None}
-    return autopar.compile(model or with_loss(), mesh(*on), (vectors(batch),), **options)
+    return autopar.compile(model or with_loss(), mesh(*on), (vectors(batch),), **by_flag(**options))
 
 
 def _indivisible_step() -> None:
@@ -161,29 +162,30 @@ ERRORS: dict[Callable[[], None], tuple[type[AutoparError], str]] = {
     _gradients_in_evaluation: (PipelineError, "a pipeline gives gradients in train_step alone"),
     _schedule_alone: (
         PipelineError,
-        'schedule is given (1f1b), but no axis of the mesh dp=2 is a pipeline; name one, as in pipeline="dp", or '
+        "Pipeline(schedule='1f1b') is given, but no axis of the mesh dp=2 is a pipeline; name one, as in "
+        'Pipeline(axis="dp"), or '
         'call an axis "pp".',
     ),
-    _stages_alone: (PipelineError, "stages is given (['down']), but no axis of the mesh dp=2 is a pipeline; name one"),
-    _chunks_alone: (PipelineError, "chunks is given (2), but no axis of the mesh dp=2 is a pipeline; name one"),
+    _stages_alone: (PipelineError, "Pipeline(split_points=('down',)) is given, but no axis of the mesh dp=2 is a"),
+    _chunks_alone: (PipelineError, "Pipeline(stages_per_rank=2) is given, but no axis of the mesh dp=2 is a"),
     _annotated_alone: (
         PipelineError,
-        'annotate(stage=…) is given (annotate("model.down", stage=1)), but no axis of the mesh dp=2 is a pipeline;',
+        'annotate(stage=…) (annotate("model.down", stage=1)) is given, but no axis of the mesh dp=2 is a pipeline;',
     ),
     _unknown_axis: (
         PipelineError,
         "pipeline=\"stages\" is no axis of the mesh, whose axes are 'dp'; name one of them.",
     ),
-    _unknown_schedule: (PipelineError, "schedule=\"2f2b\" is unknown. Use one of 'gpipe', '1f1b'"),
+    _unknown_schedule: (InputError, "Pipeline(schedule='2f2b'); give one of 'gpipe', '1f1b'"),
     _few_microbatches: (
         PipelineError,
         '"1f1b" needs at least as many micro-batches as stages; found 1 micro-batches for 2 stages.',
     ),
-    _chunks_of_1f1b: (PipelineError, '"1f1b" runs one stage per rank; found chunks=2. Use chunks=1, or schedule='),
+    _chunks_of_1f1b: (PipelineError, '"1f1b" runs one stage per rank; found Pipeline(stages_per_rank=2). Use'),
     _deterministic: (
         PipelineError,
-        "deterministic=True draws dropout masks in the order of one device, which the stages of a pipeline do not run "
-        "in; leave it out.",
+        "Run(deterministic=True) draws dropout masks in the order of one device, which the stages of a pipeline do not "
+        "run in; leave it out.",
     ),
     _plan_without_stages: (
         PipelineError,
@@ -193,7 +195,7 @@ ERRORS: dict[Callable[[], None], tuple[type[AutoparError], str]] = {
     _plan_with_stages: (PipelineError, "the plan is for the mesh pp=2, with a pipeline; this mesh is dp=2."),
     _plan_for_another_schedule: (
         PipelineError,
-        "the plan is for schedule, microbatches and chunks ('1f1b', 2, 1); found ('gpipe', 2, None) beside it.",
+        "the plan is for schedule, microbatches and stages_per_rank ('1f1b', 2, 1); found ('gpipe', 2, None).",
     ),
     _plan_for_another_mesh: (
         PlanError,

@@ -14,6 +14,7 @@ import autopar
 from autopar.models.named import named
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 
@@ -23,7 +24,7 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
     model, inputs = named("tiny-llama", 32, 128)
     assert isinstance(inputs, tuple)
     on = mesh((2,) if len(axes) == 1 else (2, 2), axes)
-    compiled = autopar.compile(model, on, inputs, schedule=schedule, microbatches=4, **options)
+    compiled = autopar.compile(model, on, inputs, microbatches=4, **by_flag(schedule=schedule, **options))
     assert isinstance(compiled, PipelineModule)
     compiled.to_empty(device="cpu")
     for parameter in compiled.parameters():

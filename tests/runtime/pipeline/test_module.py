@@ -15,6 +15,7 @@ import autopar
 from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from tests.support.families import HIDDEN
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.pipeline_training import (
     PipelineCase,
@@ -59,7 +60,12 @@ def _masks(shape: tuple[int, ...], names: tuple[str, ...], seed: int) -> dict[st
     x_BD = (4.0 ** torch.arange(MICROBATCHES))[:, None].expand(MICROBATCHES, HIDDEN)
     pipeline: dict[str, Any] = {"schedule": "1f1b", "stages": ["second"]} if "pp" in names else {}
     model = autopar.compile(
-        Masks(), mesh(shape, names), (x_BD,), hardware=SLOW_DEVICES, microbatches=MICROBATCHES, seed=seed, **pipeline
+        Masks(),
+        mesh(shape, names),
+        (x_BD,),
+        hardware=SLOW_DEVICES,
+        microbatches=MICROBATCHES,
+        **by_flag(seed=seed, **pipeline),
     )
     found = {}
     for step in range(2):
@@ -138,7 +144,7 @@ def _vectors(seed: int = 0) -> Tensor:
 def _on_pipeline(model: nn.Module, **options: Any) -> PipelineModule:
     common = {"hardware": SLOW_DEVICES, "microbatches": MICROBATCHES, "schedule": "1f1b"}
     options = {**common, "mesh": mesh((2,), ("pp",)), **options}
-    found = autopar.compile(model, options.pop("mesh"), (_vectors(),), **options)
+    found = autopar.compile(model, options.pop("mesh"), (_vectors(),), **by_flag(**options))
     assert isinstance(found, PipelineModule)
     return found
 
@@ -330,7 +336,9 @@ def test_batches_of_other_sizes_and_evaluations_run_on_the_same_stages(
 
 
 def _lazily() -> None:
-    model = autopar.compile(gated(), mesh((2,), ("pp",)), hardware=SLOW_DEVICES, schedule="1f1b", microbatches=4)
+    model = autopar.compile(
+        gated(), mesh((2,), ("pp",)), hardware=SLOW_DEVICES, pipeline=autopar.Pipeline(schedule="1f1b"), microbatches=4
+    )
     eager = _on_pipeline(gated())
     assert torch.equal(model.train_step(_vectors()), eager.train_step(_vectors()))
     theirs = dict(eager.named_parameters())

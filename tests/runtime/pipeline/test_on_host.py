@@ -16,6 +16,7 @@ import autopar
 from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.tools.benchmarking.meters import held_in_training
 from tests.support.host_bytes import DeviceBytes, counted
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.pipeline_training import PipelineCase, check
 from tests.support.ranks import Ranks, mesh
@@ -72,7 +73,7 @@ def measured(schedule: str, options: dict[str, Any]) -> Measured:
     on = mesh((2,) * len(axes), axes)
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(1))
     said = {"schedule": schedule, "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED, **options}
-    model: Any = autopar.compile(Scored(), on, (x,), **said)
+    model: Any = autopar.compile(Scored(), on, (x,), **by_flag(**said))
     optimizer = model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def held() -> Iterator[Tensor]:
@@ -138,7 +139,7 @@ def by_layers() -> tuple[list[float], list[float], int]:
 
     def trained(compiles: bool) -> tuple[list[float], int]:
         said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED}
-        model: Any = autopar.compile(Scored(), mesh((2,), ("pp",)), (x,), offload="activations", **said)
+        model: Any = autopar.compile(Scored(), mesh((2,), ("pp",)), (x,), **by_flag(offload="activations", **said))
         if compiles:
             model.compile(backend="aot_eager", fullgraph=True, regional=True)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []

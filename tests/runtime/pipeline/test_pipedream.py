@@ -120,7 +120,11 @@ def test_the_definition_differs_from_updates_without_a_delay(optimizer: str) -> 
 
 def _one_micro_batch() -> Trained:
     model = autopar.compile(
-        build(ONE), mesh((2,), ("pp",)), microbatches_of(ONE, 0)[0][1], schedule="pipedream", microbatches=1
+        build(ONE),
+        mesh((2,), ("pp",)),
+        microbatches_of(ONE, 0)[0][1],
+        pipeline=autopar.Pipeline(schedule="pipedream"),
+        microbatches=1,
     )
     model.optimizer = OPTIMIZERS["sgd"](model.parameters())
     losses = [float(model.train_step(**microbatches_of(ONE, step)[0][1])) for step in range(STEPS)]

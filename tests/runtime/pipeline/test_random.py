@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
 HIDDEN = 8
@@ -39,7 +40,9 @@ def _losses() -> tuple[list[float], list[float]]:
         torch.manual_seed(seed + dist.get_rank())
         on = mesh((2, 2), ("pp", "dp"))
         options: dict[str, Any] = {"strategy": "data_parallel", "hardware": "cpu"}
-        return autopar.compile(model, on, (batch(0),), pipeline="pp", schedule="1f1b", microbatches=2, **options)
+        return autopar.compile(
+            model, on, (batch(0),), microbatches=2, **by_flag(pipeline="pp", schedule="1f1b", **options)
+        )
 
     def batch(step: int) -> Tensor:
         return torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(step))

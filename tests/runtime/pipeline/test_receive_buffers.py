@@ -18,6 +18,7 @@ from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.runtime.pipeline import stage as scheduled
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.runtime.pipeline.stage import ScheduledStage
+from tests.support.options import by_flag
 from tests.support.pipeline_training import PipelineCase, check
 from tests.support.ranks import Ranks, mesh
 
@@ -87,9 +88,8 @@ def _held(schedule: str, axes: dict[str, int], options: dict[str, Any]) -> tuple
         Chain(),
         mesh(tuple(axes.values()), tuple(axes)),
         (x_BD,),
-        schedule=schedule,
         microbatches=MICROBATCHES,
-        **options,
+        **by_flag(schedule=schedule, **options),
     )
     assert isinstance(module, PipelineModule)
     module.train_step(x_BD)

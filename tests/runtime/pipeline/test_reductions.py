@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.optim.clipping import clip_grad_norm_
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, distance, whole
 from tests.support.pipeline_training import (
     PipelineCase,
@@ -71,7 +72,7 @@ def _operations(strategy: str, schedule: str, names: tuple[str, ...], shape: tup
         hardware=SLOW_DEVICES,
         strategy=strategy,
         microbatches=MICROBATCHES,
-        **options,
+        **by_flag(**options),
     )
     model.train_step(x_BD)
     with Operations() as operations:

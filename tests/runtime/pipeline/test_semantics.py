@@ -59,8 +59,7 @@ def pipeline(model: nn.Module, shape: tuple[int, ...], names: tuple[str, ...]) -
         (batch(0),),
         hardware=SLOW_DEVICES,
         microbatches=MICROBATCHES,
-        schedule="1f1b",
-        stages=["second"],
+        pipeline=autopar.Pipeline(schedule="1f1b", split_points=["second"]),
     )
 
 

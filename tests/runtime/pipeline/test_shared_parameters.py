@@ -163,7 +163,12 @@ def _tied_on_stages(size: int, names: tuple[str, ...], schedule: str, microbatch
     x_BD = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(0))
     shape = (size, 2) if len(names) > 1 else (size,)
     parallel: Any = autopar.compile(
-        model, mesh(shape, names), (x_BD,), hardware=SLOW_DEVICES, schedule=schedule, microbatches=microbatches
+        model,
+        mesh(shape, names),
+        (x_BD,),
+        hardware=SLOW_DEVICES,
+        pipeline=autopar.Pipeline(schedule=schedule),
+        microbatches=microbatches,
     )
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (parallel, alone)]
     for _ in range(3):

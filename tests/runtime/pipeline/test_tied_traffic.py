@@ -59,9 +59,8 @@ def _planned(strategy: str, precision: str = "bf16-mixed") -> list[dict[str, tup
         _batch(0),
         strategy=strategy,
         precision=precision,
-        schedule="1f1b",
+        pipeline=autopar.Pipeline(schedule="1f1b", split_points=["layers.2"]),
         microbatches=4,
-        stages=["layers.2"],
     )
     assert isinstance(plan, PipelinePlan)
     found: list[dict[str, tuple[bool, bool]]] = []
@@ -114,9 +113,8 @@ def _ran(strategy: str, microbatches: int) -> Ran:
         _batch(0),
         strategy=strategy,
         precision="bf16-mixed",
-        schedule="1f1b",
+        pipeline=autopar.Pipeline(schedule="1f1b", split_points=["layers.2"]),
         microbatches=microbatches,
-        stages=["layers.2"],
     )
     assert isinstance(module, PipelineModule)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

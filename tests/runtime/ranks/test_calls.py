@@ -20,6 +20,7 @@ import autopar
 from autopar.runtime.ranks import failure
 from autopar.runtime.ranks.calls import _difference
 from tests.support.ending_ranks import ends_of
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -38,7 +39,7 @@ class Net(nn.Module):
 def compiled(example: tuple[Tensor, ...] | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     options = {"hardware": SLOW_DEVICES, "strategy": "zero3", **options}
-    return autopar.compile(Net(), mesh((2,), ("dp",)), (batch(),) if example is None else example, **options)
+    return autopar.compile(Net(), mesh((2,), ("dp",)), (batch(),) if example is None else example, **by_flag(**options))
 
 
 def batch(size: int = 8) -> Tensor:

@@ -45,7 +45,7 @@ class _Layers(nn.Module):
 def _compiled(num_ranks: int = NUM_RANKS) -> Any:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pp",))
-    return autopar.compile(_Layers(), mesh, (_batch(),), schedule="gpipe", microbatches=4)
+    return autopar.compile(_Layers(), mesh, (_batch(),), pipeline=autopar.Pipeline(schedule="gpipe"), microbatches=4)
 
 
 def _batch(size: int = 8) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.runtime.recompute.module_ranges import is_watched, scopes_of
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -49,7 +50,7 @@ X = torch.ones(8, 16)
 
 def _compiled(**options: Any) -> Any:
     given = {"strategy": "data_parallel", "hardware": SLOW_DEVICES, **options}
-    return autopar.compile(Model(), mesh((2,), ("dp",)), (X,), **given)
+    return autopar.compile(Model(), mesh((2,), ("dp",)), (X,), **by_flag(**given))
 
 
 def _traced(train: Any) -> list[FunctionEvent]:
@@ -90,7 +91,13 @@ def test_a_profile_has_the_modules_forward_and_backward(ranks: Ranks, options: d
 
 
 def _with_stages_and_compiled_layers() -> None:
-    model = autopar.compile(Model(), mesh((2,), ("pp",)), (X,), microbatches=2, schedule="1f1b", stages=["blocks.1"])
+    model = autopar.compile(
+        Model(),
+        mesh((2,), ("pp",)),
+        (X,),
+        microbatches=2,
+        pipeline=autopar.Pipeline(schedule="1f1b", split_points=["blocks.1"]),
+    )
     events = _traced(lambda: model.train_step(X))
     mine = {name for name in _modules_of(events, "aten::linear") if name}
     assert mine in ({"first", "blocks.0.up"}, {"blocks.1.up"})

@@ -17,6 +17,7 @@ from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.tools.benchmarking.meters import held_in_training
 from tests.support.families import FAMILIES
 from tests.support.host_bytes import DeviceBytes, counted
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 from tests.support.towers import tower
@@ -56,7 +57,9 @@ def compiled(family: str, shape: tuple[int, ...], many: int = 1, **options: Any)
     args, kwargs = FAMILIES[family].inputs(0)
     names = ("dp", "tp")[: len(shape)]
     asked: dict[str, Any] = {"hardware": HOSTED, "microbatches": many if many > 1 else None, "offload": "activations"}
-    return autopar.compile(FAMILIES[family].build(), mesh(shape, names), kwargs or args, **{**asked, **options})
+    return autopar.compile(
+        FAMILIES[family].build(), mesh(shape, names), kwargs or args, **by_flag(**{**asked, **options})
+    )
 
 
 def on_ranks(family: str, shape: tuple[int, ...], many: int, options: dict[str, Any]) -> Run:
@@ -104,7 +107,9 @@ def test_models_are_trained_as_on_one_process(
 def measured(shape: tuple[int, ...], options: dict[str, Any]) -> tuple[int, int, int, int, str]:
     """Bytes on the device at the highest moment of the second step, and of the plan; the same of the host; modes."""
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
-    model = autopar.compile(tower(), mesh(shape, ("dp", "tp")[: len(shape)]), (x,), optimizer="sgd", **options)
+    model = autopar.compile(
+        tower(), mesh(shape, ("dp", "tp")[: len(shape)]), (x,), **by_flag(optimizer="sgd", **options)
+    )
     optimizer = torch.optim.SGD(model.parameters())
 
     def step() -> None:
@@ -152,7 +157,7 @@ def limited(memory: int | None, options: dict[str, Any]) -> tuple[list[float], l
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
     said: dict[str, Any] = {"optimizer": "sgd", "outputs": "full", "hardware": FAST, **options}
     said |= {} if "plan" in options else {"strategy": "zero3", "memory": memory}
-    model = autopar.compile(tower(), mesh((2,), ("dp",)), (x,), **said)
+    model = autopar.compile(tower(), mesh((2,), ("dp",)), (x,), **by_flag(**said))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
@@ -173,7 +178,9 @@ def refused(memory: int) -> str:
 
 def compiled_by_torch(evaluates: bool) -> str:
     x = torch.zeros(512, 32)
-    model = autopar.compile(tower(2), mesh((2,), ("dp",)), (x,), offload="activations", hardware=HOSTED)
+    model = autopar.compile(
+        tower(2), mesh((2,), ("dp",)), (x,), memory=autopar.Memory(offload="activations"), hardware=HOSTED
+    )
     model.compile(backend="aot_eager")
     if evaluates:
         with torch.no_grad():
@@ -187,7 +194,7 @@ def compiled_by_torch(evaluates: bool) -> str:
 def test_a_model_that_does_not_fit_is_trained_with_activations_on_the_host(ranks: Ranks) -> None:
     free = ranks.run(limited, None, {}, timeout=180)
     said: dict[str, Any] = {"strategy": "zero3", "optimizer": "sgd", "outputs": "full", "hardware": FAST}
-    plan = autopar.plan(tower(), autopar.Mesh({"dp": 2}), (torch.zeros(512, 32),), **said)
+    plan = autopar.plan(tower(), autopar.Mesh({"dp": 2}), (torch.zeros(512, 32),), **by_flag(**said))
     limit = int(0.7 * plan.peak_bytes)
     assert all("the memory limit is" in each for each in ranks.run(refused, limit, timeout=180))
     found = ranks.run(limited, limit, {"recompute": "none", "offload": "activations"}, timeout=180)
@@ -216,7 +223,7 @@ def by_layers(
 
     def trained(compiles: bool) -> tuple[list[Tensor], int, int]:
         said = {"hardware": HOSTED, "optimizer": "sgd", "outputs": "full", "precision": precision, **options}
-        model = autopar.compile(tower(3), mesh((2,), ("dp",)), (x,), **said)
+        model = autopar.compile(tower(3), mesh((2,), ("dp",)), (x,), **by_flag(**said))
         if compiles:
             model.compile(backend=backend, fullgraph=True, regional=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

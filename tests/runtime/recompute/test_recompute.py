@@ -38,6 +38,7 @@ from autopar.strategies.roles import RoledProgram
 from tests.runtime.module.test_parity import modes
 from tests.runtime.rewrite import test_simulated
 from tests.support.families import FAMILIES
+from tests.support.options import by_flag
 from tests.support.parity import Case, build, inputs, traced_once
 from tests.support.planned import planned, space_of
 from tests.support.ranks import Ranks, mesh
@@ -411,7 +412,7 @@ def _trained(case: Case, deterministic: bool) -> dict[str, Any]:
             autopar.annotate(model, pattern, **keywords)
         args, kwargs = inputs(case, 0, 0)
         with traced_once(case.graph):
-            compiled = autopar.compile(model, mesh(case.mesh, case.axes), kwargs or args, **options)
+            compiled = autopar.compile(model, mesh(case.mesh, case.axes), kwargs or args, **by_flag(**options))
         executable = compiled.prepare(args, kwargs)
         later = MODES[min(MODES.index(mode) + 1, len(RECOMPUTATIONS) - 1)]
         names = names_of(executable.program)
@@ -476,6 +477,6 @@ def test_ranks_compute_again_and_communicate_again_what_the_plan_says(
 
 @pytest.mark.slow
 def test_simulated_ranks_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopar, "compile", partial(autopar.compile, recompute="full"))
+    monkeypatch.setattr(autopar, "compile", partial(autopar.compile, memory=autopar.Memory(recompute="full")))
     found = test_simulated.on_simulated_ranks("transformer_encoder", test_simulated.THREE_ROLES, monkeypatch)
     test_simulated.assert_equal(found, test_simulated.on_one_process("transformer_encoder"))

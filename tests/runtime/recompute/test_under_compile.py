@@ -21,6 +21,7 @@ import autopar
 from autopar.errors import PipelineError
 from autopar.runtime.collectives import regather
 from tests.support.families import FAMILIES, HIDDEN, MLP, Family, Inputs
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.pipeline_training import WithLoss
 from tests.support.ranks import Ranks, mesh
@@ -79,7 +80,7 @@ class Counting:
 def _model(family: str, options: dict[str, Any], **build: Any) -> Any:
     args, kwargs = MODELS[family].inputs(0)
     model = MODELS[family].build(**build)
-    return autopar.compile(model, mesh(*AXES), kwargs or args, hardware=SLOW_DEVICES, seed=5, **options)
+    return autopar.compile(model, mesh(*AXES), kwargs or args, hardware=SLOW_DEVICES, **by_flag(seed=5, **options))
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -203,8 +204,7 @@ def _stages(axes: tuple[str, ...], schedule: str | None, regional: bool = False)
             (torch.ones(8, HIDDEN),),
             hardware=SLOW_DEVICES,
             microbatches=2,
-            recompute="full",
-            **options,
+            **by_flag(recompute="full", **options),
         )
         if compiles:
             model.compile(backend="aot_eager", fullgraph=True, regional=regional)

@@ -17,6 +17,7 @@ from autopar.runtime.collectives.gradient_buckets import gather_parameters, redu
 from autopar.runtime.rewrite.layers import in_layers
 from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.runtime.rewrite.prefetch import fetched_ahead
+from tests.support.options import by_flag
 
 WIDTH, LAYERS = 16, 4
 MOVES = (gather_parameters, reduce_gradients, start_gather)
@@ -49,7 +50,7 @@ class Stack(nn.Module):
 
 def _graph(p: float = 0.0, last: float = 0.0, again: str = "", **options: Any) -> fx.Graph:
     model, inputs = Stack(p, last), (torch.zeros(8, WIDTH),)
-    plan = autopar.plan(model, Mesh({"dp": 2}), inputs, strategy="zero3", **options)
+    plan = autopar.plan(model, Mesh({"dp": 2}), inputs, strategy="zero3", **by_flag(**options))
     context = context_of(plan)
     recompute = {again: "full"} if again else plan.recompute
     return fetched_ahead(rewrite(context.space, context.choices, recompute).module, plan.prefetch).graph

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import autopar
-from autopar.compiler.arguments import Prefetch
 from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.options.groups import Prefetch
 from autopar.planning.settings import context_of
 from autopar.runtime.collectives.gathering import start_gather
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
@@ -21,6 +21,7 @@ from autopar.runtime.rewrite.hoist import hoist
 from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.runtime.rewrite.prefetch import fetched_ahead
 from autopar.runtime.rewrite.printing import readable_code
+from tests.support.options import by_flag
 
 WIDTH, LAYERS = 16, 4
 LINEAR = torch.ops.aten.linear.default
@@ -53,7 +54,9 @@ class Stack(nn.Module):
 
 def _plan(depth: Prefetch, axes: dict[str, int] | None = None, strategy: str = "zero3", **options: Any) -> Plan:
     inputs = (torch.zeros(8, WIDTH),)
-    return autopar.plan(Stack(), Mesh(axes or {"dp": 2}), inputs, strategy=strategy, prefetch=depth, **options)
+    return autopar.plan(
+        Stack(), Mesh(axes or {"dp": 2}), inputs, strategy=strategy, **by_flag(prefetch=depth, **options)
+    )
 
 
 def _graph(plan: Plan) -> fx.GraphModule:

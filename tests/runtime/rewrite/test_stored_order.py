@@ -15,6 +15,7 @@ import autopar
 from benchmarks.step_counts import Operations
 from benchmarks.step_operations import CASES, MACHINE
 from benchmarks.transformer_model import Size, batch, transformer
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, check
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.fake_mesh import fake_mesh
@@ -38,7 +39,7 @@ def test_messages_of_columns_are_packed_and_unpacked_by_one_kernel(precision: st
     axes = next(case.axes for case in CASES if case.name == "fsdp_megatron")
     with fake_mesh(axes(8)) as devices:
         options: dict[str, Any] = {"strategy": "fsdp_megatron", "precision": precision, "hardware": MACHINE}
-        model = autopar.compile(transformer(LARGER), devices, batch(LARGER), **options)
+        model = autopar.compile(transformer(LARGER), devices, batch(LARGER), **by_flag(**options))
         model(*batch(LARGER)).backward()
         with Operations() as operations:
             model(*batch(LARGER)).backward()

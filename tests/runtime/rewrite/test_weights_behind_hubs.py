@@ -16,6 +16,7 @@ import autopar
 from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
 from autopar.planning import request
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
@@ -79,7 +80,9 @@ def test_a_penalized_weight_trains_as_on_one_process(penalty: str, strategy: str
     with simulate(4) as mode, without_simulation(mode):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         said: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
-        compiled = autopar.compile(Penalized(PENALTIES[penalty]), mesh, (X_BD,), hardware=SLOW_DEVICES, **said)
+        compiled = autopar.compile(
+            Penalized(PENALTIES[penalty]), mesh, (X_BD,), hardware=SLOW_DEVICES, **by_flag(**said)
+        )
         assert any("dp_tp" in axis for _, axis in compiled.plan.traffic) or strategy is None
         loss = whole(compiled(from_ranks([X_BD] * 4)))
         loss.backward()

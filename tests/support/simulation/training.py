@@ -29,6 +29,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.planning import request
 from autopar.runtime.module.executable import Executable
+from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 SLOW_DEVICES = Hardware(
@@ -115,7 +116,7 @@ def train_on_ranks(
     with simulate(num_ranks) as mode, planning_alone(mode, forced):
         device_mesh = init_device_mesh(device, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         said: dict[str, Any] = {"hardware": SLOW_DEVICES, "deterministic": True, **options}
-        compiled = autopar.compile(model, device_mesh, steps.batches[0], **said)
+        compiled = autopar.compile(model, device_mesh, steps.batches[0], **by_flag(**said))
         unshare(compiled, mode)
 
         def step(batch: Batch) -> tuple[Any, Tensor]:

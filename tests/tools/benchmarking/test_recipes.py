@@ -14,6 +14,7 @@ from autopar.models.catalogue import BUILT_IN, built_in
 from autopar.planning.pipeline.stage_seconds import stage_seconds
 from autopar.strategies.presets import preset_named
 from benchmarks import recipes
+from tests.support.options import by_flag
 
 TINY = recipes.Recipe(
     name="tiny",
@@ -78,7 +79,7 @@ def test_a_step_in_one_piece_is_that_of_all_its_micro_batches() -> None:
     model, inputs = built_in("tiny-llama", 8, 32)
     options = {"strategy": "ddp", "recompute": "none"}
     several, one = (
-        autopar.plan(model, autopar.Mesh({"dp": 2}, hardware="h100"), inputs, microbatches=count, **options)  # pyright: ignore
+        autopar.plan(model, autopar.Mesh({"dp": 2}, hardware="h100"), inputs, microbatches=count, **by_flag(**options))  # pyright: ignore
         for count in (2, 1)
     )
     assert isinstance(one, Plan) and isinstance(several, Plan)

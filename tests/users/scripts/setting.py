@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import mesh
 
@@ -36,7 +37,7 @@ class Setting:
             return model
         example = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], dict) else inputs
         given: dict[str, Any] = {"hardware": SLOW_DEVICES, **self.options, **options}
-        return autopar.compile(model, mesh(self.axes, self.names), example, **given)
+        return autopar.compile(model, mesh(self.axes, self.names), example, **by_flag(**given))
 
     @property
     def is_parallel(self) -> bool:

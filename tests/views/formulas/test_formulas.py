@@ -28,8 +28,10 @@ from autopar.errors import PlanError
 from autopar.ir.program.saved_tensors import saved_in
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.annotate import annotate, pins_of
+from autopar.planning.options.groups import Memory, Recompute
 from autopar.planning.planner import make_plan
 from autopar.planning.record import evaluate
+from autopar.planning.settings import Settings
 from autopar.strategies.presets import annotations_for
 from autopar.views.formulas.autograd_bytes import hidden_bytes
 from autopar.views.formulas.formulas import formulas_of
@@ -90,8 +92,8 @@ def test_at_the_sizes_of_the_plan_the_formulas_are_its_numbers(family: str, hard
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(recompute: str) -> None:
-    plan, _ = make_plan(found_at_first("gpt2", SLOW_DEVICES.name).space, {}, recompute=recompute)
+def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(recompute: Recompute) -> None:
+    plan, _ = make_plan(found_at_first("gpt2", SLOW_DEVICES.name).space, {}, Settings(Memory(recompute=recompute)))
     assert not plan.formulas and (recompute == "none") == (not any(row.recompute_seconds for row in plan.rows))
     assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9)
 
@@ -159,10 +161,10 @@ def test_joined_axes_cost_on_another_mesh_what_they_cost_there(strategy: str) ->
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "resnet"])
 def test_memory_at_another_batch_and_sequence_is_that_of_a_fresh_capture_at_the_same_moment(
-    family: str, recompute: str
+    family: str, recompute: Recompute
 ) -> None:
     space = found_at_first(family, SLOW_DEVICES.name).space
-    plan, choices = make_plan(space, {}, recompute=recompute)
+    plan, choices = make_plan(space, {}, Settings(Memory(recompute=recompute)))
     assert plan.memory is not None
     parts = {f"memory/{name}": count for name, count in plan.memory.parts.items() if count}
     again = plan.reprice().memory

@@ -25,9 +25,10 @@ from autopar.ir.sharding.annotation import ROLES
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import planner
 from autopar.planning.annotations.annotate import annotate, annotations_of, pins_of
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
 from autopar.planning.record import evaluate
-from autopar.planning.settings import context_of
+from autopar.planning.settings import Settings, context_of
 from autopar.views.inspection.breakdown import breakdown, parting
 from autopar.views.inspection.explain import explain
 from tests.support.families import FAMILIES
@@ -210,7 +211,7 @@ def test_a_decision_with_one_strategy_has_no_runner_up() -> None:
 def test_a_limit_that_decides_is_told_with_what_would_be_best_without_it() -> None:
     space = space_of(TwoLinearsSquared(), (X_BD,), load("h100"))
     free, _ = make_plan(space, {})
-    plan, _ = make_plan(space, {}, int(0.7 * free.peak_bytes))
+    plan, _ = make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes))))
     found = plan.explain("up")
     assert found.without_limit == ("tp=replicated", free.seconds) and free.seconds < plan.seconds
     assert "memory decides: without the limit it would be tp=replicated" in str(found)
@@ -235,7 +236,7 @@ class Residual(nn.Module):
 @pytest.fixture(scope="module")
 def limited() -> Plan:
     space = space_of(Residual(), (torch.zeros(64, 64),), load("h100"), dp=2, tp=2)
-    return make_plan(space, {}, int(0.6 * make_plan(space, {})[0].peak_bytes))[0]
+    return make_plan(space, {}, Settings(Memory(int(0.6 * make_plan(space, {})[0].peak_bytes))))[0]
 
 
 def test_within_a_limit_only_the_runner_up_is_searched_for(limited: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def test_within_a_limit_the_same_question_has_the_same_answer(limited: Plan) -> 
 def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_runner_up() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("h100"))
     limit = int(0.7 * make_plan(space, {})[0].peak_bytes)
-    plan, choices = make_plan(space, {}, limit)
+    plan, choices = make_plan(space, {}, Settings(Memory(limit)))
     memory, number = context_of(plan).memory_model, space.index[plan.explain("up", False).decision]
     menus = [range(len(decision.menu.strategies)) for decision in space.decisions]
     best = min(
@@ -296,7 +297,7 @@ def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_ru
 def test_a_strategy_without_which_nothing_fits_says_so() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("cpu"))
     least = 2304  # bytes, of parameters in halves and their state
-    plan, _ = make_plan(space, {}, least)
+    plan, _ = make_plan(space, {}, Settings(Memory(least)))
     found = [plan.explain(row.name, alternatives=False) for row in plan.rows]
     reason = "without this strategy there is no plan: the memory limit is 2.30 kB (2304 bytes) per device, but every "
     forced = [each for each in found if each.reason.startswith(reason)]

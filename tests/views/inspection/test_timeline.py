@@ -15,11 +15,12 @@ from autopar.errors import PlanError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.views.inspection.timeline import beside_the_sum, parts
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
+from tests.support.options import by_flag
 
 
 def _plan(hardware: Hardware | str, **options: object) -> Plan:
     inputs = (torch.zeros(64, WIDTH),)
-    return autopar.plan(Stack(), Mesh({"dp": 2}), inputs, hardware=hardware, **options)  # type: ignore[arg-type]
+    return autopar.plan(Stack(), Mesh({"dp": 2}), inputs, hardware=hardware, **by_flag(**options))  # type: ignore[arg-type]
 
 
 def test_its_parts_add_up_to_it() -> None:

@@ -18,8 +18,9 @@ from autopar.errors import AnnotationError, PlanError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.planning.memory_limit import memory_limit
+from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
-from autopar.planning.settings import context_of
+from autopar.planning.settings import Settings, context_of
 from autopar.views.inspection.verify import check
 from tests.support.families import FAMILIES
 from tests.support.pinned import IDS_BS, Net
@@ -224,7 +225,7 @@ def test_what_contradicts_an_annotation_names_both() -> None:
 def test_a_plan_within_a_limit_holds_with_a_bound_of_its_own(share: float) -> None:
     space = space_of(TwoLinearsSquared(), (X_BD,), H100)
     free, _ = make_plan(space, {})
-    plan, _ = make_plan(space, {}, int(share * free.peak_bytes))
+    plan, _ = make_plan(space, {}, Settings(Memory(int(share * free.peak_bytes))))
     found = plan.verify()
     assert free.seconds * (1 - 1e-9) <= found.bound <= plan.bound * (1 + 1e-9)
     assert found.bound + found.unproven == pytest.approx(plan.bound, rel=1e-8)
@@ -233,7 +234,7 @@ def test_a_plan_within_a_limit_holds_with_a_bound_of_its_own(share: float) -> No
 
 def test_a_multiplier_that_was_tampered_with_proves_no_more() -> None:
     space = space_of(TwoLinearsSquared(), (X_BD,), H100)
-    plan, _ = make_plan(space, {}, int(0.7 * make_plan(space, {})[0].peak_bytes))
+    plan, _ = make_plan(space, {}, Settings(Memory(int(0.7 * make_plan(space, {})[0].peak_bytes))))
     multipliers = [factor * plan.multiplier for factor in (-1.0, 0.0, 0.5, 1.0, 2.0)]
     bounds = [replace(plan, multiplier=multiplier).verify().bound for multiplier in multipliers]
     assert plan.multiplier > 0 and max(bounds) <= plan.seconds * (1 + 1e-9)
@@ -245,7 +246,7 @@ def test_a_loaded_plan_within_a_limit_holds_with_a_bound_that_knows_no_limit() -
     family = FAMILIES["llama"]
     space = space_of(family.build(), family.inputs(0)[1], H100, dp=2)
     free, _ = make_plan(space, {})
-    plan, _ = make_plan(space, {}, int(0.8 * free.peak_bytes))
+    plan, _ = make_plan(space, {}, Settings(Memory(int(0.8 * free.peak_bytes))))
     loaded = Plan.from_json(plan.to_json()).attach(family.build(), family.inputs(0)[1], hardware="h100")
     found = loaded.verify()
     assert found.bound == pytest.approx(free.seconds, rel=1e-9)
@@ -259,7 +260,7 @@ def test_a_loaded_plan_within_a_limit_holds_with_a_bound_that_knows_no_limit() -
 def test_a_plan_that_computes_again_holds_and_not_without_it() -> None:
     family = FAMILIES["llama"]
     space = space_of(family.build(), family.inputs(0)[1], H100, dp=2)
-    plan, _ = make_plan(space, {}, recompute="full")
+    plan, _ = make_plan(space, {}, Settings(Memory(recompute="full")))
     assert plan.verify().ok and set(plan.recompute.values()) == {"full"}
     with pytest.raises(PlanError, match=r"it says .*, its choices take "):
         replace(plan, recompute=dict.fromkeys(plan.recompute, "none")).verify()

@@ -19,6 +19,7 @@ from autopar.costs.plans.answers import ParallelizePlan
 from autopar.costs.plans.plan import Plan
 from autopar.views.translation.hugging_face import folded_styles
 from tests.support.families import FAMILIES
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -69,7 +70,7 @@ class Twice(nn.Module):
 
 
 def _plan(model: nn.Module, inputs: Any, axes: dict[str, int], **options: Any) -> Plan:
-    return autopar.plan(model, autopar.Mesh(axes), inputs, hardware=SLOW_DEVICES, **options)
+    return autopar.plan(model, autopar.Mesh(axes), inputs, hardware=SLOW_DEVICES, **by_flag(**options))
 
 
 def _whole(value: Tensor | None) -> Tensor:

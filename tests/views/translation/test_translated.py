@@ -10,6 +10,7 @@ import autopar
 from autopar.costs.plans.plan import Plan
 from autopar.errors import MeshError, PlanError
 from tests.support.families import FAMILIES
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import TwoLinears
 from tests.support.ranks import Ranks, mesh
@@ -20,11 +21,7 @@ X_BD = torch.ones(4, 8)
 def _plan(model: nn.Module, **options: object) -> Plan:
     family = FAMILIES["llama"]
     return autopar.plan(
-        model,
-        autopar.Mesh({"dp": 2, "tp": 2}),
-        family.inputs(0)[1],
-        hardware=SLOW_DEVICES,
-        **options,  # type: ignore[arg-type]
+        model, autopar.Mesh({"dp": 2, "tp": 2}), family.inputs(0)[1], hardware=SLOW_DEVICES, **by_flag(**options)
     )
 
 

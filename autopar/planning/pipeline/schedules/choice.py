@@ -64,7 +64,7 @@ def recommend(
     if fewest > num_blocks:
         raise PipelineError(
             f"{num_ranks} pipeline ranks need {fewest} stages; the model has {num_blocks} blocks to cut between. "
-            "Use a shorter pipeline axis or fewer chunks."
+            "Use a shorter pipeline axis or fewer stages_per_rank."
         )
     refused: list[PipelineError] = []
     options, asked = [], {}

@@ -89,11 +89,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise PipelineError(f'schedule="{self.name}" is unknown. Use one of {", ".join(map(repr, NAMES))}.')
+            raise PipelineError(
+                f'Pipeline(schedule="{self.name}") is unknown. Use one of {", ".join(map(repr, NAMES))}.'
+            )
         for what, found in (
             ("ranks", self.num_ranks),
             ("microbatches", self.num_microbatches),
-            ("chunks", self.chunks),
+            ("stages_per_rank", self.chunks),
         ):
             if found < 1:
                 raise PipelineError(
@@ -181,18 +183,21 @@ class Schedule:
     def _check_chunks(self) -> None:
         if self.name in _ONE_STAGE and self.chunks != 1:
             raise PipelineError(
-                f'"{self.name}" runs one stage per rank; found chunks={self.chunks}. Use chunks=1, or '
-                'schedule="interleaved_1f1b" for several stages per rank.'
+                f'"{self.name}" runs one stage per rank; found Pipeline(stages_per_rank={self.chunks}). '
+                'Use Pipeline(stages_per_rank=1), or Pipeline(schedule="interleaved_1f1b") for several stages per rank.'
             )
         if self.is_v and self.chunks != 2:
-            raise PipelineError(f'"{self.name}" needs two stages per rank; found chunks={self.chunks}. Use chunks=2.')
+            raise PipelineError(
+                f'"{self.name}" needs two stages per rank; found Pipeline(stages_per_rank={self.chunks}). '
+                "Use Pipeline(stages_per_rank=2)."
+            )
 
     def _check_microbatches(self) -> None:
         found = self.num_microbatches
         if self.name in _STAGES_FULL and found < self.num_stages:
             raise PipelineError(
                 f'"{self.name}" needs at least as many micro-batches as stages; found {found} micro-batches for '
-                f'{self.num_stages} stages. Use microbatches={self.num_stages} or more, or schedule="gpipe".'
+                f'{self.num_stages} stages. Use microbatches={self.num_stages} or more, or Pipeline(schedule="gpipe").'
             )
         if self.name in _INTERLEAVED and not _fits_rounds(found, self.num_ranks):
             below = next(m for m in range(found, 0, -1) if _fits_rounds(m, self.num_ranks))

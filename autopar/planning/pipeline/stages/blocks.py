@@ -56,7 +56,7 @@ def blocks_of(program: Program, at_least: int = 1) -> tuple[Block, ...]:
             return _named(found)
     raise PipelineError(
         f"found {at_least} pipeline stages for {len(found)} calls that can stand on different stages; every stage "
-        f"needs at least one. Use at most {max(len(found), 1)} stages: a smaller pipeline axis, or fewer chunks per "
+        f"needs at least one. Use at most {max(len(found), 1)} stages: a smaller pipeline axis, or fewer stages per "
         "rank."
     )
 

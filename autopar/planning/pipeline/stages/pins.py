@@ -1,7 +1,7 @@
 """User constraints on the stages of a pipeline: the stages that each block may run on.
 
     annotate(model, "layers.8", stage=1)    every call of the module runs on stage 1, and with it the rest of its blocks
-    stages=["layers.8", "lm_head"]          stage 1 begins with layers.8, stage 2 with lm_head
+    split_points=["layers.8", "lm_head"]    stage 1 begins with layers.8, stage 2 with lm_head
 
 Stages are runs of blocks in the order of the graph, none of them empty: from one block to the next the stage stays or
 grows by one. So two pins leave each block between them a range of stages, and the ranges are all that a search needs.
@@ -75,12 +75,12 @@ def _annotated(blocks: Sequence[Block], annotation: Annotation, num_stages: int)
 
 def _begun(blocks: Sequence[Block], stages: Sequence[str], num_stages: int) -> list[_Pin]:
     """Pins for both sides of every cut that is named."""
-    said = f"stages={list(stages)}"
+    said = f"Pipeline(split_points={list(stages)})"
     if isinstance(stages, str) or len(stages) != num_stages - 1:
         raise PipelineError(
-            f"stages={stages!r}: found {'text' if isinstance(stages, str) else len(stages)}, needed a list of "
-            f"{num_stages - 1} names, of the modules with which stages 1 to {num_stages - 1} begin (stage 0 begins "
-            f"with the model). Blocks are {_listed(blocks)}."
+            f"Pipeline(split_points={stages!r}): found {'text' if isinstance(stages, str) else len(stages)}, needed a "
+            f"list of {num_stages - 1} names, of the modules with which stages 1 to {num_stages - 1} begin (stage 0 "
+            f"begins with the model). Blocks are {_listed(blocks)}."
         )
     pins: list[_Pin] = []
     begun = 0

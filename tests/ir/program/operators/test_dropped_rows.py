@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.ir.program.operators.capacity import DroppedRows
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
+from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 from tests.support.simulation.training import SLOW_DEVICES, planning_alone, unshare
 
@@ -21,7 +22,7 @@ def dropped(way: str, capacity_factor: float) -> list[float]:
     with simulate(2) as mode, planning_alone(mode, forced(choices(way))):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         options = {"hardware": SLOW_DEVICES, "capacity_factor": capacity_factor}
-        model = autopar.compile(with_experts(Form()), mesh, batch, **options)
+        model = autopar.compile(with_experts(Form()), mesh, batch, **by_flag(**options))
         unshare(model, mode)
         given = {name: from_ranks([value] * 2) for name, value in batch.items()}
         with autopar.record_dropped_rows() as found:

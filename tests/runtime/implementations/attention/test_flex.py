@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import flex_models
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -51,7 +52,7 @@ def parallel(kind: str, sizes: tuple[int, ...], axes: tuple[str, ...], options: 
     import autopar
 
     asked: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
-    compiled = autopar.compile(flex_models.build(kind), mesh(sizes, axes), flex_models.batch(0), **asked)
+    compiled = autopar.compile(flex_models.build(kind), mesh(sizes, axes), flex_models.batch(0), **by_flag(**asked))
     found = train(compiled, "pp" in axes)
     if "pp" not in axes:
         rows = [row for row in compiled.plan.rows if row.operation in ATTENTION]
