@@ -29,11 +29,15 @@ from autopar.planning.mesh_search.search import best_mesh, warn_of_best
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.request import pipeline_axis
 from autopar.planning.pipeline.schedules.choice import RECOMMENDED
+from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE
 from autopar.planning.request import PlanRequest
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
 
 ESTIMATING = 0.4
 """Share of the time limit that estimating candidates may take, at most."""
+WORTH = 2
+"""Times as many nodes as in its shorter form has a model whose arrangements are estimated, at least."""
+WHOLE = "the whole model was captured for {} further batch sizes, as it does not run with fewer layers, or not alike"
 
 
 def plan_offline(
@@ -68,10 +72,12 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_ax
             raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
     time_limit = request.settings.time_limit
     with interruptible(), planner.allowance.searching():
-        if planner.is_estimated:
+        reason = not_estimated(planner)
+        if not reason:
             found = _estimated(planner, mesh, devices, max_axes)
             if found is not None:
                 return found
+            reason = "no candidate that was estimated has a plan"
         try:
             searched = best_mesh(planner.candidate, meshes, time_limit, planner.at_least, request.pipeline)
         except InfeasibleError as error:
@@ -92,7 +98,21 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_ax
                 searched = best_mesh(staged.candidate, longer, time_limit, staged.at_least, USUAL_PIPELINE)
             except (InfeasibleError, TimeLimitError) as other:
                 raise type(other)(f"{error}\nIn stages of a pipeline: {other}") from None
-    return replace(searched.best, comparison=compared(searched))
+    note = f"planned on every mesh without estimates: {reason}"
+    return replace(searched.best, comparison=replace(compared(searched), notes=(note,)))
+
+
+def not_estimated(planner: OfflinePlanner) -> str:
+    """Return why meshes are planned without estimates by a shorter form of the model; "" where they are estimated."""
+    request = planner.request
+    if not request.training:
+        return "a forward is planned alone"
+    if request.offload != "none":
+        return f"offload={request.offload!r} is given"
+    if request.schedule in UPDATING_OTHERWISE:
+        return f"schedule {request.schedule!r} updates parameters otherwise than once a step"
+    least, whole = (len(each.program.graph.nodes) for each in (planner.base, planner.single))
+    return "" if WORTH * least <= whole else "few or none of the model's layers repeat"
 
 
 def _estimated(
@@ -116,7 +136,8 @@ def _estimated(
             )
         return None
     warn_of_best(searched)
-    return replace(searched.best, comparison=planned.comparison(searched))
+    notes = (WHOLE.format(len(planner.whole)),) if planner.whole else ()
+    return replace(searched.best, comparison=replace(planned.comparison(searched), notes=notes))
 
 
 def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
