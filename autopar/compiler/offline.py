@@ -35,6 +35,8 @@ from autopar.solver.deadline import after, interruptible, is_over, seconds_until
 
 ESTIMATING = 0.4
 """Share of the time limit that estimating candidates may take, at most."""
+WITHOUT_ANY = 0.7
+"""The same as long as no candidate has an estimate."""
 WORTH = 2
 """Times as many nodes as in its shorter form has a model whose arrangements are estimated, at least."""
 WHOLE = "the whole model was captured for {} further batch sizes, as it does not run with fewer layers, or not alike"
@@ -122,22 +124,33 @@ def _estimated(
     subject, exact = subject_of(planner, mesh, devices, max_axes)
     _check_room(planner, subject.meshes[0])
     deadline = after(planner.request.settings.time_limit)
-    estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
+    left = seconds_until(deadline)
+    estimates = Estimates(subject, after(ESTIMATING * left), after(WITHOUT_ANY * left))
     estimates.search()
     planned = Planned(estimates, exact, deadline)
     searched = planned.best()
     if searched is None:
-        likeliest = estimates.best()
-        if likeliest and is_over(deadline):
-            first = of_estimate(likeliest[0])
-            raise TimeLimitError(
-                f"{why_over()} before a plan was found; by estimates the best candidate is {first.recipe}, with a step "
-                f"of about {format_seconds(likeliest[0].seconds)}. Give it longer, or plan that alone, on its mesh."
-            )
+        _check_time(estimates, deadline)
         return None
     warn_of_best(searched)
     notes = (WHOLE.format(len(planner.whole)),) if planner.whole else ()
     return replace(searched.best, comparison=replace(planned.comparison(searched), notes=notes))
+
+
+def _check_time(estimates: Estimates, deadline: float) -> None:
+    """Raise TimeLimitError where no candidate has a plan because time is over."""
+    likeliest = estimates.best()
+    if likeliest and is_over(deadline):
+        first = of_estimate(likeliest[0])
+        raise TimeLimitError(
+            f"{why_over()} before a plan was found; by estimates the best candidate is {first.recipe}, with a step "
+            f"of about {format_seconds(likeliest[0].seconds)}. Give it longer, or plan that alone, on its mesh."
+        )
+    if not likeliest and estimates.is_over:
+        raise TimeLimitError(
+            f"{why_over()} before any of {len(estimates.subject.meshes)} meshes was estimated. Give it longer, or plan "
+            "on a mesh of your own."
+        )
 
 
 def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:

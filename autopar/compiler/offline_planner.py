@@ -51,7 +51,7 @@ from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
-from autopar.solver.deadline import Allowance, after, interruptible, is_over, seconds_until
+from autopar.solver.deadline import Allowance, after, interruptible, is_over, lasting, seconds_until
 
 USUAL_AXES, MOST_AXES = 2, 3
 """Axes of a mesh that is searched for, beside that of a pipeline."""
@@ -390,5 +390,6 @@ class OfflinePlanner:
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
             return chosen.plan or self.cache.pipeline_plan(asked)
 
-        with interruptible(), self.allowance.searching():
+        turn = lasting(after(request.settings.time_limit))  # with the loss in tiles and without, together
+        with interruptible(), self.allowance.searching(), turn:
             return pipeline_as_memory_asks(request, planned, lambda: True in tileable, inner.num_devices)
