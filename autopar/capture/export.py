@@ -34,7 +34,8 @@ from autopar.capture.passes.refused_calls import NeedsValuesError, check_modules
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.distributed import check_no_wrappers
-from autopar.capture.python.recorder import Recorder, check_settled
+from autopar.capture.python.recorder import Recorder, check_settled, tracing_again
+from autopar.capture.python.tensor_hooks import with_own_hooks
 from autopar.capture.static.advice import static_advice
 from autopar.capture.static.arguments import Arguments
 from autopar.capture.static.values import StaticValues
@@ -169,8 +170,9 @@ def trace(
             said = error.branches.refusal(works) if isinstance(error, UndecidedError) else str(error)
             raise CaptureError(said + static_advice((args, dict(kwargs)), model.forward, works_on)) from error
         settled = True
-        if recorder.evolved:
-            second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
+        if recorder.evolved or recorder.registered:
+            with tracing_again(recorder):
+                second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
             check_settled(recorder, again)
             settled = _equal(first.program(Tiles()), second.program(Tiles()))
     warn_of_packed_rows(model, kwargs)
@@ -308,7 +310,7 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
                 memo[id(value)] = value
     known = dict(memo)
     try:
-        return copy.deepcopy(model, memo)
+        return with_own_hooks(copy.deepcopy(model, memo), model)
     except Exception as error:
         raise CaptureError(
             f"{_uncopied(model, known)} cannot be copied ({type(error).__name__}: {error}), and autopar captures a "

@@ -86,7 +86,8 @@ def _real(source: Source, name: str) -> Tensor:
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
         raise CaptureError(
             f"the forward reads a tensor ({source.name or name}) whose value is not there: an attribute on the meta "
-            "device (register it as a buffer, or build the model on a real one)."
+            "device (register it as a buffer, or build the model on a real one), or a parameter that a forward hook "
+            "holds itself (let the hook read it from its module)."
         )
     return value.detach().cpu()
 

@@ -67,7 +67,7 @@ class Observed:
     def of(cls, traced: nn.Module, model: nn.Module, assume: Sequence[Assumption]) -> Observed:
         """Build the observations for a trace of `traced`, a copy of `model`."""
         called = called_functions(traced)
-        recorder = Recorder(traced, globals_read(traced, called))
+        recorder = Recorder(traced, model, globals_read(traced, called))
         return cls(Branches(type(model).__name__, assume), recorder, TensorHooks(traced, model), called)
 
     @contextlib.contextmanager

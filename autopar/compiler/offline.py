@@ -29,11 +29,17 @@ from autopar.planning.mesh_search.search import best_mesh, warn_of_best
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.request import pipeline_axis
 from autopar.planning.pipeline.schedules.choice import RECOMMENDED
+from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE
 from autopar.planning.request import PlanRequest
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
 
 ESTIMATING = 0.4
 """Share of the time limit that estimating candidates may take, at most."""
+WITHOUT_ANY = 0.7
+"""The same as long as no candidate has an estimate."""
+WORTH = 2
+"""Times as many nodes as in its shorter form has a model whose arrangements are estimated, at least."""
+WHOLE = "the whole model was captured for {} further batch sizes, as it does not run with fewer layers, or not alike"
 
 
 def plan_offline(
@@ -67,10 +73,12 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None) -> Pla
             raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
     time_limit = request.settings.search.time_limit
     with interruptible(), planner.allowance.searching():
-        if planner.is_estimated:
+        reason = not_estimated(planner)
+        if not reason:
             found = _estimated(planner, mesh, devices)
             if found is not None:
                 return found
+            reason = "no candidate that was estimated has a plan"
         try:
             searched = best_mesh(planner.candidate, meshes, time_limit, planner.at_least, request.pipeline.axis)
         except InfeasibleError as error:
@@ -93,7 +101,21 @@ def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None) -> Pla
                 searched = best_mesh(staged.candidate, longer, time_limit, staged.at_least, USUAL_PIPELINE)
             except (InfeasibleError, TimeLimitError) as other:
                 raise type(other)(f"{error}\nIn stages of a pipeline: {other}") from None
-    return replace(searched.best, comparison=compared(searched))
+    note = f"planned on every mesh without estimates: {reason}"
+    return replace(searched.best, comparison=replace(compared(searched), notes=(note,)))
+
+
+def not_estimated(planner: OfflinePlanner) -> str:
+    """Return why meshes are planned without estimates by a shorter form of the model; "" where they are estimated."""
+    request = planner.request
+    if not request.training:
+        return "a forward is planned alone"
+    if request.memory.offload != "none":
+        return f"Memory(offload={request.memory.offload!r}) is given"
+    if request.pipeline.schedule in UPDATING_OTHERWISE:
+        return f"schedule {request.pipeline.schedule!r} updates parameters otherwise than once a step"
+    least, whole = (len(each.program.graph.nodes) for each in (planner.base, planner.single))
+    return "" if WORTH * least <= whole else "few or none of the model's layers repeat"
 
 
 def _estimated(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan | None:
@@ -101,21 +123,33 @@ def _estimated(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan 
     subject, exact = subject_of(planner, mesh, devices)
     _check_room(planner, subject.meshes[0])
     deadline = after(planner.request.settings.search.time_limit)
-    estimates = Estimates(subject, after(ESTIMATING * seconds_until(deadline)))
+    left = seconds_until(deadline)
+    estimates = Estimates(subject, after(ESTIMATING * left), after(WITHOUT_ANY * left))
     estimates.search()
     planned = Planned(estimates, exact, deadline)
     searched = planned.best()
     if searched is None:
-        likeliest = estimates.best()
-        if likeliest and is_over(deadline):
-            first = of_estimate(likeliest[0])
-            raise TimeLimitError(
-                f"{why_over()} before a plan was found; by estimates the best candidate is {first.recipe}, with a step "
-                f"of about {format_seconds(likeliest[0].seconds)}. Give it longer, or plan that alone, on its mesh."
-            )
+        _check_time(estimates, deadline)
         return None
     warn_of_best(searched)
-    return replace(searched.best, comparison=planned.comparison(searched))
+    notes = (WHOLE.format(len(planner.whole)),) if planner.whole else ()
+    return replace(searched.best, comparison=replace(planned.comparison(searched), notes=notes))
+
+
+def _check_time(estimates: Estimates, deadline: float) -> None:
+    """Raise TimeLimitError where no candidate has a plan because time is over."""
+    likeliest = estimates.best()
+    if likeliest and is_over(deadline):
+        first = of_estimate(likeliest[0])
+        raise TimeLimitError(
+            f"{why_over()} before a plan was found; by estimates the best candidate is {first.recipe}, with a step "
+            f"of about {format_seconds(likeliest[0].seconds)}. Give it longer, or plan that alone, on its mesh."
+        )
+    if not likeliest and estimates.is_over:
+        raise TimeLimitError(
+            f"{why_over()} before any of {len(estimates.subject.meshes)} meshes was estimated. Give it longer, or plan "
+            "on a mesh of your own."
+        )
 
 
 def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:

@@ -39,21 +39,19 @@ from autopar.planning.mesh_search.search import Candidate, Turn
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.request import PipelineRequest, stage_mesh
 from autopar.planning.pipeline.schedule_search import Wish, best_schedule, most_microbatches
-from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE, Schedule
+from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.planning.pipeline.stages.blocks import Block, blocks_of
 from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
-from autopar.solver.deadline import Allowance, after, interruptible, is_over, seconds_until
+from autopar.solver.deadline import Allowance, after, interruptible, is_over, lasting, seconds_until
 
 USUAL_AXES, MOST_AXES = 2, 3
 """Axes of a mesh that is searched for, beside that of a pipeline."""
 USUAL_PIPELINE = "pp"
 SHRINKING = 0.9
 """Share of a batch's bytes, stored state aside, that shrinks at least in proportion to the micro-batch size."""
-WORTH = 2
-"""Times as many nodes as in its shorter form has a model whose arrangements are estimated, at least."""
 
 
 class OfflinePlanner:
@@ -72,6 +70,8 @@ class OfflinePlanner:
         """Traces of the model with fewer layers, keyed as `traces`; None if it cannot be traced so."""
         self.warned = False
         """True if the user was warned that batch statistics are those of micro-batches."""
+        self.whole = set[tuple[int, int]]()
+        """Keys of `traces` of the whole model where one with fewer layers would do, but is not the same."""
 
     def captured(self, count: int, num_parts: int, tiles: Tiles) -> Program:
         """The program of one of so many micro-batches, of a batch of so many times the example."""
@@ -199,7 +199,8 @@ class OfflinePlanner:
         """The shorter form of a micro-batch's program, captured of a model with fewer layers where that is the same."""
         key = count, num_parts, tiles
         if key not in self.shorter:
-            traced = None if (count, num_parts) in self.traces else self._traced_shorter(count, num_parts)
+            is_new = (count, num_parts) not in self.traces
+            traced = self._traced_shorter(count, num_parts) if is_new else None
             found = None
             if traced is not None:
                 with uncollected():
@@ -208,6 +209,7 @@ class OfflinePlanner:
                 if is_alike(self.base, program, blocks, same_sizes=False):
                     found = Shortened(program, blocks, self.base.origin)
             if found is None:
+                self.whole |= {(count, num_parts)} if is_new else set()
                 program = self.captured(*key)
                 found = shortened(program, blocks_of(program), self.said)
             self.shorter[key] = found
@@ -251,14 +253,6 @@ class OfflinePlanner:
             return self._traced(self.fewer_layers, count, num_parts)
         except Exception:  # as where the forward takes layers by their number: the whole model is traced
             return None
-
-    @property
-    def is_estimated(self) -> bool:
-        """True if arrangements of the model are estimated by a shorter form of it before some are planned."""
-        request = self.request
-        if not request.training or request.memory.offload != "none" or request.pipeline.schedule in UPDATING_OTHERWISE:
-            return False
-        return WORTH * len(self.base.program.graph.nodes) <= len(self.single.program.graph.nodes)
 
     def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan of an estimated candidate, with its schedule and micro-batches."""
@@ -395,5 +389,6 @@ class OfflinePlanner:
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
             return chosen.plan or self.cache.pipeline_plan(asked)
 
-        with interruptible(), self.allowance.searching():
+        turn = lasting(after(request.settings.time_limit))  # with the loss in tiles and without, together
+        with interruptible(), self.allowance.searching(), turn:
             return pipeline_as_memory_asks(request, planned, lambda: True in tileable, inner.num_devices)

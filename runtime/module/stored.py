@@ -100,7 +100,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self._returning = Returning(returned, self._input_mesh, self._calls)
         self._prepare, self._capture = prepare, capture
         self._numbers = Numbers()
-        self._python = PythonKinds(tree.root)
+        self._python = PythonKinds(tree.root, tree.left_hooks)
         self._known: dict[tuple[object, State, object], list[tuple[PythonWatch, Runs]]] = {}
         """A kind of input → programs for it, and the Python state for which each was captured."""
         self._latest: Runs | None = None

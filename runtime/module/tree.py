@@ -83,6 +83,8 @@ class Tree:
         self._hooks: list[dict[int, Any]] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._changes = 0
+        self.left_hooks: set[int] = set()
+        """Numbers of forward hooks that captured forwards have registered, and that change no graph."""
         self._look()
 
     def _slots(self) -> Iterator[Slot]:
@@ -99,7 +101,7 @@ class Tree:
             slot.tensors[slot.leaf] = stored.get(self.first_name[slot.name])
 
     def take_copies(self, other: Tree, memo: dict[int, Any]) -> None:
-        """Fill the slots with copies of what another tree of the same model holds; go on with its count of changes."""
+        """Fill the slots with copies of what another tree of the same model holds; go on with its changes and hooks."""
         tensors: dict[str, Any] = {slot.name: slot.tensors.get(slot.leaf) for slot in other._slots()}
         for name in set(other.first_name.values()):
             tensor = tensors[name]
@@ -107,6 +109,7 @@ class Tree:
                 memo[id(tensor)] = tensors[name] = _copied(tensor)
         self.put(tensors)
         self._changes = other._changes
+        self.left_hooks.update(other.left_hooks)
 
     def absent(self) -> dict[str, nn.Module]:
         """The modules of which another rank has all parameters and buffers, by name."""
@@ -121,7 +124,8 @@ class Tree:
     def state(self, training: bool) -> State:
         """Return the state on which a captured graph depends, besides its inputs."""
         modes = [each["training"] for each in self._attributes]
-        hooks = tuple(number for hooks in (*self._hooks, hooks_on_all_modules()) if hooks for number in hooks)
+        found = (number for hooks in (*self._hooks, hooks_on_all_modules()) if hooks for number in hooks)
+        hooks = tuple(number for number in found if number not in self.left_hooks)
         return State(training, tuple(modes), hooks, self._changes)
 
     def look(self) -> None:

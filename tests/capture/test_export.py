@@ -437,31 +437,6 @@ def test_an_attribute_without_value_must_be_a_buffer() -> None:
         capture(model, (_x(2, 3),), {})
 
 
-def _times_three(module: nn.Module, args: Any, output: Any) -> Any:
-    return output * 3
-
-
-class HookedLazily(nn.Module):
-    """Registers a hook in its first forward, and notes that it has, as transformers do to record outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.is_hooked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked:
-            self.inner.register_forward_hook(_times_three)
-            self.is_hooked = True
-        return self.inner(x)
-
-
-def test_a_hook_that_the_first_forward_registers_is_part_of_every_forward() -> None:
-    program = capture(HookedLazily(), (torch.ones(2, 4),), {})
-    assert program.python.settled
-    assert any(node.target is torch.ops.aten.mul.Tensor for node in program.graph.nodes)
-
-
 def test_tensors_without_memory_stay_that_while_a_model_is_captured() -> None:
     with FakeTensorMode(), FlopCounterMode(display=False) as counted:
         with unseen():

@@ -172,7 +172,8 @@ def _leave_the_same(ours: PythonState, theirs: PythonState) -> bool:
     """Return whether two programs write the same to the same places of Python."""
     written = [place for place, _ in ours.written] == [place for place, _ in theirs.written]
     values = all(equal(one, other) for (_, one), (_, other) in zip(ours.written, theirs.written, strict=False))
-    return written and values and ours.lost == theirs.lost
+    registered = ours.registered.modules == theirs.registered.modules
+    return written and values and registered and ours.lost == theirs.lost
 
 
 def _equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:

@@ -36,9 +36,9 @@ MANY = 8
 class PythonKinds:
     """The Python state of one model."""
 
-    def __init__(self, root: nn.Module) -> None:
-        """`root` is the model that is captured."""
-        self.root = root
+    def __init__(self, root: nn.Module, left_hooks: set[int]) -> None:
+        """`root` is the captured model; `left_hooks` takes the numbers of forward hooks that change no graph."""
+        self.root, self._left_hooks = root, left_hooks
         self._original: _Original | None = None
         self.shown = False
         """True once the compiled module exists and shows the attributes of the model."""
@@ -84,6 +84,8 @@ class PythonKinds:
     def watched(self, state: PythonState) -> Watch:
         """The model was captured, and its forward has read and written this."""
         watch = Watch(self.root, state)
+        if state.settled:
+            self._left_hooks.update(state.registered.numbers)
         if self._original is not None:
             self._original.read(state.read)
         for place in state.lost:

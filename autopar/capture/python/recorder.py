@@ -33,6 +33,7 @@ from autopar.capture.python.attributes import (
     value_at,
 )
 from autopar.capture.python.cone import comes_from, depends_on_call
+from autopar.capture.python.tensor_hooks import hooks_in, registered_hooks
 from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
 from autopar.ir.program.python_state import (
@@ -42,6 +43,7 @@ from autopar.ir.program.python_state import (
     MISSING,
     Place,
     PythonState,
+    RegisteredHooks,
     equal,
     is_observable,
 )
@@ -53,21 +55,14 @@ ADVICE = (
 
 
 Held = tuple[int, dict[int, tuple[Read, Any, list[Any] | None]]]
-HOOK_TABLES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-"""Names of the attributes in which modules keep their forward hooks."""
 
 
 class Recorder:
     """Records one trace of a model."""
 
-    def __init__(self, traced: nn.Module, globals_read: tuple[Place, ...] = ()) -> None:
-        self._traced = traced
+    def __init__(self, traced: nn.Module, model: nn.Module, globals_read: tuple[Place, ...] = ()) -> None:
+        """`traced` is a copy of `model`."""
+        self._traced, self._model = traced, model
         self._places = {id(module): Place(path, (), path) for path, module in traced.named_modules()}
         """Place of each object whose attributes are recorded, by its id."""
         self._reads: dict[tuple[int, str], Read] = {}
@@ -83,6 +78,8 @@ class Recorder:
         self._on = self._ended = False
         self.evolved: tuple[Write, ...] = ()
         """Plain values that the forward has read, and then changed; known when it has ended."""
+        self.registered = RegisteredHooks()
+        """Forward hooks that the forward has left in modules; known when it has ended."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -91,10 +88,13 @@ class Recorder:
             self._patch(nn.Module)
             ends = self._traced.register_forward_hook(lambda *_: self._end())
             self._stack.callback(ends.remove)
+            before = hooks_in(self._traced)
             self._on = True
             self._stack.callback(setattr, self, "_on", False)
             yield
             assert self._ended, "a traced forward ends"
+            new = {at: hook for at, hook in hooks_in(self._traced).items() if at not in before}
+            self.registered = registered_hooks(self._model, self._traced, new)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -152,21 +152,16 @@ class Recorder:
             tuple(read.place for read in reads),
             tuple((write.place, write.value) for write in (*plain, *evolved)),
             tuple(write.place for write in lost),
+            self.registered,
             settled=settled,
         )
 
     def put_evolved(self, traced: nn.Module) -> None:
-        """Change another copy of the model as this forward has changed its own; globals are changed already.
-
-        Forward hooks that it has registered go along: a flag may say that they are there, as transformers' do.
-        """
+        """Change another copy of the model as this forward has changed its own; globals are changed already."""
         for write in self.evolved:
             if isinstance(write.place.owner, str):
                 write.place.set(traced, copy.deepcopy(write.value))
-        changed = dict(self._traced.named_modules())
-        for path, module in traced.named_modules():
-            for table in HOOK_TABLES:
-                vars(module)[table].update(vars(changed[path])[table])
+        self.registered.put(traced)
 
     def restore_globals(self) -> None:
         """Undo what the forward has written outside the model."""
@@ -323,8 +318,30 @@ class Recorder:
         return found
 
 
+@contextlib.contextmanager
+def tracing_again(first: Recorder) -> Iterator[None]:
+    """Raise CaptureErrors of a second call, traced inside, with the names of what the first one has changed."""
+    try:
+        yield
+    except CaptureError as error:
+        first.restore_globals()
+        written = [f"{each.place.name}{f' ({each.location})' if each.location else ''}" for each in first.evolved]
+        changed = written or [f"the forward hooks of {first.registered.modules[0][0] or 'the model'}"]
+        raise CaptureError(
+            f"the first call of forward changes {', '.join(changed)}, after which a second call cannot be traced: "
+            f"{error} Numbers, texts, containers of them and forward hooks stay from one call to the next, and nothing "
+            "else: make tensors, functions and modules in __init__."
+        ) from error
+
+
 def check_settled(first: Recorder, second: Recorder) -> None:
     """Raise CaptureError where a second call changes again what the first one has changed."""
+    for module, _ in second.registered.modules:
+        first.restore_globals()
+        raise CaptureError(
+            f"the forward registers a forward hook on {module or 'the model'} with every call, so that they pile "
+            "up; register it once, outside of forward, or remove it before forward returns (handle.remove())."
+        )
     changed = {write.place.name: write.value for write in first.evolved}
     for write in second.evolved:
         first.restore_globals()

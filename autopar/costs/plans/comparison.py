@@ -7,7 +7,7 @@ most are excluded before that. `Comparison.front` is the Pareto front of step an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from autopar.files.schema import Flag, ListOf, Maybe, OneOf, Real, Record, Table, Text, Whole
@@ -106,6 +106,8 @@ class Comparison:
     contenders: tuple[Contender, ...]
     num_late: int = 0
     """Candidates that may be better by their estimates, and were not planned as time was over."""
+    notes: tuple[str, ...] = ()
+    """Notes on a search that is not as usual: without estimates, or of a model that is captured whole again."""
 
     @property
     def planned(self) -> tuple[Contender, ...]:
@@ -135,11 +137,12 @@ class Comparison:
     def with_contenders(self, *others: Contender) -> Comparison:
         """Return the comparison with more contenders, each in its place."""
         every = sorted((*self.contenders, *others), key=_place)
-        return Comparison(tuple(every), self.num_late)
+        return replace(self, contenders=tuple(every))
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as values of JSON; the hardware is that of the plan's mesh."""
-        return {"contenders": [_to_json(each) for each in self.contenders], "num_late": self.num_late}
+        values = {"contenders": [_to_json(each) for each in self.contenders], "num_late": self.num_late}
+        return values | ({"notes": list(self.notes)} if self.notes else {})
 
 
 def _place(each: Contender) -> tuple[bool, bool, float]:
@@ -187,7 +190,8 @@ COMPARISON = Record(
             )
         ),
         "num_late": Whole(0),
-    }
+    },
+    optional={"notes": ListOf(Text())},
 )
 """The JSON of a comparison."""
 
@@ -204,4 +208,4 @@ def comparison_of(values: Mapping[str, Any] | None, hardware: str) -> Comparison
         Contender(**{**each, "mesh": Mesh(each["mesh"], hardware), "same_on": meshes(each.get("same_on", ()))})
         for each in values["contenders"]
     )
-    return Comparison(contenders, values["num_late"])
+    return Comparison(contenders, values["num_late"], tuple(values.get("notes", ())))

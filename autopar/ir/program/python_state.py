@@ -29,6 +29,14 @@ ATOMS = (
 """Types whose values never change and are compared by value; everything else is compared by identity."""
 INTERNALS = (frozenset(vars(nn.Module)) | frozenset(vars(nn.Module()))) - {"forward"}
 """Names that `nn.Module` itself keeps in modules: modes, hooks, parameters and buffers, which are no Python state."""
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Names of the attributes in which modules keep their forward hooks, by number."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 MAX_ITEMS = 1000
 """Maximum size of a container or array whose contents are watched.
@@ -73,6 +81,44 @@ class Place:
             setattr(holder, key, value)
 
 
+Position = tuple[str, str, int]
+"""Position of a forward hook: path of the module, name of a table of `HOOK_TABLES`, number of the hook there.
+
+PyTorch gives a number once, and all copies of a model have a hook under the same number.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegisteredHooks:
+    """Forward hooks that the first call of a forward registers and leaves in modules."""
+
+    entries: Mapping[Position, Any] = field(default_factory=dict)
+    """Position → hook; in the tables of options True."""
+    binding: Callable[[nn.Module], Callable[[Any], Any]] = lambda root: lambda entry: entry
+    """Makes, for a copy of the model, the function that turns an entry into one that knows the copy's modules."""
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    @property
+    def numbers(self) -> set[int]:
+        return {number for _, _, number in self.entries}
+
+    @property
+    def modules(self) -> list[tuple[str, str]]:
+        """Path of the module and name of the table of each entry, in order."""
+        return [(module, table) for module, table, _ in self.entries]
+
+    def put(self, root: nn.Module) -> None:
+        """Register the hooks in a copy of the model where they are not there."""
+        tables = {at: vars(root.get_submodule(at[0]))[at[1]] for at in self.entries}
+        missing = [at for at, table in tables.items() if at[2] not in table]
+        bound = self.binding(root) if missing else None
+        for at in missing:
+            assert bound is not None
+            tables[at][at[2]] = bound(self.entries[at])
+
+
 @dataclass(frozen=True, slots=True)
 class PythonState:
     """Python state that the forward of a captured program reads, and that it leaves behind."""
@@ -82,12 +128,14 @@ class PythonState:
     """Plain values that a call leaves in places, which later calls leave alone."""
     lost: tuple[Place, ...] = ()
     """Places into which the forward writes tensors or objects, which a compiled module does not have."""
+    registered: RegisteredHooks = field(default_factory=RegisteredHooks)
+    """Forward hooks that the first call registers; they go with `written`, where a flag may say that they are there."""
     hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
     """The gradient hooks that the forward registers on tensors, by the number that calls of `gradient_hook` have."""
     modes: tuple[tuple[str, bool], ...] = ()
     """The functions of torch that the forward asks for modes (`is_grad_enabled` …), and what they say in the call."""
     settled: bool = True
-    """True if the graph is the same before and after the written values are in place."""
+    """True if the graph is the same before and after the written values and registered hooks are in place."""
 
 
 class Watch:
@@ -125,6 +173,7 @@ class Watch:
         """Put into the model what a call of the program writes there."""
         for place, value in self._state.written:
             place.set(self._root, value)
+        self._state.registered.put(self._root)
 
     def differs_in(self, other: Watch) -> list[str]:
         """The names of places in which another watch has found something else."""

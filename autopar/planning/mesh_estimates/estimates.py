@@ -2,7 +2,8 @@
 
 A candidate is a mesh and a number of micro-batches. From a few for each length of a pipeline the search goes on to
 neighbours of the best: one prime factor moves from an axis to another, or into or out of the number of micro-batches.
-It ends where the best EXPANDED candidates have no neighbour that is not estimated, or when its time is over.
+It ends where the best EXPANDED candidates have no neighbour that is not estimated, or when its time is over: later
+(`last`) as long as no candidate has an estimate.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class Estimates:
 
     subject: Subject
     deadline: float
+    last: float = math.inf
+    """Time at which a search ends that has no estimate by its deadline."""
     found: dict[Candidate, Estimate | None] = field(default_factory=dict)
     slower: dict[Candidate, float] = field(default_factory=dict)
     """Candidates that are not estimated within their limit, and seconds of their steps without one."""
@@ -101,10 +104,19 @@ class Estimates:
         say = counter("estimates of candidates")
         first = list(dict.fromkeys(self._first()))
         while waiting := first or self._near():
-            if is_over(self.deadline) and any(self.found.values()):
+            if self.is_over:
                 return
             say(self._progress(len(waiting)))
             self._try(waiting.pop(0))
+
+    @property
+    def is_over(self) -> bool:
+        """True if no time is left for further estimates."""
+        return is_over(self._until)
+
+    @property
+    def _until(self) -> float:
+        return self.deadline if any(self.found.values()) else max(self.deadline, self.last)
 
     def _near(self) -> list[Candidate]:
         """Return the neighbours of the best candidates that are not estimated, the likeliest first.
@@ -258,7 +270,7 @@ class Estimates:
         programs = itertools.islice(self.subject.short(count, inner), None if limited else 1)
         for number, (short, arriving) in enumerate(programs):
             if number == len(known):
-                asked = request, short, inner, mesh.num_devices, count, arriving, self.deadline, self._known
+                asked = request, short, inner, mesh.num_devices, count, arriving, self._until, self._known
                 known.append(Inner(*asked, like=known[0] if known else None))
             yield known[number]
 

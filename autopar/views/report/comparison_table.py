@@ -83,7 +83,7 @@ def summary(comparison: Comparison) -> str:
         text += f"; plans are up to {format_share(max(apart))} from their estimates"
     if comparison.num_late:
         text += f"; the time ended before {comparison.num_late} more that may be better: give it a longer time limit"
-    return text
+    return "; ".join((text, *comparison.notes))
 
 
 def _is_estimated(each: Contender) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.compiler.offline import subject_of
+from autopar.compiler.offline import not_estimated, subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.costs.hardware.profile import Link
@@ -25,6 +25,7 @@ from autopar.planning.options.groups import Memory, Pipeline, Search
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
+from autopar.solver.deadline import after, seconds_until
 from tests.support.parity import SLOW_DEVICES
 
 LAYERS, BATCH, SEQUENCE = 9, 16, 64
@@ -43,7 +44,7 @@ def estimates_of(
     settings = Settings(Memory(memory), Search(time_limit=1000, max_axes=2))
     request = PlanRequest(**{"hardware": SLOW_DEVICES, **asked}, settings=settings, pipeline=pipeline)
     planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
-    assert planner.is_estimated
+    assert not not_estimated(planner)
     subject, exact = subject_of(planner, "auto", devices)
     return Estimates(subject, float("inf")), exact
 
@@ -152,6 +153,40 @@ def test_without_a_plan_in_time_the_best_estimate_is_named(monkeypatch: pytest.M
         TimeLimitError, match=r"by estimates the best candidate is \w+=\d.*, with a step of about .*longer"
     ):
         autopar.plan(model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT)
+
+
+def test_estimates_end_when_one_is_found_after_their_time_and_at_the_last_without_any() -> None:
+    estimates, _ = estimates_of(LIMIT)
+    estimates.deadline = estimates.last = 0.0
+    estimates.search()
+    assert not estimates.found and estimates.is_over
+    estimates.last = float("inf")
+    estimates.search()
+    assert len(estimates.best()) == 1 and estimates.is_over
+
+
+def test_without_any_estimate_in_time_no_mesh_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = built_in("tiny-llama", BATCH, SEQUENCE, LAYERS)
+    monkeypatch.setattr("autopar.compiler.offline.ESTIMATING", 0.0)
+    monkeypatch.setattr("autopar.compiler.offline.WITHOUT_ANY", 0.0)
+    with pytest.raises(TimeLimitError, match=r"time limit passed before any of \d+ meshes was estimated.*of your own"):
+        autopar.plan(model, "auto", inputs, devices=4, hardware=SLOW_DEVICES, memory=LIMIT)
+
+
+def test_a_pipeline_with_its_loss_in_tiles_and_without_has_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, seen = Settings(memory=LIMIT, time_limit=1000), list[float]()
+    request = PlanRequest(hardware=SLOW_DEVICES, pipeline="pp", settings=settings)
+    planner = OfflinePlanner(*built_in("tiny-llama", BATCH, SEQUENCE, 3), request, PlanCache())
+
+    def asks(*arguments: object) -> PipelinePlan:
+        seen.append(seconds_until(after(float("inf"))))
+        raise InfeasibleError("no room")
+
+    monkeypatch.setattr("autopar.compiler.offline_planner.pipeline_as_memory_asks", asks)
+    with pytest.raises(InfeasibleError):
+        short = replace(request, settings=replace(settings, time_limit=5))
+        planner.in_stages(Mesh({"pp": 2, "dp": 2}, SLOW_DEVICES.name), "pp", short)
+    assert len(seen) == 1 and seen[0] <= 5
 
 
 def test_a_limit_below_what_is_stored_names_the_devices_that_would_do() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autopar.capture.export import capture, skeleton
 from autopar.capture.layers.fewer import without_layers
+from autopar.compiler.offline import not_estimated
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.ir.program.program import Program
@@ -107,7 +108,7 @@ def planner_of(model: nn.Module, *inputs: Tensor) -> OfflinePlanner:
 def test_micro_batches_are_captured_of_a_model_with_fewer_layers() -> None:
     model, inputs = built_in("tiny-llama", 4, 32, 7)
     planner = planner_of(model, *inputs)
-    assert planner.is_estimated
+    assert not not_estimated(planner)
     found = planner.shortened(2, 1, planner.request.tiles)
     assert (2, 1) not in planner.traces, "the whole model was captured"
     program = planner.captured(2, 1, planner.request.tiles)
