@@ -63,7 +63,15 @@ def lines(hardware: Sequence[str]) -> Iterator[Line]:
                         except AutoparError:
                             continue
                         where = "×".join(map(str, axes.values()))
-                        yield Line(name, model, where, size, strategy, plan.seconds, plan.timeline().seconds)
+                        yield Line(
+                            name,
+                            model,
+                            where,
+                            size,
+                            strategy,
+                            plan.seconds - plan.host_seconds,
+                            plan.timeline().seconds,
+                        )
 
 
 def table(found: Sequence[Line]) -> str:

@@ -76,5 +76,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
         )
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
     problem = Formulation(space, memory).problem(pins, modes=segments)
-    context = PlanContext(space, memory, pins, choices, problem, request.searched, said, request.mode)
+    asked = request.searched
+    context = PlanContext(
+        space, memory, pins, choices, problem, asked, said, request.mode, host_seconds=plan.host_seconds
+    )
     return replace(plan, mesh=space.mesh, context=context)

@@ -138,6 +138,8 @@ class PlanContext:
     """True if the pins keep every parameter whole for a shorter simulated step, without a request of the user."""
     row: MemoryRow | None = None
     """The moments that the limit of the problem is at; None where it has none, or that is not known."""
+    host_seconds: float = 0.0
+    """Seconds that hosts add to each sum of costs (`Plan.host_seconds`)."""
 
 
 def context_of(plan: Plan, asked: str = "context") -> PlanContext:

@@ -9,7 +9,12 @@ collective:
 
 and the problem is solved again. That ends when the plan stays the same, whose sum is then its own step, or when the
 next plan is slower by its timeline: then the plan before is kept, with the costs of its own step and the bound of the
-last search, which holds for all plans under these costs. The sum still leaves out what hosts launch too late.
+last search, which holds for all plans under these costs, unless moves that are cheaper by these make its step longer.
+
+Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
+its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
+
+    host seconds = seconds in which devices wait for launches - seconds for which collectives wait for the last host
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.solver.deadline import is_over, whole_is_over
 
+SMALL = 2000
+"""Decisions of a graph that is simulated in a fraction of the time of its plan, also if the planner's time is over."""
 ROUNDS = 3
 """Searches at most, with the first one."""
 DIFFERENT = 0.02
@@ -49,14 +56,14 @@ def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) ->
         deadline: Time after which no further search begins.
     """
     context = context_of(plan)
-    if whole_is_over():
+    if whole_is_over() and len(context.space.decisions) > SMALL:
         return plan
     best, timeline = plan, timeline_of(plan)
     known = dict(context.space.beside.waited)
     hides = context.space.hardware.communication_share < 1 and context.space.program.learns
     for _ in range(ROUNDS - 1 if hides else 0):
         apart, shares = _shares(best, timeline)
-        if apart <= DIFFERENT * timeline.seconds or is_over(deadline):
+        if apart <= DIFFERENT * timeline.seconds or is_over(deadline) or whole_is_over():
             break
         known |= shares
         try:
@@ -68,15 +75,28 @@ def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) ->
             break
         next_one = timeline_of(found)
         if next_one.seconds >= (1 - WORTH) * timeline.seconds:
-            best = _priced_as(best, found)
+            priced = _priced_as(best, found)
+            own = timeline_of(priced)  # under other costs the same layouts may be reached by other moves
+            if own.seconds <= (1 + WORTH) * timeline.seconds:
+                best, timeline = priced, own
             break
         best, timeline = found, next_one
     return _saying(best, timeline)
 
 
 def _saying(plan: Plan, timeline: Timeline) -> Plan:
-    """Return the plan with the seconds of its timeline."""
-    plan = replace(plan, simulated=timeline.seconds)
+    """Return the plan with the seconds of its timeline, and those that hosts add to its sum."""
+    context = context_of(plan)
+    hosts = timeline.launching - timeline.lateness
+    further = hosts - context.host_seconds
+    plan = replace(
+        plan,
+        simulated=timeline.seconds,
+        seconds=plan.seconds + further,
+        bound=max(0.0, plan.bound + further),
+        host_seconds=hosts,
+        context=replace(context, host_seconds=hosts),
+    )
     if plan.workload is None:
         return plan
     return replace(plan, workload=replace(plan.workload, seconds=simulated_seconds(plan, timeline)))
@@ -144,5 +164,5 @@ def _priced_as(best: Plan, found: Plan) -> Plan:
     return replace(best, **{name: getattr(written, name) for name in COSTS}, notes=(*best.notes, note))
 
 
-COSTS = ("seconds", "bound", "rows", "solver", "multiplier", "waits", "workload", "context")
+COSTS = ("seconds", "bound", "host_seconds", "rows", "solver", "multiplier", "waits", "workload", "context")
 """Fields of a plan that depend on what its collectives cost."""

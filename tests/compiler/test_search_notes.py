@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.costs.plans.plan import Plan
+from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 
 EXACT = "planned on every mesh without estimates: "
@@ -37,7 +38,7 @@ class Stack(nn.Module):
 
 def notes_of(model: nn.Module, **options: Any) -> tuple[Any, tuple[str, ...]]:
     plan: Any = autopar.plan  # whose overloads know a mesh or "auto", not either
-    found = plan(model, "auto", (X_BD,), devices=4, **{"hardware": SLOW_DEVICES, **options})
+    found = plan(model, "auto", (X_BD,), devices=4, **by_flag(**{"hardware": SLOW_DEVICES, **options}))
     assert found.comparison is not None
     return found, found.comparison.notes
 
@@ -47,7 +48,7 @@ def notes_of(model: nn.Module, **options: Any) -> tuple[Any, tuple[str, ...]]:
     [
         (2, {}, "few or none of the model's layers repeat"),
         (12, {"training": False}, "a forward is planned alone"),
-        (12, {"offload": "optimizer", "hardware": "h100"}, "offload='optimizer' is given"),
+        (12, {"offload": "optimizer", "hardware": "h100"}, "Memory(offload='optimizer') is given"),
         (
             12,
             {"pipeline": "pp", "schedule": "pipedream_2bw", "microbatches": 4},

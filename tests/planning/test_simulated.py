@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
+from autopar.costs.timeline.values import Timeline
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning import simulated
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import context_of
 from autopar.planning.simulated import as_simulated, simulated_seconds, timeline_of
-from autopar.solver.deadline import NEVER
+from autopar.solver.deadline import NEVER, lasting
+from autopar.views.inspection.breakdown import LAUNCHES, breakdown
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
 from tests.support.options import by_flag
 
@@ -27,15 +31,16 @@ X = (torch.zeros(64, WIDTH),)
 FAR = 0.02  # of the step, 0.014 of it the share that the loss's sum takes: hidden behind gathers in the timeline
 
 
-def _plan(hardware: Hardware = HIDING, **options: object) -> Plan:
-    return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, hardware=hardware, strategy="zero3", **by_flag(**options))  # type: ignore[arg-type]
+def _plan(hardware: Hardware = HIDING, strategy: str = "zero3", **options: object) -> Plan:
+    asked: Any = {"hardware": hardware, "strategy": strategy, **by_flag(**options)}
+    return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, **asked)
 
 
 def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
     plan = _plan()
     timeline = plan.timeline()
     assert plan.waits and all(name.split()[0] in ("all_gather", "reduce_scatter") for name in plan.waits)
-    assert plan.seconds == pytest.approx(timeline.seconds - timeline.launching, rel=FAR)
+    assert plan.seconds == pytest.approx(timeline.seconds, rel=FAR)
     assert plan.step_seconds == plan.simulated == timeline.seconds == simulated_seconds(plan)
     assert plan.workload is not None and plan.workload.seconds == timeline.seconds
     first, _ = make_plan(context_of(plan).space.waiting_for({}), context_of(plan).pins)
@@ -51,9 +56,53 @@ def test_what_such_a_plan_claims_holds_also_when_it_was_loaded() -> None:
     assert plan.reprice().seconds == pytest.approx(plan.seconds)
 
 
+def _launched_late(launch_s: float = 0.0, straggling_s: float = 0.0) -> Hardware:
+    links = tuple(replace(link, straggling_s=straggling_s) for link in HIDING.links)
+    return replace(HIDING, launch_s=launch_s, links=links)
+
+
+def test_a_sum_has_the_launches_that_its_step_waits_for() -> None:
+    plan = _plan(_launched_late(launch_s=2e-3))
+    timeline = plan.timeline()
+    assert timeline.launching > 0.5 * timeline.seconds, "the host is what is slow"
+    assert plan.host_seconds == pytest.approx(timeline.launching)
+    assert plan.seconds == pytest.approx(timeline.seconds, rel=FAR)
+    assert sum(row.seconds for row in plan.rows) + plan.host_seconds == pytest.approx(plan.seconds)
+    assert plan.seconds - plan.bound == pytest.approx(_plan().seconds - _plan().bound, abs=1e-9), "of choices alone"
+    assert breakdown(plan)[LAUNCHES].seconds == plan.host_seconds
+
+
+def test_lateness_that_devices_do_not_wait_for_is_in_no_sum() -> None:
+    plan, punctual = (_plan(_launched_late(straggling_s=late), strategy="megatron") for late in (1e-4, 0.0))
+    timeline = plan.timeline()
+    assert timeline.lateness > 10 * timeline.launching, "hosts are ahead of their devices"
+    assert plan.host_seconds == pytest.approx(timeline.launching - timeline.lateness) and not punctual.host_seconds
+    further = timeline.seconds - punctual.timeline().seconds
+    assert plan.choices == punctual.choices and plan.seconds - punctual.seconds == pytest.approx(further)
+
+
+def test_what_hosts_add_is_claimed_saved_and_repriced_with_the_sum() -> None:
+    hardware = _launched_late(launch_s=2e-3)
+    plan = _plan(hardware)
+    assert plan.verify().ok and plan.verify().seconds == pytest.approx(plan.seconds)
+    loaded = Plan.from_json(plan.to_json())
+    assert loaded.host_seconds == plan.host_seconds
+    assert loaded.attach(Stack(), X, hardware=hardware, strategy="zero3").verify().ok
+    assert plan.reprice().seconds == pytest.approx(plan.seconds)
+    assert plan.what_if("head", dp="data").host_seconds == plan.host_seconds, "the same for all choices"
+
+
 def test_where_nothing_is_hidden_no_second_search_is_made() -> None:
     plan = _plan(load("cpu"))
     assert not plan.waits and plan.step_seconds == plan.timeline().seconds
+
+
+def test_a_small_plan_has_its_simulated_step_also_if_the_time_of_the_planner_is_over() -> None:
+    plan = _plan()
+    first, _ = make_plan(context_of(plan).space.waiting_for({}), context_of(plan).pins)
+    with lasting(-1.0):
+        found = as_simulated(first, lambda _: pytest.fail("no time is left to search"), NEVER)
+    assert found.simulated == timeline_of(first).seconds and found.choices == first.choices
 
 
 def test_of_several_micro_batches_the_step_of_all_is_told() -> None:
@@ -62,24 +111,43 @@ def test_of_several_micro_batches_the_step_of_all_is_told() -> None:
     assert plan.workload.seconds == simulated_seconds(plan) > 2 * plan.step_seconds
 
 
-def test_a_next_plan_whose_step_is_longer_is_not_taken() -> None:
-    plan = _plan(replace(HIDING, flops={"float32": 1e9}, links=(Link("wire", None, 1e-6, 1e8),)))
+SLOW_WIRE = replace(HIDING, flops={"float32": 1e9}, links=(Link("wire", None, 1e-6, 1e8),))
+
+
+def _beside_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
+    """A plan before its costs are those of its step, what it leads to, and the next ones, which split nothing."""
+    plan = _plan(SLOW_WIRE)
     context = context_of(plan)
-    first = replace(plan, context=replace(context, space=context.space.waiting_for({})))
+    first = replace(plan, waits={}, context=replace(context, space=context.space.waiting_for({})))
     splits_nothing = {
         number: np.array([all(choice == "-" for choice in each.choices) for each in decision.menu.strategies])
         for number, decision in enumerate(context.space.decisions)
         if decision.kind == "call"
     }
-    asked: list[Space] = []
+    nexts: list[Plan] = []
 
     def again(costs: Space) -> Plan:
-        asked.append(costs)
-        return make_plan(costs, splits_nothing)[0]
+        nexts.append(make_plan(costs, splits_nothing)[0])
+        return nexts[-1]
 
-    found = as_simulated(first, again, NEVER)
-    (costs,) = asked
-    assert costs.beside.waited and found.waits == dict(costs.beside.waited)
-    assert found.choices == plan.choices and found.seconds == pytest.approx(plan.seconds)
-    assert found.bound == make_plan(costs, splits_nothing)[0].bound, "of the last search, under the same costs"
+    return first, as_simulated(first, again, NEVER), nexts
+
+
+def test_a_next_plan_whose_step_is_longer_is_not_taken() -> None:
+    plan = _plan(SLOW_WIRE)
+    first, found, (other,) = _beside_a_longer_one()
+    assert other.waits and found.waits == other.waits
+    assert found.choices == first.choices and found.seconds == pytest.approx(plan.seconds)
+    assert found.bound == other.bound, "of the last search, under the same costs"
     assert any("simulated step is longer" in note for note in found.notes)
+
+
+def test_costs_whose_cheapest_moves_make_the_step_longer_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def longer(plan: Plan) -> Timeline:
+        found = timeline_of(plan)
+        return replace(found, seconds=2 * found.seconds) if context_of(plan).space.beside.waited else found
+
+    monkeypatch.setattr(simulated, "timeline_of", longer)
+    first, found, nexts = _beside_a_longer_one()
+    assert nexts and not found.waits and not context_of(found).space.beside.waited
+    assert found.simulated == timeline_of(found).seconds == timeline_of(first).seconds

@@ -86,7 +86,7 @@ def best_laid(
             if refused is None or (error.least_bytes or math.inf) < (refused.least_bytes or math.inf):
                 refused = error
             continue
-        if best is None or found.plan.seconds < best.plan.seconds:
+        if best is None or found.plan.step_seconds < best.plan.step_seconds:
             best = found
     if best is None:
         assert refused is not None, "a cache that is whole everywhere is one of the layouts"

@@ -55,9 +55,9 @@ class Context(Protocol):
 class Plan:
     """A choice per decision with predictions. `print(plan)` is a table; `save` and `load` keep it as JSON.
 
-    `step_seconds` is the predicted step, `seconds` the sum of costs that the solver has made least, `bound` a proven
-    lower bound of that sum, `peak_bytes` the predicted memory per device, `traffic` bytes per (collective, axis) and
-    step in NCCL's convention.
+    `step_seconds` is the predicted step, `seconds` the sum of costs that the solver has made least with the
+    `host_seconds`, `bound` a proven lower bound of both, `peak_bytes` the predicted memory per device, `traffic` bytes
+    per (collective, axis) and step in NCCL's convention.
     """
 
     mesh: Mesh
@@ -106,6 +106,12 @@ class Plan:
     if costs count that in place of the rule of `costs.hardware.overlap`."""
     simulated: float = 0.0
     """Seconds of the step by its timeline, of one micro-batch as `seconds`; 0 if it has not been simulated."""
+    host_seconds: float = 0.0
+    """Seconds that hosts add to the sum of the rows, the same for all choices.
+
+    They are the launches for which devices wait in the simulated step, less the lateness of hosts that rows price. They
+    are below zero if hosts are so far ahead of their devices that these wait for little of that.
+    """
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     workload: Workload | None = field(default=None, compare=False)

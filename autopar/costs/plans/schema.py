@@ -71,6 +71,7 @@ PLAN = Record(
         "host": Table(BYTES),
         "waits": Table(SECONDS),
         "simulated": SECONDS,
+        "host_seconds": Real(),
         "multiplier": SECONDS,
         "workload": Maybe(WORKLOAD),
         "comparison": Maybe(COMPARISON),

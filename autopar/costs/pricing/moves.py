@@ -67,6 +67,8 @@ class MovedTensor:
     it, and not in another way, in which it would be kept."""
     view: bool = False
     """Such a view: the weight is gathered before it is taken, never its views."""
+    alone: bool = False
+    """A weight on its way from a shared reshard to its consumers: no bucket takes it."""
     sharing: Sharing = ALONE
     """Number of parameters that share its messages and the computation that overlaps them, if it is bucketed."""
     ragged: bool = False
@@ -175,7 +177,7 @@ def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | 
     that step's reduction, the last of the backward, is left running.
     """
     gathers = is_gather(move, tensor)
-    if not tensor.bucketed or not (gathers or (move.source is I and move.target is R)):
+    if not tensor.bucketed or tensor.alone or not (gathers or (move.source is I and move.target is R)):
         return None
     shared, elements = tensor.sharing, math.prod(tensor.shape)
     sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize

@@ -281,6 +281,7 @@ class _Builder:
         hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
         if regather:  # on the way to the hub
             tensor = replace(tensor, regather=False, viewed=False, view=True)
+        tensor = replace(tensor, alone=weight)
         groups: dict[object, list[_Use]] = defaultdict(list)
         for use in uses:
             groups[use.kind].append(use)

@@ -66,6 +66,7 @@ class Tasks:
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
                 *((self.hardware.launch_s + late + check) * launches, tuple(sorted(after)), transfer.axis, links),
                 num_bytes=round(transfer.num_bytes * min(times, launches)),
+                late=late * launches,
                 row=row,
                 weights=weights,
                 of_sums=of_sums,

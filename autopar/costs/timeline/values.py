@@ -38,6 +38,8 @@ class Task:
     """True if it is a collective of weights, or of their gradients, in messages of several."""
     of_sums: bool = False
     """True if it reduces gradients that micro-batches have added up: the step waits for it, not the backward."""
+    late: float = 0.0
+    """Seconds of `launch` in which it waits for the host of its group that comes last."""
 
     def __post_init__(self) -> None:
         assert self.seconds >= 0 and self.launch >= 0, f"{self.name}: {self.seconds} s, launched in {self.launch} s"
@@ -107,6 +109,11 @@ class Timeline:
     def computing(self) -> float:
         """Seconds of the computing stream if it runs alone."""
         return sum(each.task.seconds for each in self.events if each.task.stream == COMPUTE)
+
+    @property
+    def lateness(self) -> float:
+        """Seconds in which hosts wait for the last of their groups, whether a device waits for them or not."""
+        return sum(each.task.late for each in self.events)
 
     @property
     def waiting(self) -> float:

@@ -1,6 +1,7 @@
 """Cost of a plan as expressions in batch, sequence, hidden, layers and the mesh axes: text that sympy reads.
 
     seconds          Σ count · (Max(flops / peak, bytes / bandwidth) + latency) + count · all_reduce_over_tp(bytes) + …
+                     and the plan's `host_seconds`, as they are at its own sizes
     all_reduce       bytes per device and step, in NCCL's convention; "all_reduce/tp" those over one axis; so for the
                      other collectives
     flops            floating point operations per device and step, forward, backward and recomputation
@@ -91,6 +92,8 @@ def with_formulas(plan: Plan) -> Plan:
         return plan
     context = context_of(plan)
     symbols, formulas = formulas_of(context.space, context.choices, context.memory_model, plan.recompute)
+    if plan.host_seconds:
+        formulas["seconds"] += f" {'-' if plan.host_seconds < 0 else '+'} {abs(plan.host_seconds)!r}"
     return replace(plan, symbols=symbols, formulas=formulas)
 
 

@@ -12,14 +12,14 @@ from autopar.ir.program.folding import folded
 from autopar.ir.program.recompute_segments import OFFLOAD
 
 COMPUTE, RECOMPUTATION, OPTIMIZER, LOCAL = "compute", "recomputation", "optimizer", "local moves"
-HOST_COPIES = "host copies"
+HOST_COPIES, LAUNCHES = "host copies", "launches"
 
 
 def breakdown(plan: Plan) -> dict[str, Share]:
     """Return a step's parts: compute, recomputation, host copies, optimizer, collectives by axis ("all_reduce tp").
 
-    The parts add up to the seconds of the rows. The rest of a row's seconds is its "local moves": the copies of
-    reshards that send nothing.
+    The parts add up to the plan's seconds; launches are what hosts add (`Plan.host_seconds`). The rest of a row's
+    seconds is its "local moves": the copies of reshards that send nothing.
     """
     seconds: dict[str, float] = defaultdict(float)
     num_bytes: dict[str, int] = defaultdict(int)
@@ -33,6 +33,7 @@ def breakdown(plan: Plan) -> dict[str, Share]:
         for moved in row.transfers:
             seconds[f"{moved.collective} {moved.axis}"] += moved.seconds
             num_bytes[f"{moved.collective} {moved.axis}"] += moved.num_bytes
+    seconds[LAUNCHES] = plan.host_seconds
     return {name: Share(value, num_bytes[name]) for name, value in seconds.items() if value or num_bytes[name]}
 
 

@@ -275,7 +275,7 @@ def _alternative(
         with unsaid():
             free = answer_of(formulations, pins, context.settings.limited(None))
         if limit is None or free.peak_bytes <= limit:
-            return replace(blank, seconds=free.seconds, peak_bytes=free.peak_bytes)
+            return replace(blank, seconds=free.seconds + context.host_seconds, peak_bytes=free.peak_bytes)
         bounds = bounds_near(plan, formulations[-1], pins, limit)
     except InfeasibleError as error:
         return replace(blank, reason=_brief(str(error)))
@@ -283,7 +283,8 @@ def _alternative(
         least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
         said = format_bytes(context.settings.limit or 0)
         return replace(blank, reason=f"the memory limit is {said}, and {least}")
-    return replace(blank, seconds=max(bounds.seconds, free.bound, second.bound), is_bound=True)
+    least_seconds = max(bounds.seconds, free.bound) + context.host_seconds
+    return replace(blank, seconds=max(least_seconds, second.bound), is_bound=True)
 
 
 def _brief(reason: str) -> str:

@@ -11,9 +11,16 @@ from autopar.costs.steps.step import step_timeline
 from autopar.costs.timeline import values
 from autopar.costs.timeline.values import Timeline
 from autopar.planning.settings import context_of
-from autopar.views.inspection.breakdown import COMPUTE, HOST_COPIES, LOCAL, OPTIMIZER, RECOMPUTATION, breakdown
+from autopar.views.inspection.breakdown import (
+    COMPUTE,
+    HOST_COPIES,
+    LAUNCHES,
+    LOCAL,
+    OPTIMIZER,
+    RECOMPUTATION,
+    breakdown,
+)
 
-LAUNCHES = "launches"
 _PARTS = {"recomputation": RECOMPUTATION, "optimizer": OPTIMIZER}
 
 
@@ -26,7 +33,7 @@ def timeline(plan: Plan) -> Timeline:
 def parts(found: Timeline) -> dict[str, float]:
     """Return a timeline's seconds by part, under the names of `breakdown`.
 
-    A collective counts the seconds that compute waits for it.
+    A collective counts the seconds that compute waits for it, and the lateness of hosts, which launches then lack.
     """
     seconds: dict[str, float] = defaultdict(float)
     for each in found.events:
@@ -37,8 +44,8 @@ def parts(found: Timeline) -> dict[str, float]:
         elif each.task.beside:
             seconds[_PARTS[each.task.phase]] += each.waited
         else:
-            seconds[f"{each.task.name} {each.task.axis}"] += each.waited
-    seconds[LAUNCHES] = found.launching
+            seconds[f"{each.task.name} {each.task.axis}"] += each.waited + each.task.late
+    seconds[LAUNCHES] = found.launching - found.lateness
     return dict(seconds)
 
 

@@ -31,7 +31,18 @@ from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.problem import Problem
 
 TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much
-DERIVED = ("mesh", "fingerprint", "traffic", "unruled", "kept_whole", "memory", "offload", "host", "rows")
+DERIVED = (
+    "mesh",
+    "host_seconds",
+    "fingerprint",
+    "traffic",
+    "unruled",
+    "kept_whole",
+    "memory",
+    "offload",
+    "host",
+    "rows",
+)
 """Fields of a plan that follow from its choices."""
 
 
@@ -62,11 +73,11 @@ def check(plan: Plan, context: PlanContext) -> Verification:
     problems = (
         *_against_pins(plan, context, choices),
         *_differences(plan, again),
-        *_bounds(plan, context.problem, seconds, proven),
+        *_bounds(plan, context.problem, again.seconds, again.bound),
     )
-    unproven = plan.bound - proven
-    rest = unproven if unproven > TOLERANCE * abs(seconds) else 0.0
-    return Verification(seconds, min(proven, seconds), peak, rest, tuple(problems))
+    unproven = plan.bound - again.bound
+    rest = unproven if unproven > TOLERANCE * abs(again.seconds) else 0.0
+    return Verification(again.seconds, min(again.bound, again.seconds), peak, rest, tuple(problems))
 
 
 def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mapping[str, str]) -> float:

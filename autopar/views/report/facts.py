@@ -32,7 +32,7 @@ SOLVERS = {
 """Words for the parts of `Plan.solver`."""
 
 
-SMALL = 0.005  # of a step: what is less is not told
+SMALL = 0.005  # of a step: differences that are less are not told
 MOST = 4
 """Differences that are told."""
 OF_SECONDS = ("speed", "one device")

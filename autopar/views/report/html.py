@@ -157,7 +157,7 @@ def _bars(names: tuple[str, str], rows: Iterable[tuple[str, float, str]], whole:
     longest = max((seconds for _, seconds, _ in rows), default=0.0)
     cells = []
     for name, seconds, more in rows:
-        bar = f'<rect class="bar" width="{100 * seconds / longest if longest > 0 else 0:.1f}" height="10"/>'
+        bar = f'<rect class="bar" width="{100 * max(seconds, 0) / longest if longest > 0 else 0:.1f}" height="10"/>'
         drawing = f'<svg class="small" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{bar}</svg>'
         share = f"{seconds / whole:.1%}" if whole > 0 else ""
         cells.append((escape(name), drawing, format_seconds(seconds), share, more))

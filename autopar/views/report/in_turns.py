@@ -31,6 +31,8 @@ def in_turns(plan: Plan) -> Timeline:
             computed = row.forward_seconds + row.backward_seconds + row.recompute_seconds
             tasks += [_computed(row, "optimizer", computed)]
             tasks += [Task("optimizer", COMPUTE, rests[row.name], "optimizer", row=row.name)]
+    if plan.host_seconds > 0:
+        tasks.append(Task("launches", COMPUTE, plan.host_seconds, "rest"))
     left = plan.seconds - sum(task.seconds for task in tasks)
     if left > ROUNDING * plan.seconds:
         tasks.append(Task("not in any row", COMPUTE, left, "rest"))

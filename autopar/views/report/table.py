@@ -15,10 +15,11 @@ from typing import Any
 from autopar.console.tables import fact_lines, fitted_table, wrapped
 from autopar.console.units import format_bytes, format_seconds
 from autopar.costs.plans.decision_rows import ROLES, KeptWhole, PlanRow, advice_on_rules, is_main
+from autopar.costs.plans.difference import signed_seconds
 from autopar.costs.plans.plan import Plan
 from autopar.ir.program.folding import folded
 from autopar.views.report.comparison_table import comparison_text
-from autopar.views.report.facts import plan_facts
+from autopar.views.report.facts import SMALL, plan_facts
 
 MODULE_WIDTH = 42
 PINNED, SHARED, SAVED = " *", "(shared reshard)", "saved"
@@ -185,6 +186,8 @@ def _choices(plan: Plan, lines: Sequence[_Line], rest: Sequence[PlanRow], verbos
     for name, rows in _leftovers(rest):
         seconds, moved = sum(row.seconds for row in rows), _summed(t for row in rows for t in row.transfers)
         table.append([name, "", *blank, *layout, "", len(rows), format_seconds(seconds), _moved(moved)])
+    if abs(plan.host_seconds) > SMALL * plan.seconds:
+        table.append(["(launches)", "", *blank, *layout, "", "", signed_seconds(plan.host_seconds), ""])
     table.append(["total", "", *blank, *layout, "", len(plan.rows), format_seconds(plan.seconds), ""])
     headers = ["module", "operation", *plan.mesh.names, *(["layout"] if verbose else []), "stored"]
     right = (len(headers), len(headers) + 1)

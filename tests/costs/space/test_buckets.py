@@ -12,8 +12,10 @@ import autopar
 from autopar.costs.hardware.profile import Link
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.pricing import message_sizes as shared_messages
+from autopar.costs.pricing.reshard import reshard_table
 from autopar.costs.space.parameter_buckets import Bucket, buckets_of
 from autopar.costs.space.space import Space
+from autopar.ir.sharding.layout import I, Layout, R, S
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
 from tests.support.parity import SLOW_DEVICES
@@ -61,6 +63,19 @@ def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again(monk
     names = _parameters(context.space, linear)
     assert set(names) == {"linear.weight", "linear.bias"}
     assert "linear.bias" not in [names[position] for position in linear.regathered], "the backward does not read it"
+
+
+def test_no_bucket_takes_a_weight_on_its_way_from_a_shared_reshard() -> None:
+    space, _ = _buckets()
+    weight = space.index[space.program.parameters["twice.weight"]]
+    (into,) = (wire for wire in space.wires if wire.source == weight)
+    behind = [wire for wire in space.wires if wire.source == into.target]
+    assert len(behind) == 2, "both uses take what is moved once"
+    for wire, is_in_bucket in ((into, True), *((each, False) for each in behind)):
+        table = reshard_table(wire.tensor, frozenset({0}), space.mesh, space.hardware)
+        for source, target in ((Layout((S(0),)), Layout((R,))), (Layout((I,)), Layout((R,)))):
+            messages = table.path(source, target).messages
+            assert messages and all((message is not None) == is_in_bucket for message in messages)
 
 
 class _Decoder(nn.Module):

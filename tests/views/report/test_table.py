@@ -333,6 +333,14 @@ def test_a_profile_of_another_device_is_told() -> None:
         assert not told or f"h100, of another device than the one of this run, {device}: " in table
 
 
+def test_launches_that_devices_wait_for_have_a_line_before_the_total() -> None:
+    plan = _plan(_call("a", "head"))
+    slower = replace(plan, seconds=plan.seconds + 0.002, host_seconds=0.002)
+    before, total = plan_table(slower).split("(launches)")[1].split("total")
+    assert "+2.00 ms" in before and "3.00 ms" in total
+    assert "(launches)" not in plan_table(plan)
+
+
 def test_printing_a_plan_prints_its_table() -> None:
     plan = _deep_plan(2)
     assert str(plan) == plan_table(plan)
