@@ -1,9 +1,9 @@
 """Branches on the values of tensors while a model is traced: what `assume=` says of them is taken, the rest refused.
 
 A captured graph is one path for all values. A check of the inputs (`assert torch.all(…)`, `if …: raise`) may be taken
-to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Where nothing is said, tracing
-goes on as if the checks passed, so that one error names all of them, in the words that `assume=` takes.
-An error names only assumptions with which the model can be traced.
+to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Without `assume=`, tracing
+continues as if the checks passed, so that one error names all of them, in the form that `assume=` takes. An error names
+only assumptions with which the model can be traced.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Place:
 
 @dataclass(slots=True)
 class Branches:
-    """The branches on values that tracing a model has met."""
+    """Branches on values that tracing a model encountered."""
 
     model: str
     assumptions: Sequence[Assumption]
@@ -131,7 +131,7 @@ class Branches:
         return passing
 
     def refusal(self, works: Callable[[Sequence[Assumption]], bool]) -> str:
-        """Return what was met, and what may be said of it: assumptions with which tracing `works`."""
+        """Return the branches encountered, and assumptions with which tracing `works`."""
         checks = [place.assumed() for place, value in self.open.items() if value is not None]
         if checks and not works(checks):
             checks = []
@@ -157,7 +157,7 @@ def _quoted(assumptions: Sequence[Assumption], between: str) -> str:
 
 
 class UndecidedError(CaptureError):
-    """A model tests values of which nothing is said."""
+    """Error for a model that tests values for which there is no assumption."""
 
     def __init__(self, branches: Branches) -> None:
         super().__init__(f"{branches.model} decides on the value of a tensor")

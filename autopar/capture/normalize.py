@@ -55,7 +55,7 @@ def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
 
 
 def in_tiles(draft: TracedGraph, tiles: Tiles, training: bool) -> None:
-    """Take losses and MLPs of a normalized draft in tiles, as they are asked for."""
+    """Take losses and MLPs of a normalized draft in tiles, as requested."""
     if tiles.loss:
         tiled_losses(draft, tiles.loss, training)
         drop_dead_calls(draft)

@@ -92,9 +92,9 @@ def plan_request(
     memory_conventions: str | MemoryConventions = "autopar",
     training: bool = True,
 ) -> PlanRequest:
-    """The options of `compile` and `plan`, with what was said about the model, as one value.
+    """Return the options of `compile` and `plan`, with the model's annotations, as one value.
 
-    Raises InputError for an option that is not of its kind, or has no place beside training=False.
+    Raises InputError for an option that is not of its kind, or does not apply with training=False.
     """
     check_options(locals())
     check_model(model)
@@ -197,7 +197,7 @@ def check_one_decides(plan: object, strategy: str | None) -> None:
 
 
 def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
-    """Raise PipelineError for what is said about a pipeline on a mesh without one."""
+    """Raise PipelineError for pipeline options on a mesh without a pipeline."""
     said: dict[str, object] = {
         "schedule": request.schedule,
         "chunks": request.chunks,
@@ -215,7 +215,7 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
 
 
 def check_stages(request: PlanRequest) -> None:
-    """Raise PipelineError for what is asked and stages do not do."""
+    """Raise PipelineError for requested options that stages do not support."""
     if request.static_argnames:
         raise PipelineError(
             f"static_argnames={list(request.static_argnames)} is given on a mesh with a pipeline, which would give "

@@ -60,7 +60,7 @@ class Counting:
 
 @dataclass(frozen=True, slots=True)
 class SmallSizes:
-    """A model as it is captured in small sizes: the modules, in the mode that counts, and what was asked for."""
+    """A model captured in small sizes: the modules, in the mode that counts, and the requested options."""
 
     model: nn.Module
     training: bool
@@ -112,7 +112,7 @@ class SmallSizes:
         off = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
         try:
             with warnings.catch_warnings(), off[0], off[1]:
-                warnings.simplefilter("ignore")  # they are said of the model as it is
+                warnings.simplefilter("ignore")  # they were issued for the original model
                 traced = trace(
                     model,
                     *inputs,

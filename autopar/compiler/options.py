@@ -154,7 +154,7 @@ OPTIONS: Mapping[str, Schema] = {
     "plan_cache": Maybe(_FOLDER),
     "memory_conventions": _CONVENTIONS,
 }
-"""Argument → what it may be, beside None where that is its default."""
+"""Argument → its valid values; None is also valid if it is the default."""
 
 
 def check_options(given: Mapping[str, Any]) -> None:
@@ -216,7 +216,8 @@ def _check_not_compiled(path: str, module: nn.Module) -> None:
 
 
 def check_planned_mesh(mesh: object, devices: object) -> None:
-    """Raise MeshError for what `plan` cannot plan on, and for a number of devices beside a mesh that has another."""
+    """Raise MeshError for a mesh that `plan` cannot use, or if `devices` differs from the number of devices of the
+    mesh."""
     if isinstance(mesh, str):
         return  # autopar.planning.mesh_search.arrangements says which words there are
     if not isinstance(mesh, Mesh | DeviceMesh):

@@ -1,7 +1,7 @@
 """Losses, and MLPs, in tiles where a memory limit asks for them.
 
 A model is planned within its limit as it is. Where memory costs time, or nothing fits, it is planned once more with its
-losses in tiles, if nothing was said of these, it has some that can be taken so and their logits are worth it; and where
+losses in tiles, if these have no annotation, can be taken so and their logits are worth it; and where
 `mlp_tiles="auto"` with its MLPs in tiles, too. The fastest of the plans is kept. Plans that memory does not bound are
 those of a model without tiles, and take no longer to make.
 
@@ -40,7 +40,7 @@ from autopar.solver.deadline import after, is_over, seconds_until
 WORTHWHILE = 0.01
 """Logits of a smaller share of the limit cannot make room for much: most of a step of many layers is elsewhere."""
 AS_WITHOUT_A_LIMIT = 0.0
-"""The cut-off of a plan that is asked for only if it pays nothing for memory."""
+"""Cut-off of a plan that is of use only if it pays nothing for memory."""
 
 Spaces = Callable[[Tiles], Space]
 """The space of a model that is captured in these tiles."""
@@ -74,7 +74,7 @@ def plan_as_memory_asks(
 
 
 class _Planned(NamedTuple):
-    """A plan, and what was said while it was made."""
+    """A plan, and the warnings issued while it was made."""
 
     plan: Plan
     said: list[warnings.WarningMessage]
@@ -158,7 +158,7 @@ class _Turns:
         return self._stated.setdefault(id(space), Statements(space))
 
     def result(self) -> Plan:
-        """The best plan, with what was said of it; raises why there is none."""
+        """Return the best plan and issue its warnings; raise the error that explains why there is none."""
         if self.best is None:
             raise self._late or self._refused or CutOffError(self._at_least)
         for each in self.best.said:

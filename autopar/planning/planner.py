@@ -59,14 +59,13 @@ def make_plan(
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
-    `recompute` is "auto" (where the limit asks for it), or one of RECOMPUTATIONS for every segment. The space is
-    that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
-    that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
-    Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
-    layer where any plan has room for it: the plan is the best of those that have. It fetches two ahead where it leaves
-    room for that and its timeline is shorter by it. No other seconds depend on it. `activations` says whether what
-    segments save goes to the host, `leaving` of how many (see `Settings`). `stated` are the problems of the space,
-    where some were stated before.
+    `recompute` is "auto" (where the limit asks for it), or one of RECOMPUTATIONS for every segment. The space is that
+    of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory that of
+    the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`). Weights are
+    fetched `prefetch` layers ahead of their use, whose memory is counted; With "auto" and a limit it is one layer if
+    any plan has room for it: the plan is the best of those. It fetches two ahead if there is room and its timeline gets
+    shorter. No other seconds depend on it. `activations` says whether what segments save goes to the host, `leaving` of
+    how many (see `Settings`). `stated` are the problems of the space, where some were stated before.
 
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
@@ -78,7 +77,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """The best choices of a space, before it is known whether they fetch weights further ahead than was asked for.
+    """Best choices of a space, before it is known whether they fetch weights further ahead than requested.
 
     Many are made for one plan.
     """
@@ -115,7 +114,7 @@ class Statements:
         return self._kept[key]
 
     def dealing_over(self, axes: Collection[str]) -> Statements:
-        """Return what states the problems of the space in which these axes deal positions by zigzag."""
+        """Return the statements of the space in which these axes zigzag-shard positions."""
         if set(axes) == set(self.space.dealing):
             return self
         if frozenset(axes) not in self._dealing:
@@ -150,9 +149,9 @@ def formulations_of(memory: MemoryModel, settings: Settings) -> tuple[Formulatio
 
 
 def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Solved:
-    """The best choices of the first of these problems that has any; the problems may be asked again and again.
+    """Return the best choices of the first of these problems that has any; the problems may be solved repeatedly.
 
-    They share the time limit. Why there are no choices is said of the last of them alone.
+    They share the time limit. The error for infeasibility describes the last problem only.
     """
     deadline = after(settings.time_limit)
     *first, last = formulations
@@ -283,7 +282,7 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
 def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
     """Return whether a step is known to be faster, in the simulated timeline, if weights are fetched further ahead."""
     if further.space.hardware.communication_share == 1 or whole_is_over():
-        return False  # nothing passes beside computing, or there is no time to look at it
+        return False  # nothing overlaps with compute, or there is no time to simulate it
     with_more, with_less = (step_timeline(memory, answer.choices, answer.modes).seconds for memory in (further, less))
     return with_more < (1 - WORTH) * with_less
 

@@ -173,7 +173,7 @@ class PlanRequest:
         return Returned(self.outputs, axes_of_parts(self.inputs, mesh))
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
-        """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
+        """Return the requested profile, or that of the mesh; PlanError if there is none of that name."""
         asked = self._asked(mesh)
         return asked if isinstance(asked, Hardware) else load(asked)
 
@@ -317,7 +317,7 @@ class PlanRequest:
 
         def dealing_over(axes: Collection[str]) -> tuple[Statements, Pins]:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say was said of the first space
+                warnings.simplefilter("ignore")  # warnings were issued for the first space
                 other = problems.dealing_over(axes)
                 return other, pins_of(said, other.space, self.mode, storage or {})
 
@@ -331,7 +331,7 @@ class PlanRequest:
         def again(costs: Space) -> Plan:
             context = context_of(plan)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say was said of the first search
+                warnings.simplefilter("ignore")  # warnings were issued for the first search
                 left = replace(self.settings, time_limit=seconds_until(deadline))
                 found = made(context.pins, left, Statements(costs))
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)

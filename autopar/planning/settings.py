@@ -34,8 +34,8 @@ class Settings:
     solver: str = "auto"
     time_limit: float = TIME_LIMIT
     gap: float | None = None
-    """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be; None: it is the
-    best, or within a thousandth of it where more would be dear."""
+    """Relative optimality gap at which the search under a memory limit may stop; None: 0, or a thousandth if a smaller
+    gap is expensive."""
     prefetch: int | str = "auto"
     """Number of layers ahead of their use that weights are fetched.
 

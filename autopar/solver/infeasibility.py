@@ -1,7 +1,7 @@
 """Why a problem has no solution: a minimal set of nodes whose forbidden strategies conflict, alone or with the limit.
 
-QuickXplain (Junker, AAAI 2004) over the pinned nodes (those with a forbidden strategy), asking an oracle with only some
-of the nodes' menus in force: is anything feasible, whatever bytes it takes; or, with a memory limit,
+QuickXplain (Junker, AAAI 2004) over the pinned nodes (those with a forbidden strategy), calling an oracle with the pins
+of only some nodes in force: is anything feasible, whatever bytes it takes; or, with a memory limit,
 
     B(P) = min bytes(x)  over choices x that keep to the pins P        P conflicts with the limit if B(P) > limit
 
@@ -56,7 +56,8 @@ class Conflict:
 
 
 class MemoryLimitError(InfeasibleError):
-    """No choice fits the memory limit. Why is worked out when first asked: a search that tries limits never asks."""
+    """No choice fits the memory limit. The conflict is computed on first access: a search over limits never needs
+    it."""
 
     def __init__(self, problem: Problem, deadline: float = NEVER) -> None:
         super().__init__("")
@@ -72,9 +73,9 @@ class MemoryLimitError(InfeasibleError):
 
 
 def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
-    """The conflict of an infeasible problem, with the memory limit where the pins alone can hold.
+    """Return the conflict of an infeasible problem; it includes the memory limit if the pins alone are feasible.
 
-    After the deadline no more questions are asked, which leaves a conflict that may not be minimal.
+    After the deadline the oracle is not called again; the conflict may then not be minimal.
     """
     pinned = tuple(i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all())
     least = least_bytes(problem)
@@ -142,14 +143,14 @@ def _least_without(
     return found
 
 
-ORACLE_SECONDS = 60.0  # for one question to the ILP, which is asked only where elimination cannot answer
+ORACLE_SECONDS = 60.0  # for one ILP solve, used only where elimination cannot answer
 
 
 def conflicting_nodes(problem: Problem, deadline: float = NEVER) -> tuple[int, ...]:
-    """A minimal set of nodes whose allowed strategies contradict each other; empty if the edges alone do.
+    """Return a minimal set of nodes whose allowed strategies contradict each other; empty if the edges alone do.
 
-    After the deadline no more questions are asked, which leaves a set that may not be minimal.
-    A node with everything forbidden is named whatever else is wrong. The problem must be infeasible without its limit.
+    After the deadline the oracle is not called again; the set may then not be minimal. A node with all strategies
+    forbidden is always named. The problem must be infeasible without its limit.
     """
     empty = problem.forbidden_node
     if empty is not None:
@@ -163,9 +164,9 @@ def conflicting_nodes(problem: Problem, deadline: float = NEVER) -> tuple[int, .
 
 
 def conflicting_edges(problem: Problem, deadline: float = NEVER) -> tuple[int, ...]:
-    """A minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow.
+    """Return a minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow.
 
-    After the deadline no more questions are asked, which leaves a set that may not be minimal.
+    After the deadline the oracle is not called again; the set may then not be minimal.
     """
     free = freed(problem, ())
     restricted = [i for i, edge in enumerate(problem.edges) if not np.isfinite(edge.seconds).all()]
@@ -232,7 +233,7 @@ def freed(problem: Problem, kept: Sequence[int]) -> Problem:
 def minimal_conflict(
     conflicts: Callable[[Sequence[int]], bool], background: tuple[int, ...], grown: bool, suspects: Sequence[int]
 ) -> tuple[int, ...]:
-    """The suspects of a minimal conflict that contains `background`, which is new since last asked if `grown`."""
+    """Return the suspects of a minimal conflict that contains `background`; `grown`: it grew since the last call."""
     if not suspects or (grown and conflicts(background)):
         return ()
     if len(suspects) == 1:

@@ -59,7 +59,7 @@ from autopar.solver.problem import Problem, Solution
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.002  # how far from the best neighbourhoods are solved
-HELD_GAP = 5e-4  # of the seconds: where more would be dear
+HELD_GAP = 5e-4  # of the seconds, if a smaller gap is expensive
 NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 PRICED_NEAR = 1e-4  # the same under a limit, where prices are yet to be found
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
@@ -77,9 +77,8 @@ def solve(
 ) -> Solution:
     """The best choice per node, with a lower bound on what any choice costs.
 
-    Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
-    be within `gap` (a share of its seconds) of the best, or within `enough` where more would be dear; else it is
-    always the best.
+    Without a memory limit and at low treewidth the solution is the optimum. Otherwise it is proven to be within `gap`
+    (a share of its seconds) of the optimum, or within `enough` if a smaller gap is expensive.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
     what has begun is broken off a moment later (`deadline.grace`).
@@ -240,7 +239,7 @@ def _by_relaxation(
 
 
 def _best_relaxed(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> Relaxation | None:
-    """The best bound of a price, and the best solution met; None where none was."""
+    """Return the best bound of a price, and the best visited solution; None if there is none."""
     start, free = COLD, -math.inf
     if problem.budget is not None:
         start, free = _held_start(problem, wide, deadline, enough)
@@ -253,7 +252,7 @@ def _best_relaxed(problem: Problem, wide: Wide, deadline: float, enough: Enough)
 
 
 def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> tuple[Start, float]:
-    """A price of memory and a solution that fits: the best beside some nodes that stay as they are without a limit.
+    """Return a price of memory and a solution that fits: the optimum given nodes fixed as without a limit.
 
     Also the bound without a limit.
     """

@@ -1,4 +1,4 @@
-"""Calls that no plan can hold, refused by name where they are met, and calls that need another form to be kept.
+"""Calls that no plan can hold, refused by name, and calls that need another form to be kept.
 
 A graph has one shape for all values, its gradients are dense, and each of its tensors lies in memory of its own.
 """

@@ -37,7 +37,7 @@ ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
 
 
 class Accumulation:
-    """Bytes of decisions and wires on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
+    """Bytes of decisions and edges on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, microbatches: Microbatches) -> None:
         self.tensors, self.lifetimes, self.microbatches = tensors, lifetimes, microbatches
@@ -100,7 +100,7 @@ class Accumulation:
         return np.where(self.each_time(wire), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
 
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
-        """Seconds of a wire for one micro-batch, its share of what is done once a step."""
+        """Return the seconds of an edge for one micro-batch: its share of what is done once a step."""
         if not self.holds(wire):
             return seconds
         each = self._seconds_of_each(wire)

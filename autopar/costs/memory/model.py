@@ -5,7 +5,7 @@ are on the host. Between forward and backward a call holds the tensors that auto
 autograd, see `ir.program.saved_tensors`):
 
     its own outputs and hidden tensors    counted on the call
-    its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
+    its inputs                            counted on the edge, in the layout in which they arrive, unless the tensor is
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
 Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
@@ -43,7 +43,7 @@ from autopar.ir.sharding.operation import Call, LocalSizes, largest_split_input
 
 
 class MemoryModel(TensorBytes):
-    """Bytes of every decision (one entry per strategy) and wire (a matrix over the strategies at its ends).
+    """Bytes of every decision (one entry per strategy) and edge (a matrix over the strategies at its ends).
 
     Equal calls share their arrays, which must not be changed.
     """
@@ -54,7 +54,7 @@ class MemoryModel(TensorBytes):
         """`offloads`: whether what segments save for their backward may leave for the host."""
         super().__init__(space)
         self.stepping = self._stepping()
-        """Parameter → bytes that its step works on, beside what it updates: in the backward, or the most behind it."""
+        """Parameter → working bytes of its step, besides what it updates: in the backward, or the most behind it."""
         works = bool(self.stepping) and not space.optimizer.in_backward
         self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
@@ -101,7 +101,8 @@ class MemoryModel(TensorBytes):
         return {"parameters": values, **older, **kept}
 
     def stepped(self, number: int) -> list[Bytes]:
-        """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""
+        """Return the bytes of a decision while the optimizer steps, besides stored ones: gradients and working
+        memory."""
         return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
 
     def works_on(self, number: int) -> Bytes | None:
@@ -126,7 +127,7 @@ class MemoryModel(TensorBytes):
     def own(self, number: int, with_rerun: bool = False) -> Modes | None:
         """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing.
 
-        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their wires.
+        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their edges.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call":
@@ -184,7 +185,7 @@ class MemoryModel(TensorBytes):
         return total + self._hidden(decision, mode) if hidden else total
 
     def _hidden(self, decision: Decision, mode: int) -> Bytes:
-        """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
+        """Return the bytes that a call saves besides inputs and outputs: split as the largest input that can be."""
         call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
         strategies = self.second_forward.running_in(decision, mode)
         if not call.inputs or not (other or self._any(_saves_otherwise, decision)):
@@ -204,7 +205,8 @@ class MemoryModel(TensorBytes):
         return implementation.saved_bytes(_call(decision), strategy.local_sizes(bound.sizes, self.space.mesh))
 
     def wire(self, wire: Wire) -> Modes | None:
-        """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
+        """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None if there are
+        none."""
         end = wire.target, wire.target_input
         if end not in self._wires:
             self._wires[end] = None if self.accumulation.holds(wire) else self._wire(wire)
@@ -276,10 +278,10 @@ class MemoryModel(TensorBytes):
         return self.cached(("kept by target", id(kept), id(menu), wire.target_input), make)
 
     def working(self, number: int) -> Modes | None:
-        """Bytes that a call works on while it runs backward, by mode: its outputs, gradients of all it takes and makes.
+        """Return the working bytes of a call's backward, by mode: its outputs, gradients of all it takes and makes.
 
-        That includes what it keeps beside inputs and outputs, as the probabilities of a loss; not so gradients that its
-        forward has made.
+        That includes what it saves besides inputs and outputs, such as the probabilities of a loss. It excludes
+        gradients that its forward has made.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
@@ -290,7 +292,7 @@ class MemoryModel(TensorBytes):
         return self.modes([self.cached((*key, m), lambda m=m: self._working(decision, *tensors, m)) for m in modes])
 
     def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int], mode: int = 0) -> Bytes:
-        """The gradients of some inputs, some outputs, and what is kept beside both."""
+        """Return the bytes of some inputs' gradients, some outputs, and what is saved besides both."""
         call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
         total = self._gradients_of(decision, inputs)
         for position in outputs:

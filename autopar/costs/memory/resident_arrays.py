@@ -112,7 +112,7 @@ def _of_many(memory: MemoryModel, wire: Wire) -> ManyParts:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a decision or a wire, and the sum that they add to at a place."""
+    """Bytes of a decision or an edge, and the sum that they add to at a position."""
 
     name: str
     place: int
@@ -193,7 +193,7 @@ NAMES = (*BY_PLACE, *BY_LAYER, *AT_ONCE)
 
 
 def sums_of(memory: MemoryModel, beside_share: bool) -> Sums:
-    """All that choices hold of a model; of rows of experts their share, or with what lies beside it.
+    """Return all that choices hold of a model; of expert rows an equal share, or with those above it.
 
     What is there all the time has the names under which it is stored.
     """
@@ -269,7 +269,7 @@ def _received(memory: MemoryModel, number: int) -> Iterator[Part]:
 
 
 def brings_weight(space: Space, wire: Wire) -> bool:
-    """Return whether a parameter arrives over a wire, also by way of shared reshards."""
+    """Return whether a parameter arrives over an edge, also by way of shared reshards."""
     while space.decisions[wire.source].kind == "hub":
         wire = space.inbound[wire.source, 0]
     return space.is_weight(wire.source)

@@ -22,7 +22,7 @@ from autopar.costs.space.space import Decision, ExpertRows, Space, Wire
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R
 
-SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
+SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor relates in memory to its source
 Bytes = np.ndarray
 Modes = tuple[Bytes, ...]
 """An array per mode of recomputation; one array where the mode does not matter."""
@@ -116,7 +116,7 @@ class TensorBytes:
     # Bytes.
 
     def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
-        """Bytes on one device of a wire's tensor, per strategy of its source and of its target."""
+        """Return the bytes on one device of an edge's tensor, per strategy of its source and of its target."""
         shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
         return (
             self.local(shape, self.space.source_layouts(wire), size),
@@ -228,9 +228,9 @@ def excess(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
 
 
 def beside(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
-    """Return the bytes of the busiest device beside its share of the rows of experts, for each mode.
+    """Return the bytes of the busiest device above an equal share of expert rows, for each mode.
 
-    They are excess · bytes of a share, rounded up; a dim in front stands for the strategies of the counts' decision.
+    They are `excess` · bytes of a share, rounded up; a leading dim stands for the strategies of the counts' decision.
     """
     shares = excess(tensors, rows)
     return tuple(

@@ -30,7 +30,7 @@ STAGING, ACTIVATIONS, GRADIENTS = "staging", "activations", "gradients"
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """Seconds of an element on its way down, on the host, and on its way up; whether these pass beside each other."""
+    """Seconds of an element on its way down, on the host, and on its way up; whether these overlap."""
 
     before: float
     """Seconds of the gradient's copy to the host, if it is offloaded in the backward."""

@@ -85,8 +85,8 @@ def forward_seconds(
     """Seconds of the forward of a call that takes each device as long as `num_flops` at its full rate (see
     `product_efficiency`), or as its bytes (see `bandwidth`).
 
-    `scratch_bytes` are read and written beside inputs and outputs; what it reads and writes in elementwise operations
-    beside its products takes time of its own.
+    `scratch_bytes` are read and written besides inputs and outputs. Elementwise reads and writes take time of their
+    own, in addition to that of matmuls.
     """
     if is_view(call):
         return 0.0

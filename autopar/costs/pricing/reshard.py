@@ -187,7 +187,7 @@ class ReshardTable:
 def reshard_table(
     tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, dealt: frozenset[int] = frozenset()
 ) -> ReshardTable:
-    """The table of a kind of tensor that splits `dims`, or deals some by zigzag; cached by value."""
+    """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value."""
     layouts = _layouts(tensor, dims, dealt, mesh)
     local = _local_parts(layouts, tensor, mesh)
     alone = np.full((len(layouts), len(layouts)), np.inf)
@@ -244,7 +244,7 @@ def _leading_ones(shape: Sequence[int]) -> int:
 
 
 def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
-    """Every layout of the tensor that splits only `dims` and deals only those of `dealt`."""
+    """Return every layout of the tensor that splits only `dims` and zigzag-shards only those of `dealt`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
     placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(dealt)))
     candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))

@@ -104,7 +104,7 @@ def _saved_in(program: Program) -> dict[fx.Node, Saved]:
 
 
 def _unless_contiguous(strides: Strides | None, node: fx.Node) -> Strides | None:
-    """None where that is what the strides say: most questions are then asked once."""
+    """Return None if the strides are contiguous: most nodes then share one cached answer."""
     sizes = node.meta["tensor"].shape[:0:-1]
     return None if strides == tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1] else strides
 

@@ -30,7 +30,7 @@ ROLES = ("data", "column", "row", "sequence", "expert", "replicated")
 NODE = "%"
 """Begins a pattern that is the name of one node."""
 FACTOR = "factor:"
-"""Begins what is said where it is the name of a factor."""
+"""Prefix of a user-specified role that is the name of a factor."""
 
 Said = str | int | None
 """A role, a dim, None (replicated), or "factor:" with the name of a factor, or several joined by "+"."""
@@ -47,7 +47,7 @@ class Annotation:
 
     pattern: str
     axes: tuple[tuple[str, Said], ...] = ()
-    """Mesh axis → what is said about it."""
+    """Mesh axis → the user-specified role or layout on it."""
     slices: Slices | None = None
     storage: tuple[str, ...] = ()
     regather: bool | None = None
@@ -80,12 +80,12 @@ class Annotation:
 
     @property
     def says_layouts(self) -> bool:
-        """True if the annotation says anything besides the stage."""
+        """Return True if the annotation specifies more than the stage."""
         return bool(self.axes or self.slices is not None or self.storage or self.regather is not None)
 
     @property
     def implementations(self) -> frozenset[str]:
-        """The names of those that are asked for."""
+        """Names of requested implementations."""
         return frozenset(said.partition(VIA)[2] for _, said in self.axes if isinstance(said, str) and VIA in said)
 
     def __str__(self) -> str:

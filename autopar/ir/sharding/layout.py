@@ -5,7 +5,7 @@ A tensor has one placement per mesh axis. Each placement says both, so that the 
 
     placement   the value on the axis's ranks    its gradient
     S(d)        dim d split                      split the same way
-    Z(d)        dim d dealt by zigzag            dealt the same way
+    Z(d)        dim d zigzag-sharded             zigzag-sharded the same way
     I           equal everywhere                 equal everywhere
     R           equal everywhere                 partial: to be summed
     P           partial: to be summed            equal everywhere
@@ -77,7 +77,7 @@ def S(dim: int) -> Placement:
 
 @functools.cache
 def Z(dim: int) -> Placement:
-    """The placement that deals dim `dim` by zigzag: never of a parameter, and in whole pieces only."""
+    """Return the placement that zigzag-shards dim `dim`: never of a parameter, and in equal chunks only."""
     if dim < 0:
         raise LayoutError(f"Z({dim}): the dim of a split counts from 0.")
     return Placement("S", dim, zigzag=True)

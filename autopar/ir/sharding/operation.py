@@ -40,7 +40,7 @@ class Collective:
 LocalSizes = Mapping[str, int]
 """The size on one device of every factor of a rule.
 
-Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is dealt by zigzag: 1
+Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is zigzag-sharded: 1
 by all axes that split it, 2 by some of them.
 """
 ZIGZAG = "~"
@@ -65,7 +65,7 @@ class Implementation:
     `axes` (factor → names of the mesh axes that split it, outer first; only split factors) and
     `sizes` (factor → global size), and its own `keywords`; a `random` one also with `key`, a number unique to the call.
 
-    A rule may have several, which the menu of a call offers side by side. A cost that is None is that of the ATen call.
+    A rule may have several; each adds candidate strategies to a call. A cost that is None is that of the ATen call.
     """
 
     function: str
@@ -87,23 +87,23 @@ class Implementation:
     name: str = ""
     """Name by which plans tell it from others of the same rule; the first of a rule needs none."""
     on_demand: bool = False
-    """Offered only where its name is asked for: by an annotation, a preset of that name, or a plan that has it."""
+    """Offered only if its name is requested: by an annotation, a preset of that name, or a plan that has it."""
     flops: Callable[[Call, LocalSizes], int] | None = None
     """Floating point operations of its forward on one device."""
     moved_bytes: MovedBytes | None = None
     scratch_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes that its forward reads and writes on one device beside inputs and outputs."""
+    """Bytes that its forward reads and writes on one device, inputs and outputs excluded."""
     saved_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that it keeps for its backward beside inputs and outputs."""
+    """Bytes on one device that it saves for its backward, inputs and outputs excluded."""
     unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
     """Positions of the inputs that it does not keep for its backward, though the ATen call does."""
     saves_moved: bool = False
     """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
     efficiency: Efficiency | None = None
     forward_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
+    """Bytes on one device that its forward works on besides saved ones, if it already computes the gradients."""
     backward_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its backward works on beside outputs and gradients; None: what the call keeps beside."""
+    """Bytes on one device that its backward works on besides outputs and gradients; None: the call's saved bytes."""
     hidden_share: float | Callable[[Call, LocalSizes], float] = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
     keywords: tuple[tuple[str, int], ...] = ()
@@ -161,9 +161,9 @@ class OpRule:
     head_size: int = 0
     """Features of a head of fused attention; 0: none, or they do not matter."""
     elementwise_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its forward reads and writes in elementwise operations, beside its products."""
+    """Bytes on one device that its forward reads and writes in elementwise operations, its matmuls excluded."""
     backward_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its backward works on beside inputs, outputs, their gradients and what is kept."""
+    """Bytes on one device that its backward works on besides inputs, outputs, their gradients and saved tensors."""
     only_together: frozenset[str] = frozenset()
     """Factors that an axis splits only together with another one, as one of `choices` says."""
     choices: tuple[Choice, ...] = ()

@@ -1,6 +1,6 @@
-"""The user's calls: `annotate` and `annotate_plan` say something about a model, `constrain` about a value in a forward.
+"""The user's calls: `annotate` and `annotate_plan` constrain a model, `constrain` a value in a forward.
 
-An annotation is remembered on the module it was said about and becomes a pin (autopar/planning/annotations/pins.py)
+An annotation is stored on the annotated module and becomes a pin (autopar/planning/annotations/pins.py)
 when a plan is made.
 """
 
@@ -72,7 +72,7 @@ def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
 
 
 def annotations_of(model: nn.Module) -> tuple[Annotation, ...]:
-    """Everything that was said about a model and about modules inside it, outermost module first."""
+    """Return all annotations of a model and of modules inside it, outermost module first."""
     return tuple(
         dataclasses.replace(annotation, within=name)
         for name, module in model.named_modules()

@@ -115,7 +115,7 @@ def without_idle_modes(
 
 
 def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
-    """An answer and the smaller choices that are known beside it, with what they take by a model of memory."""
+    """Yield an answer and the smaller choices known with it, with their bytes by a model of memory."""
     count = len(memory.space.decisions)
     own = choices_of_nodes(answer.choices, answer.modes.values())
     for number, known in enumerate((own, *answer.smaller)):

@@ -169,7 +169,7 @@ class Estimates:
         return [each for each in range(1, samples + 1) if samples % each == 0]
 
     def _first(self) -> Iterator[Candidate]:
-        """Yield for every length of a pipeline data parallelism alone, and beside tensor parallelism in hosts.
+        """Yield, for every length of a pipeline, data parallelism alone and with tensor parallelism inside hosts.
 
         Data parallelism is over no more devices than there are samples, where other meshes are known.
         """

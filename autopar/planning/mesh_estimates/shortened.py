@@ -56,7 +56,7 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
     Args:
         program: The whole program.
         blocks: Its blocks.
-        said: What the user has said of nodes, by name; blocks of which different things are said are of unlike kinds.
+        said: The user's annotations of nodes, by name; blocks with different annotations are of unlike kinds.
     """
     outside = [_taken(block) for block in blocks]
     kinds = _numbered(_described(program, blocks, said))

@@ -86,7 +86,7 @@ def timed(
 
     Args:
         tasks: The tasks of a micro-batch.
-        last: Those of the step's last one, with the reductions beside its backward.
+        last: Those of the step's last one, with the reductions that overlap with its backward.
         share: The share of the device that a running collective takes.
         sends: What the stage sends on, and back.
         of_weights: Seconds of a backward in which calls compute the gradients of weights.

@@ -10,8 +10,8 @@ Kolmogorov 2006; for edges of three nodes SRMP, Kolmogorov 2015):
     θ_v += Σ_e min_{x_e \\ x_v} θ_e,      θ_e += θ_v / max(edges from before, edges that lead further)
 
 The bound never falls, and ends near that of the ILP's linear relaxation, which without a memory row is nearly always
-the optimum itself. All this is done on the core of a graph (`core`): what is narrow is exact. Choices are read off on
-the way: each node takes the strategy that is best beside those before it and what is known of those behind it. Once
+the optimum itself. All this is done on the core of a graph (`core`): what is narrow is exact. Choices are read off
+during a sweep: each node takes the best strategy given the nodes before it and the messages of those behind it. Once
 that has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
 """
 
@@ -46,7 +46,8 @@ class _Visit:
 
 
 class Messages:
-    """The costs of a problem at prices of memory, as they are moved; every strategy must have some choices beside it.
+    """The costs of a problem at prices of memory, as messages move them; every strategy needs compatible strategies at
+    its neighbours.
 
     The problems are one with a memory row each: they differ in bytes and budgets. Raises TimeLimitError, after which it
     must not be used, where a sweep takes until the deadline.

@@ -78,7 +78,7 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
     """Choose an order and find the steps its buckets share; computes no table.
 
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
-    eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
+    eliminates what enlarges the tables least instead, which leaves shared reshards of many layers for the end.
     """
     order = elimination_order(problem, balanced, by_growth)
     assert order is not None, "an order without a limit on its buckets"

@@ -95,7 +95,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _alone() -> None:
-    torch.get_num_threads()  # the first call in a thread takes over what others have said, also later
+    torch.get_num_threads()  # the first call in a thread copies the global setting; later changes then do not apply
     torch.set_num_threads(1)
 
 

@@ -35,7 +35,8 @@ class Cut:
         return all(bool(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
     def of(self, problems: Sequence[Problem]) -> list[Problem]:
-        """A problem with a memory row each, in which other strategies are forbidden; equal menus stay one array."""
+        """Return the problems, one memory row each, without the other strategies; equal candidate lists stay one
+        array."""
         shared: dict[tuple[int, int], Floats] = {}
         menus = []
         for node, kept in zip(problems[0].nodes, self.kept, strict=True):

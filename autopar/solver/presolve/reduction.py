@@ -41,7 +41,7 @@ class Reduction:
     kept: tuple[int, ...]
     """Position in the original problem of each node of the smaller one."""
     strategies: tuple[np.ndarray, ...]
-    """Position in the original menu of each strategy of each kept node: forbidden ones are gone."""
+    """Position of each strategy of each kept node among its original candidates; forbidden ones are gone."""
     removed: tuple[_Removed, ...]
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -323,7 +323,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
     rows_of = {key: equal.setdefault(rows.tobytes(), rows) for key, rows in rows_of.items()}
     kept = tuple([rows_of[id(node.seconds)] for node in first.nodes])
     assert all(len(each) for each in rows_of.values()), "a node without an allowed strategy"
-    shared: dict[object, np.ndarray] = {}  # equal menus stay one array, and so do equal edges
+    shared: dict[object, np.ndarray] = {}  # equal candidate lists stay one array, and so do equal edges
 
     def cut(array: Any, rows: Sequence[Integers], is_loop: bool = False) -> Any:
         """Return the allowed part of a node's costs or a table, without the dims of decided ends."""

@@ -30,7 +30,7 @@ ROUNDS = 500  # ways of a group that others are compared with, best first
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ways:
-    """The ways of a step, a row each, those of one choice of the neighbours (a group) beside each other."""
+    """Folded labels of a step, one per row; those of one choice of the neighbours (a group) are adjacent."""
 
     entries: Integers
     """Choices of the bag."""
@@ -140,7 +140,7 @@ def _best(ways: Ways) -> Ways:
 
 
 def _undominated(group: Integers, ways: Ways) -> Integers:
-    """Places, by group and excess; among equal ways the first."""
+    """Return the positions of undominated labels, by group and reduced cost; of equal ones, the first."""
     kept = np.lexsort((ways.excess, group))
     group, cost = group[kept], np.column_stack((ways.seconds, ways.num_bytes))[kept]
     for rank in range(ROUNDS):

@@ -28,7 +28,7 @@ from autopar.solver.ilp import solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
 
-MAX_PAIRS = 100_000  # of ways to have pieces beside each other: more take the ILP minutes
+MAX_PAIRS = 100_000  # pairs of columns of adjacent blocks: with more, the ILP takes minutes
 
 _Sums = dict[tuple[int, ...], np.ndarray]
 """Pieces → what they cost together, by the ways to have each."""

@@ -59,5 +59,5 @@ def is_asked_for(ctx: Any, position: int) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad was asked for
+    except RuntimeError:  # of a leaf whose gradient was requested from torch.autograd.grad
         return True

@@ -203,7 +203,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _grouped_mm_backward(
     grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor, of_rows: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a grouped product; an empty tensor in the place of one that is not asked for."""
+    """Return the gradients of a grouped product; an empty tensor for one that is not requested."""
     none = grad.new_empty(0)
     grad = grad.contiguous()
     grad_rows = _grouped_mm(grad, weight.transpose(1, 2), counts) if of_rows else none
