@@ -43,7 +43,7 @@ KERNELS = {"autopar.solver.elimination.min_plus"}
 """Modules of these that take arrays of numbers to PyTorch and bring some back."""
 MAX_LINES, MAX_FILES = 400, 12
 PACKAGES = ("strategies", "runtime")
-"""Folders beside `autopar/` that are installed inside it."""
+"""Folders next to `autopar/` that are installed inside it."""
 
 FILES = [
     file

@@ -135,16 +135,16 @@ def compile(
         inputs: what each rank is called with: the "whole" batch, its own part of it ("local", as DistributedSampler
             gives), or the names of the axes over which ranks have different parts; example_inputs are the same.
         outputs: "plain" (plain tensors of the samples that the rank was called with, which a loss outside the module
-            takes as on one process; beside a loss that the model computes, moved when first used), "dtensor" (DTensors
-            in the layouts of the plan) or "full" (plain tensors of all samples, whatever `inputs` says).
+            takes as on one process; if the model computes the loss, other outputs are moved when first used), "dtensor"
+            (DTensors in the layouts of the plan) or "full" (plain tensors of all samples, whatever `inputs` says).
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
         time_limit: seconds, capture included, after which the best plan found so far is returned, with its bound and a
             warning; TimeLimitError where there is none. All stages of a pipeline have them together, and all meshes of
             "auto".
-        gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
-            memory limit, and where the graph is too wide for elimination. By default 0.1%, and only where a search
-            that goes on takes long; 0 goes on until the best is proven or time is over.
+        gap: relative optimality gap at which the search may stop, under a memory limit or at a treewidth too high for
+            elimination. By default 0.1%, and only if the search takes long; 0 continues until the optimum is proven or
+            the time is over.
         deterministic: random numbers equal to one device's, at the price of drawing whole tensors.
         check_inputs: compare the values of inputs that ranks must hold alike: in every call (True), never (False), or
             in the first, second, tenth, hundredth … call of a kind.
@@ -191,7 +191,7 @@ def compile(
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an
             `autopar.Buckets` (docs/training.md), or "auto" for powers of two and the names that transformers uses. By
             default inputs are taken as they are.
-        plan_cache: a folder in which plans are kept, so that what was asked for before, with equal options, is not
+        plan_cache: a folder in which plans are stored, so that a repeated request with equal options is not
             solved again; by default the folder that the environment variable AUTOPAR_PLAN_CACHE names, or none.
         training: False plans and runs the forward alone, in evaluation mode: no gradients, no optimizer, nothing kept
             for a backward. A language model of transformers can `generate` then, with a cache (docs/inference.md).
@@ -311,7 +311,7 @@ def plan(
     With mesh="auto" the best plan is returned of all ways to arrange `devices` in up to `max_axes` axes (2, or 3 where
     the model has experts or the batch fewer samples than devices); with `pipeline` the name of an axis, pipelines of
     every length outside of these are compared, too, as they are where a memory limit leaves nothing else.
-    On a mesh with a pipeline axis the plan is a `PipelinePlan`. `plan_cache` is not asked where meshes are compared.
+    On a mesh with a pipeline axis the plan is a `PipelinePlan`. `plan_cache` is not used if meshes are compared.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
     >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP

@@ -41,7 +41,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def show_plan(plan: Plan | PipelinePlan, options: argparse.Namespace) -> None:
-    """Print a plan, and write it to the files that are asked for."""
+    """Print a plan, and write it to the requested files."""
     print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     _print_precision(options)
     write_files((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace))

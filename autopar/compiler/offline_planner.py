@@ -318,8 +318,7 @@ class OfflinePlanner:
     def _halved(self, mesh: Mesh, count: int, least: int | None) -> int | None:
         """Return the next number of micro-batches to try, given that this one takes `least` bytes.
 
-        Returns None if nothing is left to split, if stored tensors alone are too large, or if halving was not
-        requested.
+        Returns None if nothing is left to split, if stored tensors are too large, or if halving was not requested.
         """
         settings, size = self.request.within(mesh).settings, batch_size(self.batch)
         limit = settings.memory

@@ -216,8 +216,7 @@ def _check_not_compiled(path: str, module: nn.Module) -> None:
 
 
 def check_planned_mesh(mesh: object, devices: object) -> None:
-    """Raise MeshError for a mesh that `plan` cannot use, or if `devices` differs from the number of devices of the
-    mesh."""
+    """Raise MeshError for a mesh that `plan` cannot use, or if `devices` contradicts its size."""
     if isinstance(mesh, str):
         return  # autopar.planning.mesh_search.arrangements says which words there are
     if not isinstance(mesh, Mesh | DeviceMesh):

@@ -128,7 +128,7 @@ class _Turns:
         ):
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were said of the model as it is
+            warnings.simplefilter("ignore")  # they were issued for the original model
             tiled = spaces(tiles)
         with suppress(CutOffError, InfeasibleError):
             self._take(tiled, self.seconds)
@@ -188,7 +188,7 @@ def pipeline_as_memory_asks(
         tries = best is None or _costs_time(best, request.settings.memory)
     if tries:
         with warnings.catch_warnings(), suppress(CutOffError, InfeasibleError, PipelineError, TimeLimitError):
-            warnings.simplefilter("ignore")  # they were said of the model as it is
+            warnings.simplefilter("ignore")  # they were issued for the original model
             tiled = planned(tiles_asked(request)._replace(loss=Fitting(num_devices)))
             best = tiled if best is None or tiled.seconds < best.seconds else best
     if best is None:

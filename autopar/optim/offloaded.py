@@ -103,7 +103,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return loss
 
     def step_in_backward(self) -> list[RemovableHandle]:
-        """Step each parameter beside the backward, as soon as its gradient is on the host.
+        """Step each parameter during the backward, as soon as its gradient is on the host.
 
         `backward()` ends when all have stepped, and `step` has nothing left to do. Not for gradients that add up over
         several backwards, are clipped by their norm over all parameters, or are scaled. Returns handles, of which

@@ -73,11 +73,11 @@ class Link:
         self.up = torch.cuda.Stream(device) if self.is_cuda else None
 
     def memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that a copy may run to or from beside everything else."""
+        """Return host memory to or from which copies may overlap with everything else."""
         return torch.empty(elements, dtype=dtype, pin_memory=self.is_cuda)
 
     def begin(self) -> None:
-        """Copy nothing before the device has computed what it was asked for so far."""
+        """Copy nothing before the device has finished the work queued so far."""
         for stream in (self.down, self.up):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self.device))

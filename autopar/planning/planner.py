@@ -62,7 +62,7 @@ def make_plan(
     `recompute` is "auto" (where the limit asks for it), or one of RECOMPUTATIONS for every segment. The space is that
     of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory that of
     the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`). Weights are
-    fetched `prefetch` layers ahead of their use, whose memory is counted; With "auto" and a limit it is one layer if
+    fetched `prefetch` layers ahead of their use, whose memory is counted. With "auto" and a limit it is one layer if
     any plan has room for it: the plan is the best of those. It fetches two ahead if there is room and its timeline gets
     shorter. No other seconds depend on it. `activations` says whether what segments save goes to the host, `leaving` of
     how many (see `Settings`). `stated` are the problems of the space, where some were stated before.

@@ -34,8 +34,10 @@ class Settings:
     solver: str = "auto"
     time_limit: float = TIME_LIMIT
     gap: float | None = None
-    """Relative optimality gap at which the search under a memory limit may stop; None: 0, or a thousandth if a smaller
-    gap is expensive."""
+    """Relative optimality gap at which the search under a memory limit may stop.
+
+    None: 0, or a thousandth if a smaller gap is expensive.
+    """
     prefetch: int | str = "auto"
     """Number of layers ahead of their use that weights are fetched.
 

@@ -56,8 +56,7 @@ class Conflict:
 
 
 class MemoryLimitError(InfeasibleError):
-    """No choice fits the memory limit. The conflict is computed on first access: a search over limits never needs
-    it."""
+    """No choice fits the memory limit. The conflict is computed on first access, as many searches never need it."""
 
     def __init__(self, problem: Problem, deadline: float = NEVER) -> None:
         super().__init__("")

@@ -1,4 +1,4 @@
-"""The demonstration: a small language model trained on gloo ranks of this machine, beside one process on the same data.
+"""The demonstration: a small language model trained on gloo ranks of this machine and on one process.
 
 The parent trains alone first, then starts the ranks; rank 0 prints, and its measurements come back. The run succeeds
 where the losses agree and the bytes that moved are the bytes that the plan predicted.

@@ -36,7 +36,7 @@ class Role:
     positions: tuple[int, ...]
     samples: bool
     value: float | None
-    """At padded places; None where that was not said."""
+    """Value at padded positions; None if unspecified."""
 
     def shape(self, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, ...]:
         """The shape of the input in a call of these sizes."""

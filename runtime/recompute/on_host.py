@@ -53,7 +53,7 @@ class Copy:
         self.link, self.stretch = link_of(memory.device), stretch
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._waiting: set[int] = set()
-        """Handles, by their ids, that this backward has not asked for yet."""
+        """Handles, by their ids, that this backward has not taken yet."""
         self._back: torch.UntypedStorage | None = None
         self._arrived: torch.Event | None = None
         with torch.no_grad():

@@ -81,7 +81,7 @@ class _Rewriter:
         self.graph = fx.Graph()
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
-        """Value at the end of a wire that a bucket has moved, by (target, input position)."""
+        """Value at the end of an edge that a bucket has moved, by (target, input position)."""
         self.casts_left: dict[Value, tuple[torch.dtype, Layout]] = {}
         """Dtype and layout of those values that are cast only when they are used."""
         self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
@@ -259,7 +259,7 @@ class _Rewriter:
         return bool(moves_again(self.segment[1], segment == self.segment, before, after))
 
     def _value(self, decision: int, output: int) -> fx.Node:
-        """A decision's output; a hub is emitted when it is first asked for."""
+        """Return a decision's output; a shared reshard is emitted when it is first used."""
         if (decision, output) not in self.values:
             missing = self.space.decisions[decision]
             if missing.name in self.space.weight_casts:  # a bucket takes its weights before the first of them is used

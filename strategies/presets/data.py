@@ -36,8 +36,8 @@ def data_parallel() -> Parts:
 def zero1() -> Parts:
     """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020).
 
-    It is said as `zero2` is. In `train_step` gradients of micro-batches add up whole, and are reduced once a step;
-    those of one batch are reduced as they are made, which `warn_of_gradients` says.
+    Its annotations are those of `zero2`. In `train_step` gradients of micro-batches add up whole, and are reduced once
+    a step; those of one batch are reduced as they are made, which `warn_of_gradients` says.
     """
     return Parts(storage=Storage(regather=False))
 

@@ -123,7 +123,7 @@ class Taken:
 
 
 def with_context(parts: Parts, mesh: Mesh) -> Parts:
-    """Return the parts with positions over the mesh's axis of context parallelism, if it has one beside columns."""
+    """Return the parts with positions over the mesh's context-parallel axis, if it has one besides columns."""
     columns = parts.tensor is not None and any(axis in TENSOR for axis in mesh.names)
     if not columns or parts.positions or not any(axis in CONTEXT for axis in mesh.names):
         return parts
@@ -249,7 +249,7 @@ def _hidden(graph: RoledProgram) -> str:
 
 
 def _is_dealt(graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Return True if positions of some attention are dealt by zigzag over axes, as they divide over single ones."""
+    """Return True if positions of some attention are zigzag-sharded over axes, as they divide over single ones."""
     found = dealt(graph, [mesh.size(axis) for axis in axes])
     return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 

@@ -127,7 +127,7 @@ def positions_wish(graph: RoledProgram, way: str, parts: int) -> Wish:
 
 
 def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
-    """The factor of a call that an axis splits, or factors that it splits together; FREE where that is not said.
+    """Return the factor of a call that an axis splits, or factors that it splits together; FREE if unspecified.
 
     Where heads of keys and values do not divide into so many parts these are heads of queries alone.
     """

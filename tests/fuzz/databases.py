@@ -2,7 +2,7 @@
 
 Their samples are of size 5, 10 and 20, so the mesh has an axis of 5. What a sample calls its input is multiplied by a
 parameter, other floats are parameters, and the rest (masks, indices) arrives with the batch. Where one process cannot
-train that, less of it learns: the input alone, or nothing but a parameter beside the call. What draws random numbers,
+train that, less of it learns: the input alone, or nothing but a parameter outside the call. What draws random numbers,
 and what is not finite, is left out: it cannot be held against one process.
 """
 

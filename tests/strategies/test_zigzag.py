@@ -1,4 +1,4 @@
-"""Positions of causal attention are dealt by zigzag wherever they run, and nothing else is."""
+"""Positions of causal attention are zigzag-sharded wherever they run, and nothing else is."""
 
 from __future__ import annotations
 

@@ -171,8 +171,7 @@ class Hardware:
     attention_head: float = 0.0
     """Features of a head at which fused attention reaches half of its share; 0: it does not depend on them."""
     host_link_bytes_per_s: float = 0.0
-    """Between a device and its host, in each direction; 0: not specified, as the two below, and nothing is
-    offloaded."""
+    """Between a device and its host, in each direction; 0 (as for the two below): unspecified, no offload."""
     host_memory_bytes_per_s: float = 0.0
     """Read plus written by the host, whose devices share it where they all step there."""
     host_memory_bytes: int = 0

@@ -101,8 +101,7 @@ class MemoryModel(TensorBytes):
         return {"parameters": values, **older, **kept}
 
     def stepped(self, number: int) -> list[Bytes]:
-        """Return the bytes of a decision while the optimizer steps, besides stored ones: gradients and working
-        memory."""
+        """Return a decision's bytes while the optimizer steps, stored ones excluded: gradients and working memory."""
         return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
 
     def works_on(self, number: int) -> Bytes | None:
@@ -205,8 +204,7 @@ class MemoryModel(TensorBytes):
         return implementation.saved_bytes(_call(decision), strategy.local_sizes(bound.sizes, self.space.mesh))
 
     def wire(self, wire: Wire) -> Modes | None:
-        """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None if there are
-        none."""
+        """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
         end = wire.target, wire.target_input
         if end not in self._wires:
             self._wires[end] = None if self.accumulation.holds(wire) else self._wire(wire)

@@ -122,8 +122,7 @@ class MovedWeights:
         return np.where(moved, self.tensors.wire_ends(wire)[1][None, :], 0)
 
     def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
-        """Return the bytes of a prefetched parameter's edge, ahead of its layer: the whole weight, and the part
-        sent."""
+        """Return the bytes of a prefetched parameter's edge: the whole weight, and the part that is sent."""
         if forward:
             return self._of_weight("on way", wire, lambda wire: self._on_way(wire, self.tensors.communicated(wire)))
         if not wire.tensor.regather:
@@ -136,18 +135,15 @@ class MovedWeights:
         return any(each is not None and each[choices[w.source], choices[w.target]] for each, w in found)
 
     def unreduced(self, wire: Wire) -> Bytes | None:
-        """Return the bytes of a parameter's edge from its call's backward to the layer's end: the gradient to
-        reduce."""
+        """Return the bytes of a parameter's edge between its call's backward and the layer's: its gradient."""
         return self._of_weight("unreduced", wire, self._unreduced, True) if wire.tensor.requires_grad else None
 
     def last_made(self, wire: Wire) -> Bytes | None:
-        """Return the bytes of a parameter's edge, besides `unreduced`, while its layer's gradients are reduced, its own
-        last."""
+        """Return the bytes of a parameter's edge, besides `unreduced`, if its gradient is its layer's last."""
         return self._of_weight("last made", wire, self._last_made, True) if wire.tensor.requires_grad else None
 
     def sent_off(self, wire: Wire) -> Bytes | None:
-        """Return the bytes of a parameter's edge while its layer's gradients are reduced: the gradient as sent to
-        others."""
+        """Return the bytes of a parameter's edge while its layer's gradients are reduced: its gradient as sent."""
         return self._of_weight("sent off", wire, self._sent_off, True) if wire.tensor.requires_grad else None
 
     def _of_weight(

@@ -296,8 +296,7 @@ class Plan:
         return view("Plan.beside")(self, others)
 
     def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
-        """Return a loaded plan with its model, so that its methods work; options as for `autopar.plan` (see
-        `attach`)."""
+        """Return a loaded plan with its model, so that its methods work; options as for `autopar.plan`."""
         return view("Plan.attach")(self, model, example_inputs, **options)
 
     def tp_plan(self, axis: str | None = None) -> TensorParallelPlan:

@@ -377,8 +377,7 @@ def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer:
 
 
 def _auxiliary(menu: Menu) -> Menu:
-    """Return the candidates of a call without parameters (a mask, positions, shifted labels): whole, unless it is
-    large.
+    """Return candidates of a call without parameters (a mask, positions, shifted labels): whole, unless large.
 
     Such calls feed every layer; deciding on them would tie all layers together for next to no time.
     """

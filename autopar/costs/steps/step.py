@@ -5,15 +5,15 @@ forward     calls in their order; what moves activations is waited for, as are g
 backward    the same the other way: a segment is computed again when a backward first needs something of it, gathers
             that run again are waited for when a call uses their value, weights are gathered again where a call kept
             them, gradients are reduced as soon as the last of a message is there, and left running
-host        what a segment saves leaves beside the calls behind it, and is waited for when the segment after the next
-            begins; it comes back when the backward of the segment behind it begins
+host        what a segment saves is offloaded during the calls behind it, and is waited for when the segment after the
+            next begins; it comes back when the backward of the segment behind it begins
 optimizer   behind all of these; if any parameter is split, all are DTensors, which take longer (`Hardware.dtensor_s`).
-            On a host beside the device, copies down, steps and copies up run on streams of their own. Gradients that
-            are taken in the backward are as soon as they are there, for which reductions are waited for
+            On a host parallel to the device, copies down, steps and copies up run on streams of their own. Gradients
+            that are taken in the backward are as soon as they are there, for which reductions are waited for
 
-What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
-collective what it takes alone; messages of weights take what all their bytes take at once. A view takes what any call
-takes at least where the device launches its calls itself. It is the step of one micro-batch.
+Collectives that a call's implementation overlaps with its compute run in parallel with it. A call takes what the
+planner says, and a collective what it takes alone; messages of weights take what all their bytes take at once. A view
+takes what any call takes at least where the device launches its calls itself. It is the step of one micro-batch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping
 
 
 def last_microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
-    """The same of the last micro-batch, and the reductions of gradients `of_sums` that run beside its backward."""
+    """Return the same of the last micro-batch, and the reductions of gradients `of_sums` during its backward."""
     return _Step(memory, choices, modes, "last").run()
 
 

@@ -51,7 +51,9 @@ class Tasks:
         launches: int = 1,
         of_sums: bool = False,
     ) -> int:
-        """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
+        """Issue a collective that overlaps with later tasks; return the number to wait for.
+
+        It takes `times` its own seconds.
 
         What the device rearranges for it is left out. What is left of one that has `begun` is not checked again.
         Several that follow one another are one task of so many `launches`.
@@ -101,7 +103,7 @@ class Tasks:
         """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
 
         What the device rearranges for them is computed before and behind each.
-        `exposed` is the share of them that nothing hides: what runs beside computing waits for hosts beside it, too.
+        `exposed` is their exposed share: collectives overlapped with compute also overlap their waits for hosts.
         """
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed

@@ -217,8 +217,7 @@ class _Search(Pieced):
         return list(itertools.islice(fitting, 1))
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
-        """Return the best with the limit at the last call; None without one, if no price may be paid, or if it is
-        expensive."""
+        """Return the best with the limit at the last call; None if there is no limit, price or cheap search."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
         if limit is None or last < 0 or self.solver != "auto" or self.cutoff <= 0:
             return None

@@ -164,8 +164,7 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
 
 
 def _rooms_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[Room, ...]]:
-    """Yield memory budgets in which the stages of a cut are known to fit: by their fastest plans, and by their
-    smallest."""
+    """Yield memory budgets in which the stages of a cut are known to fit: by fastest plans, then by smallest."""
     schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
     search.rooms = (Room(memory, memory),) * schedule.num_stages
     found: list[Sample] = []

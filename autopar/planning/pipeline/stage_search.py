@@ -229,8 +229,7 @@ class StageSearch:
         return self.spaces[number]
 
     def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
-        """Return a stage's best choices within its memory budget and the tolerance; InfeasibleError if there are
-        none."""
+        """Return a stage's best choices within its budget and the tolerance; InfeasibleError if there are none."""
         space = self.space(program)
         return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
 

@@ -46,8 +46,7 @@ class _Visit:
 
 
 class Messages:
-    """The costs of a problem at prices of memory, as messages move them; every strategy needs compatible strategies at
-    its neighbours.
+    """Costs of a problem at prices of memory, as messages move them; every strategy needs a compatible neighbour's.
 
     The problems are one with a memory row each: they differ in bytes and budgets. Raises TimeLimitError, after which it
     must not be used, where a sweep takes until the deadline.

@@ -35,8 +35,7 @@ class Cut:
         return all(bool(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
     def of(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the problems, one memory row each, without the other strategies; equal candidate lists stay one
-        array."""
+        """Return the problems, one memory row each, without the other strategies; equal candidates stay one array."""
         shared: dict[tuple[int, int], Floats] = {}
         menus = []
         for node, kept in zip(problems[0].nodes, self.kept, strict=True):

@@ -267,8 +267,8 @@ class Timer:
     def collectives(self, axis: Axis, others: Axis | None = None) -> dict[tuple[str, int], float]:
         """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.
 
-        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the axes of the
-        mesh beside this one.
+        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the other axes
+        of the mesh.
         """
         sizes = [_fitting(num_bytes, axis.size) for num_bytes in self.effort.message_bytes]
         cases = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]

@@ -20,7 +20,7 @@ from autopar.planning.settings import context_of
 
 
 def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str, Any]) -> Plan:
-    """The best plan that keeps to the annotations beside those it was made with.
+    """Return the best plan that keeps to these annotations in addition to those it was made with.
 
     Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
     names a stage, which no plan of one piece has, and InfeasibleError where no plan keeps to all.
@@ -36,7 +36,7 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     pins_of(said, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
     together = (*context.annotations, *said)
     pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
-    # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
+    # A manual plan's pins keep unannotated parts data parallel, which an annotation now may change.
     gives_way = context.keeps_whole or any(each.strategy for each in context.annotations)
     asked = pins if context.mode == "manual" else _intersection(context.pins, pins, gives_way)
     with stages("what_if", 1) as step:

@@ -66,7 +66,7 @@ def pairs_of(
 
 
 def _joined(pairs: Sequence[Pair]) -> list[Pair]:
-    """Blocks of causal calls that lie beside each other as one: fewer, larger calls of a kernel."""
+    """Return blocks of causal calls with adjacent ones merged: fewer, larger calls of a kernel."""
     found: list[Pair] = []
     for pair in pairs:
         for place, other in enumerate(found):

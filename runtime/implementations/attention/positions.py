@@ -29,7 +29,7 @@ class Dealing:
 
     axes: tuple[Axis, ...]
     zigzag: frozenset[str]
-    """Names of those that deal it: each of their ranks has two pieces of it (see `runtime.collectives.rank_parts`)."""
+    """Names of the axes that zigzag-shard it: each rank has two chunks of it (see `runtime.collectives.rank_parts`)."""
 
     @classmethod
     def of(cls, factor: str, axes: Axes, zigzag: Axes) -> Dealing:

@@ -1,4 +1,4 @@
-"""Products beside whose collectives a rank computes: async tensor parallelism, offered where it is asked for.
+"""Matmuls overlapped with their collectives: async tensor parallelism, offered on request.
 
     rows + o    the input is gathered in chunks, each multiplied by columns of the weight while the next arrives
     rows + k    of what rows of the weight give, each chunk is reduced in parts while the next is multiplied
@@ -10,9 +10,9 @@ reduction, and of its backward: gathered rows are kept for that, as there. Calls
 keys and values do, gather it once, all of them or none: its traffic and what is kept of it are the first one's.
 
     rows + o, again    the input is gathered whole; a rank keeps its own rows, and gathers the others again in the
-                       backward, beside the product for the input's gradient, which is reduced beside the weight's
+                       backward, overlapped with the input's gradient, whose reduction overlaps with the weight's
 
-as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own. In a
+as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, requested by a name of its own. In a
 segment that gathers again (`recompute="selective"`) gathers in chunks do the same in the backward.
 """
 
@@ -173,7 +173,7 @@ def _splits(sizes: LocalSizes) -> bool:
 
 
 def _hidden_share(call: Call, sizes: LocalSizes) -> float:
-    """All but one chunk; gradients of rows are reduced beside the product for the weight's, too."""
+    """Return the share of all but one chunk; reductions of rows' gradients overlap with the weight's, too."""
     beside = 1 - 1 / len(_moved(call, sizes))
     if not (_gathers(sizes) and _learns(call, sizes) and call.inputs[1].requires_grad):
         return beside

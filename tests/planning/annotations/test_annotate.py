@@ -16,7 +16,7 @@ from autopar.errors import AnnotationError
 from autopar.planning.annotations.annotate import annotate, annotations_of, constrain, pins_of
 from tests.support.pinned import X_BD, Net, refused, space_of
 
-# What is said, and how it is remembered.
+# Annotations, and how they are stored.
 
 
 def test_an_annotation_prints_as_the_call_that_made_it() -> None:

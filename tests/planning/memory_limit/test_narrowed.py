@@ -34,7 +34,7 @@ def space() -> Space:
 
 @pytest.fixture(scope="module")
 def best(space: Space) -> Plan:
-    """The best within a limit that is met at several moments."""
+    """Return the best plan within a limit that binds at several moments."""
     return make_plan(space, {}, int(0.8 * make_plan(space, {})[0].peak_bytes))[0]
 
 

@@ -31,7 +31,7 @@ def space() -> Space:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The gaps that problems without a limit were asked with; a search that may leaves something open."""
+    """Return the gaps of solved problems without a limit; a search that may leaves something open."""
     found: list[float] = []
 
     def solved(prepared: Prepared, *, gap: float = 0.0, **options: Any) -> Solution:

@@ -311,7 +311,7 @@ def test_a_search_that_is_broken_off_has_a_cut_that_fits_with_a_bound(
     try:
         cuts = best_cuts_within(problem, costs)
     except (PipelineError, TimeLimitError):
-        return  # none of those that were asked for makes a cut
+        return  # no solved stages make a cut
     finally:
         assert late or len(asked) <= most, "more was asked for than there is time for"
     assert cuts.bound <= best * (1 + 1e-9) and cuts.seconds >= best * (1 - 1e-9)
