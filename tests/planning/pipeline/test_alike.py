@@ -65,7 +65,7 @@ def _with_and_without_kinds(seconds: list[float], penalty: float, room: int) -> 
     """Return cuts, and the number of solved stages, of two kinds of blocks.
 
     Beyond a limit, activations cost time that grows with the micro-batches in flight.
-"""
+    """
     of_block = [seconds[0], *[seconds[1]] * LAYERS]
     numbers = [0, *[1] * LAYERS]
     problem = _problem(of_block)
