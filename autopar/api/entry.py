@@ -308,7 +308,7 @@ def plan(
 ) -> Plan | PipelinePlan:
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
-    With mesh="auto" the best plan is returned of all ways to arrange `devices` in up to `max_axes` axes (2, or 3 where
+    With mesh="auto" the best plan of all arrangements of `devices` in up to `max_axes` axes is returned (2, or 3 where
     the model has experts or the batch fewer samples than devices); with `pipeline` the name of an axis, pipelines of
     every length outside of these are compared, too, as they are where a memory limit leaves nothing else.
     On a mesh with a pipeline axis the plan is a `PipelinePlan`. `plan_cache` is not used if meshes are compared.

@@ -1,8 +1,8 @@
 """The options of `compile` and `plan` by their types, for the overloads that say what each call returns.
 
 A type checker cannot see the axes of a mesh. It takes a call that names its pipeline (`pipeline="pp"`) to return a
-PipelineModule or a PipelinePlan, and any other call to return those of a model in one piece. On a mesh with an axis
-"pp", name it.
+PipelineModule or a PipelinePlan, and any other call to return those of a model without a pipeline. On a mesh with an
+axis "pp", name it.
 """
 
 from __future__ import annotations

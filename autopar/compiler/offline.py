@@ -58,7 +58,7 @@ def plan_offline(
 
 
 def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None, max_axes: int | None) -> Plan | PipelinePlan:
-    """The best plan of all meshes; where a memory limit leaves none in one piece, that of the best pipeline."""
+    """Return the best plan of all meshes; if only pipelines fit the memory limit, that of the best pipeline."""
     request = planner.request
     meshes = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), request.pipeline)
     if request.pipeline is None:

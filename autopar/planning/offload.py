@@ -39,7 +39,7 @@ ON_HOST = {
 
 
 class AnyPlan(Protocol):
-    """A plan of a model in one piece, or of a pipeline."""
+    """A plan without a pipeline, or with one."""
 
     @property
     def seconds(self) -> float: ...
@@ -60,7 +60,7 @@ P = TypeVar("P", bound=AnyPlan)
 
 @dataclass(frozen=True, slots=True)
 class Plans(Generic[P]):
-    """Operations on one kind of plans: in one piece, or in stages."""
+    """Operations on one kind of plans: without a pipeline, or with one."""
 
     best: Callable[[PlanRequest], P]
     """Return the best plan for a request that states whether it offloads."""
@@ -77,7 +77,7 @@ class Plans(Generic[P]):
 
 
 def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> Plans[Plan]:
-    """Plans of a model in one piece."""
+    """Return the operations on plans without a pipeline."""
 
     def noted(plan: Plan, notes: tuple[str, ...], request: PlanRequest) -> Plan:
         made, said = context_of(plan), request.settings

@@ -188,7 +188,7 @@ def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tup
 def best_plan_of(
     runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings
 ) -> tuple[Plan, tuple[int, ...]]:
-    """The plan whose step takes the least of those for several ways to run micro-batches, and its choices.
+    """Return the plan with the fastest step among several implementations of micro-batches, and its choices.
 
     They share the time limit. Raises CutOffError where no plan is faster than the cut-off of the settings, and else
     what planning for the last of them raises, where there is no plan for any.

@@ -339,7 +339,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
 def _narrow_solution(problem: Problem, deadline: float, enough: Enough = EXACT) -> Solution | None:
     """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
     if problem.forbidden_node is not None:
-        return None  # what is held is forbidden
+        return None  # a fixed strategy is forbidden
     pruned = prune(problem)
     tables = Tables(pruned.problem)
     elimination = narrow_elimination(pruned.problem, tables)

@@ -158,7 +158,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _process_bytes() -> int:
-    """The most memory this process ever held, imports included."""
+    """Return the peak memory of this process, imports included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes on Linux
 

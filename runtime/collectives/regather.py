@@ -184,7 +184,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     @staticmethod
     def given_back(saved: object) -> Tensor:
-        """The tensor that was held."""
+        """Return the saved tensor."""
         if isinstance(saved, Tensor):
             return saved
         assert isinstance(saved, _Handle)

@@ -59,5 +59,5 @@ class Arriving:
         return self._value
 
     def __del__(self) -> None:
-        if (buffer := getattr(self, "_buffer", None)) is not None:  # held by its collective until it is waited for
+        if (buffer := getattr(self, "_buffer", None)) is not None:  # in use by its collective until it is waited for
             waited_for(buffer)

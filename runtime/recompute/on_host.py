@@ -128,7 +128,7 @@ class Stretch:
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
-        """Address → memory that is still on the device, which is held so that no other gets its address."""
+        """Address → memory that is still on the device, kept alive so that no other gets its address."""
         self._copies: weakref.WeakSet[Copy] = weakref.WeakSet()
 
     def send(self, x: Tensor) -> Handle:

@@ -1,8 +1,8 @@
 """Rewrite of a program and a plan's choices into one per-rank graph with collectives.
 
 The graph is the same on every rank: collectives name a mesh axis, shapes are local shapes. A tensor is moved along each
-edge of the space exactly as the plan priced it; the collectives of parameters run in buckets. Finally the products with
-the pieces of one weight that no axis has split become one product again (autopar/runtime/rewrite/packing.py).
+edge of the space exactly as the plan priced it; the collectives of parameters run in buckets. Finally the matmuls with
+the slices of one weight that no axis has split become one matmul again (autopar/runtime/rewrite/packing.py).
 """
 
 from __future__ import annotations

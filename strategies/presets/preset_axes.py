@@ -84,7 +84,7 @@ class Parts:
     """True if an axis must be left for samples (True), or none may be (False)."""
 
     def joined(self, other: Parts, strategy: str) -> Parts:
-        """Return what both split; raise StrategyError if they want one thing in two ways.
+        """Return what both split; raise StrategyError if they contradict each other.
 
         Plain columns give way to those with something split between blocks.
         """

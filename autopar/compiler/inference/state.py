@@ -1,4 +1,4 @@
-"""The cache of keys and values as a state of fixed sizes with a layout: its bytes, its parts, the ways to divide it."""
+"""The cache of keys and values as a state of fixed sizes with a layout: its bytes, its parts, its possible layouts."""
 
 from __future__ import annotations
 

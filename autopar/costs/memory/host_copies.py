@@ -1,6 +1,6 @@
 """Activations offloaded to the host in the mode "offload": bytes of each choice, and the seconds of their copies.
 
-    bytes      what a call or edge keeps on the device in the mode "none", less what it keeps there in "offload"
+    bytes      what a call or edge saves on the device in the mode "none", less what it saves there in "offload"
     seconds    bytes / link · (exposed forward + exposed backward)
     link       the bandwidth between a device and its host, or a device's share of the host's memory where that is less
     exposed    max(0, 1 - seconds in which the segment computes in that pass / seconds in which it is copied)
@@ -41,7 +41,7 @@ class HostCopies:
         self._exposed: dict[str, float] = {}
 
     def bytes_of(self, number: int) -> Bytes | None:
-        """Bytes of what a call keeps by itself that leave; None where none do."""
+        """Return the offloaded bytes that a call saves by itself; None if there are none."""
         return self._leaving(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
 
     def bytes_on(self, wire: Wire) -> Bytes | None:
@@ -49,7 +49,7 @@ class HostCopies:
         return self._leaving(self._wire(wire)) if OFFLOAD in self.lifetimes.modes else None
 
     def seconds_of(self, number: int) -> Bytes | None:
-        """Seconds of copies of what a call keeps by itself, as far as nothing hides them."""
+        """Return the exposed seconds of copies of what a call saves by itself."""
         return self._seconds(self.bytes_of(number), number)
 
     def seconds_on(self, wire: Wire) -> Bytes | None:
@@ -63,7 +63,7 @@ class HostCopies:
         return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
 
     def leaving(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Bytes of what a call keeps by itself that leave under choices and modes."""
+        """Return the offloaded bytes that a call saves by itself, under choices and modes."""
         found = self.bytes_of(number) if modes.get(self.lifetimes.segment[number]) == OFFLOAD else None
         return 0 if found is None else int(found[choices[number]])
 

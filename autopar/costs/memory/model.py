@@ -6,7 +6,7 @@ autograd, see `ir.program.saved_tensors`):
 
     its own outputs and hidden tensors    counted on the call
     its inputs                            counted on the edge, in the layout in which they arrive, unless the tensor is
-                                          there anyway: not moved, and held by its producer, a parameter or an input
+                                          there anyway: not moved, and saved by its producer, a parameter or an input
 
 Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
 (`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
@@ -84,7 +84,7 @@ class MemoryModel(TensorBytes):
         other.prefetch = prefetch
         return other
 
-    # What is held all the time.
+    # Permanently resident bytes.
 
     def stored(self, number: int) -> dict[str, Bytes]:
         """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
@@ -121,10 +121,10 @@ class MemoryModel(TensorBytes):
         most = sorted(working, key=working.__getitem__)[-1:]
         return working if space.optimizer.in_backward else {number: working[number] for number in most}
 
-    # What is held between forward and backward.
+    # Bytes saved between forward and backward.
 
     def own(self, number: int, with_rerun: bool = False) -> Modes | None:
-        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing.
+        """Return the saved bytes of a call's own outputs and hidden tensors, by mode; None if it saves nothing.
 
         `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their edges.
         """
@@ -254,7 +254,7 @@ class MemoryModel(TensorBytes):
         return self.cached(("entering", id(kept), id(again)), lambda: np.where(again, before, kept))
 
     def _kept_by_target(self, wire: Wire, there: bool) -> Bytes:
-        """Bytes of a tensor that is kept as it arrives, by those strategies of its target that keep it."""
+        """Return the bytes of a tensor saved as it arrives, by those strategies of its target that save it."""
         kept, menu = self.kept(wire, there), self.space.decisions[wire.target].menu
         bound, call, mesh = menu.bound, menu.call, self.space.mesh
         if any(s.shared for s in menu.strategies) and self.space.decisions[wire.target].kind == "hub":

@@ -272,7 +272,7 @@ class Moment:
         return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
 
     def of_modes(self, memory: MemoryModel, number: int, kept: Modes | None, rerun: Modes | None) -> Modes | None:
-        """Return what is there of what a decision keeps, by mode; `rerun` is there while its own segment runs again."""
+        """Return a decision's saved bytes that are resident, by mode; `rerun` while its own segment runs again."""
         if not self.frees(memory, number):
             return rerun
         if kept is None:

@@ -60,7 +60,7 @@ class WireParts:
 
     kept: Modes | None
     rerun: Modes | None
-    """Bytes of `kept` that are there while the segment runs again."""
+    """Bytes of `kept` that are resident while the segment runs again."""
     sent: Modes | None
     weight: WeightParts | None
     many: ManyParts | None
@@ -179,7 +179,7 @@ BY_PLACE = (
     *("kept", "whole", "weights kept", "weights whole", "born", "arrived", "fresh"),
     *("working", "working forward", "handed on", "unreduced", "sent off", "last made", "alive"),
 )
-"""Sums over the places of calls: kept for the backward by place of use, as the modes say and while its segment runs
+"""Sums over the places of calls: saved for the backward by place of use, as the modes say and while its segment runs
 again, and the gathered weights among them; gradients as they are stored, and as they are made; what calls work on and
 hand on; what is more from a place on."""
 BY_LAYER = ("gathered", "gathered again", "copied", "on way", "on way again")

@@ -143,7 +143,7 @@ class TensorBytes:
         return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
 
     def kept_by_optimizer(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
-        """Bytes that the optimizer keeps of so many elements of a parameter, by what they are."""
+        """Return the bytes of optimizer state for so many elements of a parameter, by name."""
         optimizer, found = self.space.optimizer, {}
         for name, size in optimizer.kept(info, matrix).items():
             make = partial(optimizer.kept_bytes, name, info, elements, matrix)
@@ -156,7 +156,7 @@ class TensorBytes:
         return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
 
     def kept(self, wire: Wire, there: bool) -> Bytes:
-        """Bytes of a tensor that is kept as it arrives; where it is not moved, it may be `there` anyway."""
+        """Return the bytes of a tensor that is saved as it arrives; if it is not moved, it may be `there` anyway."""
         return self.cached(("kept", there, self.space.kind(wire)), lambda: self._kept(wire, there))
 
     def _kept(self, wire: Wire, there: bool) -> Bytes:

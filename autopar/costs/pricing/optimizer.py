@@ -140,12 +140,12 @@ class Optimizer:
         return moment * self.rank * (short + 2 * long) / (short * long)
 
     def kept(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
-        """Bytes of one element of a parameter that it keeps, on the device or the host, by what they are."""
+        """Return the bytes of state per element of a parameter, on the device or the host, by name."""
         each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
         return {name: size for name, size in each.items() if size}
 
     def kept_bytes(self, name: str, info: TensorInfo, elements: Elements, matrix: bool = False) -> Elements:
-        """Bytes that a device keeps of what `kept` calls `name`, of a parameter of which it has so many elements."""
+        """Return the bytes on a device of the state `name` (see `kept`), for so many elements of a parameter."""
         found = np.ceil(elements * self.kept(info, matrix)[name]).astype(np.int64)
         if self.name != "adamw-8bit" or name != "optimizer":
             return found

@@ -327,7 +327,7 @@ def _all_pairs(seconds: np.ndarray) -> _Ways:
 
 
 def _led_by(leading: np.ndarray, on: _Ways) -> _Ways:
-    """Return the ways whose first move has other seconds than those `on` from there."""
+    """Return the paths whose first move has other seconds than those `on` from there."""
     distance, leading = np.full_like(leading, np.inf), leading.copy()
     np.fill_diagonal(distance, 0.0)
     np.fill_diagonal(leading, np.inf)  # to stay is no move

@@ -313,7 +313,7 @@ class _Builder:
     def _is_regathered(self, weight: fx.Node) -> bool:
         """Return whether a sharded weight may be gathered again for the backward, which needs it there.
 
-        It has one consumer, or all consumers take views of it, such as the pieces of a packed weight.
+        It has one consumer, or all consumers take views of it, such as the slices of a packed weight.
         """
         if weight not in self._regathered:
             uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
@@ -323,7 +323,7 @@ class _Builder:
         return self._regathered[weight]
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Return whether a call takes a view of a weight, such as a piece of it."""
+        """Return whether a call takes a view of a weight, such as a slice of it."""
         found = self.roled.calls.get(node.name)
         if found is None or not (found.learned and found.weight_only):
             return False

@@ -1,8 +1,8 @@
 """The candidate strategies of one call on a mesh, with seconds and the collectives that each runs itself.
 
-A strategy takes one choice of the call's rule per mesh axis, and one of the ways to run what is then split: the ATen
-call, or an implementation of the rule. A factor is split into whole parts, or, where it comes from a parameter alone
-(the vocabulary), padded to equal ones.
+A strategy takes one choice of the call's rule per mesh axis, and one implementation of the split call: the ATen call,
+or an implementation of the rule. A factor is split into whole parts, or, where it comes from a parameter alone (the
+vocabulary), padded to equal ones.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[st
 def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[float, float]:
     """Seconds of the forward and of the backward of one of several micro-batches, without what a step does once.
 
-    Once are casts and moves of weights that are held, the reduction of their gradients, and the optimizer.
+    Once are casts and moves of resident weights, the reduction of their gradients, and the optimizer.
     """
     return forward_and_backward(microbatch_tasks(memory, choices, modes), memory.space.hardware.communication_share)
 
@@ -320,7 +320,7 @@ class _Step:
         return found
 
     def _held_at(self, number: int) -> int:
-        """Return the place at which what a call keeps is held: at the end of its segment, if it runs again."""
+        """Return the position from which a call's saved tensors are resident: its segment's end, if it runs again."""
         segment = self.memory.lifetimes.segment
         if not self.memory.second_forward.is_rerun(number, self.choices, self.modes):
             return self.places[number]

@@ -53,8 +53,8 @@ class Tasks:
     ) -> int:
         """Issue a collective that overlaps with later tasks; return the number to wait for.
 
-        It takes `times` its own seconds. What the device rearranges for it is left out. What is left of one that has `begun` is not checked again.
-        Several that follow one another are one task of so many `launches`.
+        It takes `times` its own seconds, without what the device rearranges for it. What is left of one that has
+        `begun` is not checked again. Several that follow one another are one task of so many `launches`.
         """
         alone = collective_seconds(transfer.collective, transfer.num_bytes, self.mesh, transfer.axis, self.hardware)
         seconds = float(alone) * times

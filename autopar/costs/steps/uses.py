@@ -29,7 +29,7 @@ class Uses:
                 yield from self.keepers(each)
 
     def is_made_again(self, number: int, modes: Mapping[str, str]) -> bool:
-        """Return whether something that a call keeps for its backward is made by calls or gathers that run again."""
+        """Return whether something that a call saves for its backward is made by calls or gathers that run again."""
         lifetimes, space = self.memory.lifetimes, self.memory.space
         mode, saved = lifetimes.mode_of(number, modes), lifetimes.saved(space.decisions[number])
         if lifetimes.reruns(number, mode) and (saved.outputs or saved.other_bytes):

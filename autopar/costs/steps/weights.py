@@ -165,7 +165,7 @@ class Regathered:
     layer: int
     row: str
     last: int
-    """The place in the order of the last call that has kept one of them: the backward begins there."""
+    """Position of the last call that saved one of them: the backward begins there."""
     issued: int | None = None
     there: bool = False
 

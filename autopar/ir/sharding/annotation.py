@@ -12,7 +12,7 @@ from 0 on
 
 A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. For
 such a node, and for operations, an annotation may also name a factor of the rule, or several that are split together:
-tp="factor:h", ep="factor:a0+x". The form "factor:+x" stands for all ways to split x together with another. A suffix
+tp="factor:h", ep="factor:a0+x". The form "factor:+x" stands for all splits of x together with another factor. A suffix
 " via " names the implementation, if the rule has several: cp="factor:s+t via ring_self_attention".
 """
 

@@ -96,7 +96,7 @@ class Implementation:
     saved_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that it saves for its backward, inputs and outputs excluded."""
     unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
-    """Positions of the inputs that it does not keep for its backward, though the ATen call does."""
+    """Positions of the inputs that it does not save for its backward, though the ATen call does."""
     saves_moved: bool = False
     """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
     efficiency: Efficiency | None = None

@@ -197,7 +197,7 @@ class _Pins:
     def regather(self, annotation: Annotation, found: Found) -> None:
         """Parameters whose weight the backward does not need have no such choice, nor those that several calls share.
 
-        Unless all of these take views, such as the pieces of a packed weight.
+        Unless all of these take views, such as the slices of a packed weight.
         """
         matched = {self._decision(number).name for number in found.parameters}
         casts = [self.space.index[cast] for cast, weight in self.space.weight_casts.items() if weight in matched]

@@ -8,7 +8,7 @@ ends      the first block of a stage waits for its weights, which no block befor
           What a block takes more where it is simulated alone is added to stages that begin or end with it
 bytes     of one device, by block
 
-    stored       parameters, what the optimizer keeps, and weights that are held as they were moved, all the time
+    stored       parameters, optimizer state, and weights that are resident as they were moved, all the time
     gradients    as they are added up
     reduced      the same as they are stored, at the end of a step
     saved        for the backward of one micro-batch

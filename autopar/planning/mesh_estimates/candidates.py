@@ -1,4 +1,4 @@
-"""Candidates of `mesh="auto"`: plans in one piece and in stages, compared by the step of all their micro-batches."""
+"""Candidates of `mesh="auto"`: plans without and with a pipeline, compared by the step of all their micro-batches."""
 
 from __future__ import annotations
 

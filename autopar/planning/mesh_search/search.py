@@ -17,7 +17,7 @@ pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each t
 The clock decides nothing but what is not tried, and how far a plan is proven, when the time limit passes. What has no
 plan is listed with the reason.
 
-Two arrangements whose plans take the same time and memory are one plan, with its mesh written in two ways (data
+Two arrangements whose plans take the same time and memory are one plan, whose mesh has two forms (data
 parallelism over dp=64 and over dp=2 × tp=32): they are one line of the table, and the simplest mesh stands for them.
 """
 
@@ -53,7 +53,7 @@ MOST_PIPELINES = 4
 
 
 class Found(Protocol):
-    """The plan of a mesh, in one piece or in stages."""
+    """The plan of a mesh, with or without a pipeline."""
 
     @property
     def mesh(self) -> Mesh: ...

@@ -360,7 +360,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
 
 
 def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
-    """The problem with some nodes held at a strategy; -1 is the first that is allowed."""
+    """Return the problem with some nodes fixed at a strategy; -1 is the first that is allowed."""
     nodes = list(problem.nodes)
     for number, choice in choices.items():
         node = nodes[number]

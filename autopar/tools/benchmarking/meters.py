@@ -93,7 +93,7 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def peak_bytes(step: Callable[[], object], clear: Callable[[], object], held: Callable[[], Iterable[Tensor]]) -> int:
-    """Bytes of tensors at the highest moment of an eager step on the CPU: what is held before it, and what it makes.
+    """Bytes of tensors at the highest moment of an eager step on the CPU: bytes resident before it, and those it makes.
 
     Args:
         step: one step of training that leaves its gradients.

@@ -2,7 +2,7 @@
 
 What a machine can do at its best is not what a step gets. A collective comes between computations: the other ranks are
 not there yet, the library's threads sleep, the caches hold something else, and ranks that share cores wait for each
-other. So a collective is timed as the runtime runs it, copies included, after a piece of computation on every rank:
+other. So a collective is timed as the runtime runs it, copies included, after some computation on every rank:
 
     seconds of a collective = median over repetitions of (computation and collective) - (the computation alone)
 

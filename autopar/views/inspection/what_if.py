@@ -23,7 +23,7 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     """Return the best plan that keeps to these annotations in addition to those it was made with.
 
     Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
-    names a stage, which no plan of one piece has, and InfeasibleError where no plan keeps to all.
+    names a stage, which no plan without a pipeline has, and InfeasibleError where no plan keeps to all.
     """
     context, said = context_of(plan, "what_if"), annotations_from(spoken, options)
     for each in said:

@@ -19,7 +19,7 @@ QUERIES, KEYS = "s", "t"
 
 
 def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """Return the positions of some pieces, in the order of a rank's tensor."""
+    """Return the positions of some chunks, in the order of a rank's tensor."""
     return torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
 
 

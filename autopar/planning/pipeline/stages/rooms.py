@@ -41,7 +41,7 @@ LeastOf = Callable[[int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one micro-batch, and what is held by choices that take them."""
+    """Seconds of one micro-batch, and the memory of choices that take them."""
 
     seconds: float
     lasting: float
