@@ -123,9 +123,9 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("devices=64 beside a mesh of 2.", "--devices 64 beside a mesh of 2."),
+        ("devices=64 with a mesh of 2.", "--devices 64 with a mesh of 2."),
         ("give weight_tiles=True or memory='8 GB'", "give --weight-tiles or --memory '8 GB'"),
-        ("offload='none' beside training=False, which", "--offload none beside --inference, which"),
+        ("offload='none' with training=False, which", "--offload none with --inference, which"),
         ("loss_tiles=False; stages=['a']", "--loss-tiles off; stages=['a']"),
         ("schedule is given (zbv)", "--schedule is given (zbv)"),
         ('(imbalance=0.5; give mesh="auto")', "(--imbalance 0.5; give --mesh auto)"),
@@ -336,7 +336,7 @@ def raises():
         (["tiny-mlp", "--bfloat16", "--precision", "bf16"], 2, ["this is inside of autocast('cpu', torch.bfloat16)"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["--time-limit nan; give seconds of at least 0"]),
         (["tiny-mlp", "--imbalance", "0.5"], 2, ["--imbalance 0.5; give a finite number of at least 1"]),
-        (["tiny-mlp", "--devices", "5"], 2, ["--devices 5 beside a mesh of 2"]),
+        (["tiny-mlp", "--devices", "5"], 2, ["--devices 5 with a mesh of 2"]),
         (["tiny-mlp", "--microbatches", "3"], 2, ["does not divide into 3 micro-batches"]),
         (["tiny-mlp", "--memory", "9" * 500 + "GB"], 2, ["is no size"]),
     ],

@@ -85,7 +85,7 @@ def _attention(
     if kernel_options.get("OUTPUT_MAX"):
         raise CaptureError(
             "flex_attention returns the maxima of its scores (AuxRequest(max_scores=True)), which autopar does not "
-            "keep beside a result that is divided; leave max_scores out."
+            "keep with a sharded result; leave max_scores out."
         )
     sizes = *query.shape[:3], key.shape[2]
     indices = [torch.arange(size, device=query.device) for size in sizes]

@@ -122,7 +122,7 @@ def _generation(options: argparse.Namespace) -> object:
     for name in OF_ONE_PLAN:
         if getattr(options, name):
             raise InputError(
-                f"--{name} beside --decode, which makes two plans; save what autopar.plan_generation returns."
+                f"--{name} with --decode, which makes two plans; save what autopar.plan_generation returns."
             )
     model, _ = named(options.model, options.batch, options.sequence, options.layers)
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):

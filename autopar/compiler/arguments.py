@@ -154,13 +154,13 @@ def check_forward_alone(given: Mapping[str, Any]) -> None:
     for name, usual in USUAL.items():
         if not any(type(given[name]) is type(each) and given[name] == each for each in usual):
             raise InputError(
-                f"{name}={given[name]!r} beside training=False, which plans and runs the forward alone, in one piece: "
-                "there are no gradients, no optimizer and no micro-batches. Leave it out."
+                f"{name}={given[name]!r} with training=False, which plans and runs the forward alone: there are "
+                "no gradients, no optimizer, no pipeline and no micro-batches. Leave it out."
             )
     if not OF_TRAINING.isdisjoint(parts_named(given["strategy"])):
         raise InputError(
-            f'strategy="{given["strategy"]}" beside training=False: it divides what a forward has not, gradients and '
-            'the state of an optimizer. "zero3" stores parameters in parts, "data_parallel" whole.'
+            f'strategy="{given["strategy"]}" with training=False: it shards gradients and optimizer state, '
+            'which inference does not have. "zero3" stores parameters in parts, "data_parallel" whole.'
         )
 
 
@@ -168,8 +168,8 @@ def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
     """Raise PipelineError where a forward alone would run in stages."""
     if axis is not None and not request.training:
         raise PipelineError(
-            f'the mesh has a pipeline, the axis "{axis}", and training=False runs a forward in one piece; call the '
-            "axis otherwise, or give a mesh without it."
+            f'the mesh has a pipeline, the axis "{axis}", and training=False runs a forward without one; rename the '
+            "axis, or give a mesh without it."
         )
 
 
@@ -178,7 +178,7 @@ def _optimizer(said: str | Optimizer, master_copies: bool, offload: Offloaded) -
         return Optimizer(said, master_copies)
     if said.gradients == "host" and offload in ("none", "activations"):
         raise InputError(
-            f'gradients="host" beside offload={offload!r}: gradients wait on the host where the optimizer steps there; '
+            f'gradients="host" with offload={offload!r}: gradients wait on the host where the optimizer steps there; '
             'give offload="optimizer", "both" or "auto", too, or gradients="device".'
         )
     return replace(said, master_copies=master_copies or said.master_copies)
@@ -193,7 +193,7 @@ def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], d
 def check_one_decides(plan: object, strategy: str | None) -> None:
     """Raise InputError where a plan and a preset are given."""
     if plan is not None and strategy is not None:
-        raise InputError(f"strategy={strategy!r} beside a plan, which has decided everything; give one of them.")
+        raise InputError(f"strategy={strategy!r} with a plan, which has decided everything; give one of them.")
 
 
 def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
@@ -246,7 +246,7 @@ def check_buckets(buckets: Buckets | None, num_microbatches: int | None, static:
         )
     if buckets is not None and buckets.batches is not None and num_microbatches != 1:
         raise InputError(
-            f"Buckets(batches={buckets.batches!r}) beside micro-batches, whose losses count alike however many samples "
+            f"Buckets(batches={buckets.batches!r}) with micro-batches, whose losses count alike however many samples "
             "of each are padded; leave out batches=, or compile without a pipeline and with microbatches=1."
         )
 

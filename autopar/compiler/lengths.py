@@ -126,7 +126,7 @@ class SmallSizes:
             raise InputError(
                 f"buckets are checked on {SAMPLES} and {PADDED_SAMPLES} samples of {short} and {long} positions, in "
                 f"float64, for which the model cannot be captured; give lengths that it takes, as "
-                f"Buckets(check_lengths=(64, 128)). It said: {error}"
+                f"Buckets(check_lengths=(64, 128)). The error: {error}"
             ) from error
 
 

@@ -227,7 +227,7 @@ def check_planned_mesh(mesh: object, devices: object) -> None:
     num_devices = mesh.num_devices if isinstance(mesh, Mesh) else mesh.size()
     if devices is not None and not (isinstance(devices, int) and devices == num_devices):
         raise MeshError(
-            f'devices={devices!r} beside a mesh of {num_devices}; leave it out, or give mesh="auto" to arrange them.'
+            f'devices={devices!r} with a mesh of {num_devices}; leave it out, or give mesh="auto" to arrange them.'
         )
 
 

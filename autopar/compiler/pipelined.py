@@ -287,7 +287,7 @@ def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:
     found = (plan.schedule.name, plan.schedule.num_microbatches, plan.schedule.chunks)
     if any(a is not None and a != f for a, f in zip(asked, found, strict=True)):
         raise PipelineError(
-            f"the plan is for schedule, microbatches and chunks {found}; found {asked} beside it. "
+            f"the plan is for schedule, microbatches and chunks {found}; the options ask for {asked}. "
             "Leave them out, or plan again."
         )
 

@@ -219,7 +219,7 @@ class Formulation:
         whatever the source chooses. That is too few only if rows whose features are split move within a segment.
         """
         rows = self.space.rows_on(wire)
-        assert rows is not None, "a wire without rows of experts"
+        assert rows is not None, "an edge without expert rows"
         ends, more = (rows.counts, wire.source, wire.target), self._beside(rows, self._reshard(wire))
         if segment is None or not by_mode:
             return [(ends, more, (UNEVEN_WIRE, number, False))]

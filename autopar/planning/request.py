@@ -139,7 +139,7 @@ class PlanRequest:
             self.optimizer.check_offload()
         if self.offload in ("activations", "both") and self.imbalance > 1:
             raise InputError(
-                f"offload={self.offload!r} beside imbalance={self.imbalance:g}: copies to the host are planned for "
+                f"offload={self.offload!r} with imbalance={self.imbalance:g}: copies to the host are planned for "
                 'equal shares of the rows of experts; leave imbalance out, or give offload="optimizer" or "none".'
             )
         if self.offload in ("activations", "both") and not self.may_leave:

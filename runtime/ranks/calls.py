@@ -49,8 +49,8 @@ EVENT, VALUES, ADVICE = "event", "values", "advice"
 THE_OUTPUT = "the output"
 """The name of an output that is the only one."""
 HOW_TO_READ = (
-    "Outputs beside a loss are gathered when they are first used, by all ranks: use them on every rank, for example "
-    "before `if rank == 0:`."
+    "Outputs returned with a loss are gathered when they are first used, by all ranks: use them on every rank, for "
+    "example before `if rank == 0:`."
 )
 HOW_TO_COMPUTE_LOSSES = (
     "Ranks that get the same output must compute the same loss from it. Compute the loss of all samples, or give each "

@@ -226,7 +226,7 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
     pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, {_hidden(graph)}"
     if graph.positions % parts:
         source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
-        dealt_too = f", and of {wanted} for causal attention to deal them by zigzag" if rising else ""
+        dealt_too = f", and of {wanted} for causal attention to zigzag-shard them" if rising else ""
         raise StrategyError(
             f"{strategy} splits the positions of a sequence into {parts} parts over {', '.join(axes)}; found "
             f"{graph.positions} positions, if dim 1 of the input {source} is that of positions, and needed is a "
@@ -235,8 +235,8 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
         )
     if graph.positions % wanted and len(axes) > 1 and _is_dealt(graph, mesh, queries):
         raise StrategyError(
-            f"{strategy} splits positions over {', '.join(axes)}, and causal attention deals them by zigzag, two "
-            f"pieces to each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
+            f"{strategy} splits positions over {', '.join(axes)}, and causal attention zigzag-shards them, two "
+            f"chunks on each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
             f"{wanted}. {pad}, or use smaller axes."
         )
 

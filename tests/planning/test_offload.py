@@ -284,8 +284,8 @@ def test_a_word_without_a_limit_is_planned_once(mesh: dict[str, int], monkeypatc
     [
         ({"offload": "weights"}, "offload='weights'; give 'none', 'optimizer', 'activations', 'both', 'auto'"),
         ({"offload": "both", "recompute": "full"}, "offload='both' sends .* recompute='full' .* next to nothing; give"),
-        ({"offload": "activations", "imbalance": 1.5}, "offload='activations' beside imbalance=1.5: copies .* equal"),
-        ({"optimizer": GRADIENTS}, "gradients=\"host\" beside offload='none': gradients wait .*; give"),
+        ({"offload": "activations", "imbalance": 1.5}, "offload='activations' with imbalance=1.5: copies .* equal"),
+        ({"optimizer": GRADIENTS}, "gradients=\"host\" with offload='none': gradients wait .*; give"),
         ({"offload": "auto", "optimizer": "sgd"}, "offload was given with optimizer='sgd'"),
         (
             {"host_memory": "1GB"},

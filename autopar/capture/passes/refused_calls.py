@@ -94,7 +94,7 @@ def not_evaluated(target: Callable[..., Any], module: str, error: Exception) -> 
     text = str(error).strip().splitlines()
     return NeedsValuesError(
         f"{target} in {where(module)} cannot be traced without the values of its tensors "
-        f"({type(error).__name__}: {text[0] if text else 'no more is said'}); compute it outside of the model and pass "
+        f"({type(error).__name__}: {text[0] if text else 'no message'}); compute it outside of the model and pass "
         "it as an input, or use operations whose shapes are known beforehand."
     )
 

@@ -28,7 +28,7 @@ class _Sourced:
     kind: Schema
 
     def __str__(self) -> str:
-        return f"{self.kind}, bare or as the value beside its source"
+        return f"{self.kind}, bare or given together with its source"
 
     def check(self, found: Any, where: str) -> None:
         try:

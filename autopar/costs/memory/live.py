@@ -64,7 +64,7 @@ class Live:
         if decision.kind != "call":
             return []
         call, strategies, place = decision.menu.call, decision.menu.strategies, self.lifetimes.position[number]
-        assert call is not None, "a call has a menu of one"
+        assert call is not None, "a call has one candidate"
         found: list[Interval] = []
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
@@ -136,7 +136,7 @@ class Live:
             return self._last(wire.target, 0)
         if target.kind != "call" or wire.target_input != 0:
             return 0
-        assert target.menu.call is not None, "a call has a menu of one"
+        assert target.menu.call is not None, "a call has one candidate"
         outputs = range(len(target.menu.call.outputs))
         return max((self._last(wire.target, each) for each in outputs if self._passes(wire.target, each)), default=0)
 

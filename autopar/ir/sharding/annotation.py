@@ -64,8 +64,8 @@ class Annotation:
             )
         if not self.says_layouts and self.stage is None:
             raise AnnotationError(
-                f'{self}: nothing is said; name a mesh axis, as in tp="column", or slices=((2, 1), …), storage="dp", '
-                "regather=True, or stage=1."
+                f'{self}: the annotation is empty; name a mesh axis, as in tp="column", or slices=((2, 1), …), '
+                'storage="dp", regather=True, or stage=1.'
             )
         for axis, said in self.axes:
             self._check_said(axis, said)
@@ -137,7 +137,7 @@ def said_of(value: object, where: str) -> Said:
         return None
     if isinstance(value, Placement):
         raise AnnotationError(
-            f'{where}: {value} cannot be asked for; a sum over an axis comes from the role "row", '
+            f'{where}: {value} cannot be requested; a sum over an axis comes from the role "row", '
             "a split from Shard(dim), a whole tensor from Replicate()."
         )
     return value  # type: ignore[return-value]

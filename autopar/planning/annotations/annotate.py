@@ -93,7 +93,9 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
     said = ", ".join(f"{axis}={value}" for axis, value in axes.items())
     where = f"constrain({list(x.shape)}{', ' if said else ''}{said})"
     if not axes:
-        raise AnnotationError(f"{where}: nothing is said; name a mesh axis and a dim, as in constrain(x, dp=0).")
+        raise AnnotationError(
+            f"{where}: the annotation is empty; name a mesh axis and a dim, as in constrain(x, dp=0)."
+        )
     dims = [_dim_of(said_of(value, where), x.ndim, axis, where) for axis, value in axes.items()]
     return CONSTRAIN(x, list(axes), dims)
 

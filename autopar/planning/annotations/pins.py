@@ -252,7 +252,7 @@ class _Pins:
                 sizes = self.space.mesh.sizes
                 whole = Layout(I if size == 1 else placement for size, placement in zip(sizes, layout, strict=True))
                 mask = _mask(self._decision(number), lambda strategy, wanted=whole: strategy.outputs[0] == wanted)
-                assert mask.any(), f"{name} is stored as {layout}, which its menu lacks"
+                assert mask.any(), f"{name} is stored as {layout}, which is no candidate of it"
                 self.masks[number] = mask
 
     def _add(self, number: int, asking: Annotation | str, mask: Mask) -> None:

@@ -148,13 +148,13 @@ class StageSearch:
     def at_least(self, first: int, end: int, stage: int) -> float:
         """Return the lower bound on the seconds of a stage that was planned."""
         known = self.find(first, end, stage)
-        assert known is not None, "a stage that was not asked for"
+        assert known is not None, "a stage that was not planned"
         return known.least
 
     def closer(self, first: int, end: int, stage: int) -> bool:
         """Plan a searched stage within the tolerance; return False if it already is, or if it is too large for that."""
         known = self.find(first, end, stage)
-        assert known is not None, "a stage that was not asked for"
+        assert known is not None, "a stage that was not planned"
         is_large = known.made is not None and len(known.made.space.decisions) > MOST_DECISIONS
         if is_large or known.is_close or known.seconds <= known.least * (1 + TOLERANCE) or is_over(self.deadline):
             return False

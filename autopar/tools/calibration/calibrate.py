@@ -157,7 +157,7 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: s
     innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
     taken = stamp.number(
         1 - timer.hidden_share(device_mesh.get_group(innermost)),
-        f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
+        f"all_reduce of {format_bytes(effort.message_bytes[-1])} overlapped with matmuls that take as long",
     )
     profile = {
         "name": name,

@@ -311,7 +311,9 @@ class Timer:
             compute()
             work.wait()
 
-        moving, computing, together = self.median_seconds([move, compute, both], "reduction beside matmuls", 0.0)
+        moving, computing, together = self.median_seconds(
+            [move, compute, both], "reduction overlapped with matmuls", 0.0
+        )
         return min(1.0, max(0.0, (moving + computing - together) / min(moving, computing)))
 
 

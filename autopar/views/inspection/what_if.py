@@ -59,6 +59,6 @@ def annotations_from(said: Sequence[str | Annotation], options: Mapping[str, Any
     if len(said) == 1 and isinstance(said[0], str):
         return annotations_of(annotate(nn.Module(), said[0], **options))
     raise AnnotationError(
-        f"what_if({', '.join(map(repr, said))}): give a pattern and what is said about it, as in "
-        'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing beside them.'
+        f"what_if({', '.join(map(repr, said))}): give a pattern and an annotation of it, as in "
+        'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing else.'
     )

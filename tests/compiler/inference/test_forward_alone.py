@@ -117,18 +117,20 @@ def test_a_plan_is_verified_and_holds_to_a_limit() -> None:
     ],
 )
 def test_what_is_of_training_alone_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(InputError, match=f"{name}=.* beside training=False, .*Leave it out"):
+    with pytest.raises(InputError, match=f"{name}=.* with training=False, .*Leave it out"):
         _planned(training=False, **{name: value})
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_presets_that_divide_gradients_and_state_are_refused(strategy: str) -> None:
-    with pytest.raises(InputError, match=f'strategy="{strategy}" beside training=False.*"zero3" stores'):
+    with pytest.raises(InputError, match=f'strategy="{strategy}" with training=False.*"zero3" stores'):
         _planned(training=False, strategy=strategy)
 
 
 def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(PipelineError, match='the axis "pp", and training=False runs a forward in one piece'):
+    with pytest.raises(
+        PipelineError, match='the axis "pp", and training=False runs a forward without one; rename the axis'
+    ):
         autopar.plan(language_model(), Mesh({"pp": 2, "dp": 2}), texts(4, 8), hardware="h100", training=False)
 
 

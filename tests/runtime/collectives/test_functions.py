@@ -357,7 +357,7 @@ def test_a_second_derivative_is_refused() -> None:
         x = from_ranks([torch.ones(2), torch.ones(2)], requires_grad=True)
         y = functions.all_reduce_gradient(x, "a") ** 2
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"a derivative of a derivative was asked .* without create_graph"):
+        with pytest.raises(RuntimeError, match=r"a derivative of a derivative was requested .* without create_graph"):
             gradient.sum().backward()
 
 

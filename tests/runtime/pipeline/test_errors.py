@@ -193,7 +193,7 @@ ERRORS: dict[Callable[[], None], tuple[type[AutoparError], str]] = {
     _plan_with_stages: (PipelineError, "the plan is for the mesh pp=2, with a pipeline; this mesh is dp=2."),
     _plan_for_another_schedule: (
         PipelineError,
-        "the plan is for schedule, microbatches and chunks ('1f1b', 2, 1); found ('gpipe', 2, None) beside it.",
+        "the plan is for schedule, microbatches and chunks ('1f1b', 2, 1); the options ask for ('gpipe', 2, None).",
     ),
     _plan_for_another_mesh: (
         PlanError,

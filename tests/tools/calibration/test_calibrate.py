@@ -70,7 +70,9 @@ def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
     assert len(sources) > 12
     measured = [source for source in sources if source.startswith("measured: ") and "autopar calibrate" in source]
     assert set(sources) == set(measured)
-    assert 0 <= hardware.communication_share <= 1 and "beside matmuls" in written["communication_share"]["source"]
+    assert (
+        0 <= hardware.communication_share <= 1 and "overlapped with matmuls" in written["communication_share"]["source"]
+    )
     assert set(written["links"][0]["fit_error"]) == set(COLLECTIVES)
     said = capsys.readouterr().out
     assert "2 ranks (load " in said

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SECOND = (
-    "a derivative of a derivative was asked of a model that autopar has compiled: the gradients of its collectives "
+    "a derivative of a derivative was requested of a model that autopar has compiled: the gradients of its collectives "
     "and experts have none. Compute the first derivative inside of forward with "
     "torch.autograd.grad(..., create_graph=True), which is captured with the model, or call backward() without "
     "create_graph."

@@ -72,7 +72,7 @@ class CutProblem:
         if self.schedule.num_stages > len(self.blocks):
             raise PipelineError(
                 f"{self.schedule.num_stages} stages ({self.schedule.num_ranks} ranks x {self.schedule.chunks} chunks) "
-                f"were asked of a model of {len(self.blocks)} blocks; a stage needs one block at least. "
+                f"were requested for a model of {len(self.blocks)} blocks; a stage needs one block at least. "
                 "Use a shorter pipeline axis or fewer chunks."
             )
         self._check_pins()
