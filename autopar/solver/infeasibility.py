@@ -83,7 +83,7 @@ def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
         return Conflict(nodes, False, None, _least_without(problem, pinned, nodes, deadline), is_minimal)
     budget, num_questions = problem.budget, 0
     assert budget is not None, "without a limit the pins contradict each other"
-    least = max(least, budget + 1)  # which the bound of a wide graph may not prove
+    least = max(least, budget + 1)  # which the bound at high treewidth may not prove
 
     def conflicts(kept: Sequence[int]) -> bool:
         nonlocal num_questions
@@ -117,7 +117,7 @@ def describe_shortage(problem: Problem, found: Conflict) -> str:
 
 
 def least_bytes(problem: Problem) -> float:
-    """A lower bound on the bytes of any choice that avoids what is forbidden; exact where the graph is narrow."""
+    """Return a lower bound on the bytes of any allowed choice; exact at low treewidth."""
     least = lower_bound(problem.in_bytes(), 0.0)
     if least > -math.inf:
         return least

@@ -1,4 +1,4 @@
-"""Narrow graphs: everything but a small residual is dynamic programming.
+"""Graphs of low treewidth: dynamic programming, except for a small remaining problem.
 
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a price for memory gives a bound L(λ) and a solution that fits (`lagrangian`). Where these are near each other,
@@ -47,7 +47,7 @@ from autopar.solver.remaining.labels import best_labels
 from autopar.solver.remaining.remaining_choices import Counted, Evaluated, Residual, TooManyChoicesError
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
-FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
+FIRST_EPSILON = 2e-5  # of the bound: margin of the first remaining problem
 UNPROVEN = "before the plan was proven best"
 NEAR = 0.01  # of the seconds: of a solution that is not so near the bound, little can be left out
 DEAR_NEAR = 5e-4  # of the seconds: the same where elimination takes seconds, and labels find better ones first

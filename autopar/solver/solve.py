@@ -6,8 +6,8 @@
    over counts of equal parts (`reduction`, `residual`) solve the rest (`narrow`).
 
 Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
-reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`neighbourhoods`), and give the ILP
-a start.
+reference. If the treewidth is too high for elimination, that of neighbourhoods is not (`neighbourhoods`), and give the
+ILP a start.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from autopar.solver.prepared import Prepared
 from autopar.solver.presolve.reduction import prune, reduce_problem, with_fixed
 from autopar.solver.problem import Problem, Solution
 
-SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
+SEARCHING = 0.25  # of the time goes to a good solution if the treewidth is too high for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.002  # how far from the best neighbourhoods are solved
 HELD_GAP = 5e-4  # of the seconds, if a smaller gap is expensive
@@ -123,7 +123,7 @@ def solve_narrow(
 def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
     """Seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds per byte.
 
-    -inf where the graph is too wide for that, or the time too short.
+    It is -inf if the treewidth is too high for that, or the time too short.
     """
     budget, elimination = prepared.smaller.budget, prepared.elimination
     if budget is None or elimination is None or is_wide(elimination):
@@ -194,7 +194,7 @@ def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, kn
 def _by_relaxation(
     problem: Problem, deadline: float, gap: float, enough: Enough, begun: Wide | None = None
 ) -> Solution:
-    """The graph is wide: a bound by messages decides most strategies; the rest is narrow, or narrower.
+    """Solve at high treewidth: a bound by messages decides most strategies; the rest has lower treewidth.
 
     Without a limit a bound that is near is tried first: the last sweeps gain little, and are often not needed.
     """
@@ -269,7 +269,7 @@ def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -
 def _by_dear_search(
     problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float, enough: Enough
 ) -> Solution:
-    """The graph stays wide: a long elimination if there is time for one, or the ILP from what is known."""
+    """Solve if the treewidth stays high: a long elimination if there is time for one, or the ILP from what is known."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None and elimination.work < WORK_PER_S * seconds_until(deadline):
@@ -318,7 +318,7 @@ def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None =
 
 
 def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Relaxation | None = None) -> Solution:
-    """The graph is too wide for elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
+    """Solve without elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
     if relaxed is None:
         searching = deadline - (1 - SEARCHING) * seconds_until(deadline)
         start = good_solution(problem, _narrow_point, searching)
@@ -337,7 +337,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
 
 
 def _narrow_solution(problem: Problem, deadline: float, enough: Enough = EXACT) -> Solution | None:
-    """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
+    """Return a good solution of a part of a problem of high treewidth; None if there is none."""
     if problem.forbidden_node is not None:
         return None  # a fixed strategy is forbidden
     pruned = prune(problem)

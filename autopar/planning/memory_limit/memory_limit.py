@@ -57,7 +57,7 @@ ENOUGH = 1e-3  # of the seconds: default optimality gap if a smaller one is expe
 WIDELY = 5e-3  # of the seconds: default optimality gap at high treewidth
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
-FAR = 2e-3  # of the seconds: an answer further from the best is no help; on a wide graph what is nearer is a good start
+FAR = 2e-3  # of the seconds: an answer further from the best is no help; at high treewidth a nearer one is a good start
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 
@@ -190,7 +190,7 @@ class _Search(Pieced):
             if self._is_dear(first) and not found.is_proven(self.enough):
                 found.fitting += self.by_pieces(found, limit, modes, HALF * self.enough * found.proof.bound)
         self.check(found.proof.bound)
-        # Of a wide graph sums prove no more than all rows did.
+        # At high treewidth sums prove no more than all rows did.
         near = self.enough if first.row is not None or not self.enough else max(self.enough, WIDELY)
         if found.is_proven(max(near, ROUGHLY)) or (found.fitting and self._is_dear(first)):
             return found.best

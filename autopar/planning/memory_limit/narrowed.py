@@ -75,7 +75,7 @@ class Narrowed:
         return not self._wider and self._cut is not None and self._cut.limit < known
 
     def _widened(self, known: float) -> Cut:
-        """The next cut, no wider than what is better than is known."""
+        """Return the next fixings, at a margin no larger than the gap to the incumbent."""
         cut = self._cuts().within(self._wider.pop(0), known)
         if known <= cut.limit:
             self._wider.clear()

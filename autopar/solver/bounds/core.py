@@ -1,4 +1,4 @@
-"""The core of a wide graph: what is left when every node is eliminated whose bag is small.
+"""The core of a graph of high treewidth: the rest after eliminating every node whose bag is small.
 
 Parameters, chains and blocks around a residual stream go, and equal layers share the work (`elimination`). Between the
 nodes of the core lie edges and messages over two to four of them; what lies between the same ones is added up.

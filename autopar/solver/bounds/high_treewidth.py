@@ -1,4 +1,4 @@
-"""The best bound of a wide graph at one price after the other, by messages, and what good choices take there."""
+"""The best bound at high treewidth for a sequence of prices, by messages, with the costs of good choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and wh
 
 
 class Wide:
-    """The least of seconds + prices · bytes over a wide problem, at some prices after the other.
+    """Lower bounds on seconds + prices · bytes of a problem of high treewidth, for a sequence of prices.
 
     `rows` are the same problem with other bytes, which have prices of their own. Messages that fit some prices nearly
     fit the next. Where every choice is forbidden, the bound is infinite.

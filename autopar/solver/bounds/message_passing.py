@@ -10,9 +10,9 @@ Kolmogorov 2006; for edges of three nodes SRMP, Kolmogorov 2015):
     θ_v += Σ_e min_{x_e \\ x_v} θ_e,      θ_e += θ_v / max(edges from before, edges that lead further)
 
 The bound never falls, and ends near that of the ILP's linear relaxation, which without a memory row is nearly always
-the optimum itself. All this is done on the core of a graph (`core`): what is narrow is exact. Choices are read off
-during a sweep: each node takes the best strategy given the nodes before it and the messages of those behind it. Once
-that has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
+the optimum itself. All this is done on the core of a graph (`core`): parts of low treewidth are exact. Choices are read
+off during a sweep: each node takes the best strategy given the nodes before it and the messages of those behind it.
+Once that has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
 
 
 def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
-    """An order that is cheap, or the cheapest of some; None if the graph is too wide for the time or memory of all."""
+    """Return an order that is cheap, or the cheapest of some; None if the treewidth is too high for all of them."""
     last = separators(problem)
     found: list[Elimination] = []
     for balanced, by_growth, kept in (*[(True, False, last)] * bool(last), *((*each, ()) for each in ORDERS)):

@@ -55,9 +55,9 @@ def excesses(
 ) -> Excesses:
     """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
 
-    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however wide the graph is.
-    What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then share
-    their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
+    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however high the treewidth
+    is. What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then
+    share their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
     TimeLimitError where that takes until the deadline.
     """
     children = children_of(elimination)

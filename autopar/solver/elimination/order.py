@@ -46,7 +46,7 @@ def elimination_order(
 ) -> list[int] | None:
     """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come `last`.
 
-    None as soon as a bucket has more than `most` entries: behind it wide ones follow, which take the longest.
+    Returns None as soon as a bucket has more than `most` entries: larger ones follow, which take the longest.
     """
     sizes = tuple([node.num_strategies for node in problem.nodes])
     order = _order(sizes, _ends(problem), balanced, by_growth, frozenset(last), most)

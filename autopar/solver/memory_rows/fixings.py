@@ -53,8 +53,8 @@ class Cut:
 class Cuts:
     """A problem with a memory row, evaluated at a price of its bytes, and what is left of it within margins of that.
 
-    Its graph is narrow. An evaluation that a search has just ended with is taken over from it; TimeLimitError where one
-    takes until the deadline.
+    Its graph has low treewidth. An evaluation that a search has just ended with is taken over from it; TimeLimitError
+    where one takes until the deadline.
     """
 
     def __init__(self, prepared: Prepared, price: float, deadline: float = NEVER) -> None:

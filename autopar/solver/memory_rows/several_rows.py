@@ -16,9 +16,9 @@
 If the treewidth is too high for elimination, some nodes are fixed at their choices in a known solution, so that the
 rest has low treewidth (`neighbourhoods`). The optimum given these nodes is nearly the global one, and so are its
 prices, found by elimination. From there messages bound the whole at prices (`relaxation`), which are looked for on it,
-by cutting planes again, where those to begin with are not near. What is left within a margin of the bound is narrow, if
-not too much is, and has better prices. Choices that fit are combined from parts of visited ones on both sides of the
-budgets, until there are better ones.
+by cutting planes again, where those to begin with are not near. Unless it is large, the rest within a margin of the
+bound has low treewidth, and better prices. Choices that fit are combined from parts of visited ones on both sides of
+the budgets, until there are better ones.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ PRICED_WORK = 100_000_000  # entries of an elimination: prices are looked for on
 ASKED_WORK = 10_000_000  # entries of an elimination: with less a search takes no longer than to add rows
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
-GROWTH = 3.0  # of a margin of a wide graph
-LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wide graph
+GROWTH = 3.0  # of a margin at high treewidth
+LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of the remaining problem at high treewidth
 RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
-LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
-PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
+LEAST_MARGIN = 1e-5  # of the bound: if the remaining problem within less has high treewidth, others solve it
+PRICED_NEAR = 1e-4  # of the bound: gains by better prices at high treewidth below which the search for them ends
 HELD_BAG = 20_000  # bag entries given fixed nodes: more take longer and are hardly better
 HELD_ENTRIES = 30_000_000  # passed by messages: with fewer, messages find prices sooner than a search with fixed nodes
 HELD_NEAR = 2.5e-3  # of the seconds: gap that suffices given fixed nodes, as better choices need other fixed nodes
@@ -169,7 +169,7 @@ def _best_of_narrow(
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
             if is_closed(known, bound, gap) or is_over(deadline):
                 break
-            # Where counts take long, a wider margin may have choices that are near enough.
+            # If counts take long, a larger margin may have choices that are near enough.
             counting = enough if is_widest and not is_dear else replace(enough, longest=min(EFFORT, enough.longest))
             if rows is None:
                 found = Best(None, math.inf, prices)
@@ -215,7 +215,7 @@ def _best_of_wide(
     enough: Enough,
     is_over_elsewhere: OverElsewhere,
 ) -> Best:
-    """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide.
+    """Bound the whole by messages at the best prices; solve the rest within a margin if its treewidth is low.
 
     Before that, the optimum given fixed nodes is searched, unless the task is only to prove that nothing is faster than
     a cut-off. What is left has prices of its own, at which more may be proven of the whole, and less is within a

@@ -1,4 +1,4 @@
-"""On a wide graph choices near the best without a limit are start enough, unless they are the answer."""
+"""At high treewidth choices near the best without a limit are start enough, unless they are the answer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
     with pytest.raises(CutOffError):
         make_plan(space, {}, limit, cutoff=0.0, stated=stated)
     count = len(asked)
-    monkeypatch.setattr(memory_limit, "solve_narrow", None)  # nor is it tried whether the graph is narrow
+    monkeypatch.setattr(memory_limit, "solve_narrow", None)  # nor is elimination tried
     again, choices = make_plan(space, {}, limit, stated=stated)
     assert len(asked) == count
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The search for a good solution of a wide graph: what is held leaves the rest narrow."""
+"""The search for a good solution at high treewidth: fixed nodes leave a rest of low treewidth."""
 
 from __future__ import annotations
 
