@@ -4,9 +4,9 @@
 2. Else a price for memory gives a bound L(λ) and a solution that fits (`lagrangian`). Where these are near each other,
    what costs more than the difference is left out (`min_marginals`, `fixing`), and the search goes on in what is left,
    where it is cheap.
-3. Once no price proves more, labels of seconds and bytes (`residual.labels`) give solutions that fill the budget, and
+3. Once no price proves more, labels of seconds and bytes (`remaining.labels`) give solutions that fill the budget, and
    are nearly the best. If a smaller gap is requested and is not expensive, counts of equal parts
-   (`residual.counting_ilp`) solve the rest, within an ε of the bound that grows up to that solution.
+   (`remaining.counting_ilp`) solve the rest, within an ε of the bound that grows up to that solution.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`lagrangian`).
 3. Min-marginals at λ forbid whatever is in no better solution (`min_marginals`); exact reductions, labels and an ILP
-   over counts of equal parts (`reduction`, `residual`) solve the rest (`narrow`).
+   over counts of equal parts (`presolve`, `remaining`) solve the rest (`low_treewidth`).
 
 Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
-reference. If the treewidth is too high for elimination, that of neighbourhoods is not (`neighbourhoods`), and give the
-ILP a start.
+reference. If the treewidth is too high for elimination, neighbourhoods of low treewidth (`neighbourhoods`) give the ILP
+a start.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 While the backward of a layer runs, that layer takes most: where layers fill a device, each of them has a moment that is
 over the limit. A row for each makes all layers different, and a search with all rows takes long. On a restricted master
-problem (`residual.pieces`) it takes little, and moments get their row once a solution exceeds the limit.
+problem (`solver.remaining.restricted_master`) it takes little, and moments get their row once a solution exceeds the
+limit.
 """
 
 from __future__ import annotations

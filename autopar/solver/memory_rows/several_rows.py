@@ -10,12 +10,12 @@
    within the margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and
    strategies within a margin there are added to the rest, until the margin can contain a solution.
 3. Counts of what is left, with all rows, and labels where there is too much to count, give the best within the margin
-   (`residual.below`). Within the margin of the first step it is the best of all; else that is taken again, wider, at
-   the prices found.
+   (`remaining_choices`). Within the margin of the first step it is the best of all; else that is taken again, larger,
+   at the prices found.
 
 If the treewidth is too high for elimination, some nodes are fixed at their choices in a known solution, so that the
 rest has low treewidth (`neighbourhoods`). The optimum given these nodes is nearly the global one, and so are its
-prices, found by elimination. From there messages bound the whole at prices (`relaxation`), which are looked for on it,
+prices, found by elimination. From there messages bound the whole at prices (`bounds`), which are looked for on it,
 by cutting planes again, where those to begin with are not near. Unless it is large, the rest within a margin of the
 bound has low treewidth, and better prices. Choices that fit are combined from parts of visited ones on both sides of
 the budgets, until there are better ones.
