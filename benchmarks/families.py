@@ -2,7 +2,7 @@
 
 Each family is a tiny model of transformers, made from its config with random weights. On a mesh of (2, 2), with slow
 devices and fast links so that plans truly split, it trains two steps under each strategy; loss, outputs, every
-parameter's gradient, and the parameters and buffers afterwards are held against one process. A family is run in a
+parameter's gradient, and the parameters and buffers afterwards are compared with one process. A family is run in a
 process of its own, and what it gave is appended to the results at once.
 """
 

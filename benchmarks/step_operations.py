@@ -150,7 +150,7 @@ def dtensor(sequence: bool) -> Build:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A strategy, its mesh, and what it is held against."""
+    """A strategy, its mesh, and what it is compared with."""
 
     name: str
     axes: Callable[[int], Mapping[str, int]]

@@ -1,4 +1,4 @@
-"""The memory that a plan predicts, held against what a step on real ranks holds."""
+"""The memory that a plan predicts, compared with what a step on real ranks holds."""
 
 from __future__ import annotations
 
