@@ -45,7 +45,8 @@ Pass = Callable[[TracedGraph], None]
 def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
     """Rewrite the draft in place, one pass after the other; the last one where experts have a capacity.
 
-    What passes work out of constants has values, under a FakeTensorMode of the caller, too; the draft has its own.
+    Results that passes compute from constants have values, also under a FakeTensorMode of the caller; the draft has its
+    own.
     """
     for rewrite in PASSES:
         rewrite(draft)

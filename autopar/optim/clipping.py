@@ -1,7 +1,7 @@
 """Gradients clipped by their norm over all ranks, where they are: on the device, or on the host (`host_gradients`).
 
-Of those on the host each rank takes the norm of its own parts; on axes that split a parameter these are added up, and
-the sum is waited for. All that has been brought is scaled there.
+For gradients on the host each rank takes the norm of its own parts; on axes that split a parameter these are added up,
+and the sum is waited for. All that has been brought is scaled there.
 """
 
 from __future__ import annotations

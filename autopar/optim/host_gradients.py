@@ -1,6 +1,6 @@
 """Gradients that leave the device as soon as the backward has made them, and wait on the host for the step.
 
-Those of several backwards are added up there. On a GPU copies and additions overlap with the rest of the backward:
+Gradients of several backwards are added up there. On a GPU copies and additions overlap with the rest of the backward:
 reading, clipping and stepping on the host wait for them.
 """
 

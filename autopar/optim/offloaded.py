@@ -4,7 +4,7 @@ The moments of each parameter are in host memory, and so are its master copy in 
 gradients down in blocks, updates there with PyTorch's fused AdamW for CPUs, and takes the new weights up (see
 `staging`). All is split as the parameter is: each rank steps on its own part, and nothing is communicated.
 
-What a weight is follows from the device: without master copies it comes down with its gradient. A master copy is the
+The device has the current weight: without master copies it comes down with its gradient. A master copy is the
 weight as the host last left it; where something else has written into the weight since (a checkpoint that was loaded),
 those elements of it that are no longer the master's, rounded, are taken from the device.
 """

@@ -5,9 +5,9 @@ of only some nodes in force: is anything feasible, whatever bytes it takes; or, 
 
     B(P) = min bytes(x)  over choices x that keep to the pins P        P conflicts with the limit if B(P) > limit
 
-The set is minimal: with only its pins in force, freeing any one of them is enough. What is told about a pin is what it
-is worth with all the others in force, B(all pins but this one). Where the edges contradict each other on their own, the
-same search runs over them.
+The set is minimal: with only its pins in force, freeing any one of them is enough. The value reported for a pin is its
+effect with all others in force, B(all pins but this one). Where the edges contradict each other on their own, the same
+search runs over them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mesh axes at run time, found by name, and the count of what moves over them.
 
 Graphs name an axis, or joined ones ("dp_tp"); `use_mesh` says which process group that is, so that one graph serves
-every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step. What a group runs
-stands in one queue: where weights are gathered while gradients are reduced, gathers have groups of their own
+every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step. The collectives of
+a group stand in one queue: where weights are gathered while gradients are reduced, gathers have groups of their own
 (`gathering_groups`), so that neither waits for the other.
 """
 

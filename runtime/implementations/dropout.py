@@ -71,7 +71,7 @@ def kept_of_whole(
 ) -> Tensor:
     """This rank's part of what one device would keep of a whole of that shape, of the dtype and device of `x`.
 
-    Of padding nothing is kept. `split` and `zigzag` have the axes that split each dim, and that zigzag-shard it.
+    Nothing of padding is kept. `split` and `zigzag` have the axes that split each dim, and that zigzag-shard it.
     """
     kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     for dim, axes in enumerate(split):

@@ -123,7 +123,7 @@ def accumulate(
 ) -> Tensor:
     """Train a step on one stage, one micro-batch after the other; the mean of their losses, output `position`.
 
-    What ranks have parts of is summed once for all, overlapped with the last backward.
+    Partial sums of ranks are summed once for all micro-batches, overlapped with the last backward.
 
     Gradients are multiplied by `scale`.
     """

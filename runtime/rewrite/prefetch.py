@@ -5,7 +5,7 @@ first call of layer n - depth that computes (behind the gathers of that layer), 
 which has a gradient, waits, and copies the weights out. The backward does the same in its order (`Regather`); it knows
 layers by the number that `gather_parameters` is given.
 
-Of weights that are gathered over one axis after another, the first gather is issued ahead.
+For weights that are gathered over one axis after another, the first gather is issued ahead.
 """
 
 from __future__ import annotations

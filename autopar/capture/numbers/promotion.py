@@ -18,7 +18,7 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 def promoted_as_numbers(draft: TracedGraph, places: Collection[int]) -> None:
     """Cast what follows from the inputs at `places` alone where a number would be promoted otherwise.
 
-    It comes second in a call, as a number does. What nodes give must be evaluated again behind it.
+    It comes second in a call, as a number does. The results of nodes must be evaluated again behind it.
     """
     sources = {node: node.meta["source"] for node in draft.placeholders()}
     numbers = {node for node, source in sources.items() if source.kind == "input" and source.index in places}

@@ -195,7 +195,7 @@ NAMES = (*BY_PLACE, *BY_LAYER, *AT_ONCE)
 def sums_of(memory: MemoryModel, beside_share: bool) -> Sums:
     """Return all that choices hold of a model; of expert rows an equal share, or with those above it.
 
-    What is there all the time has the names under which it is stored.
+    Permanently resident bytes have the names under which they are stored.
     """
     key = "sums", beside_share
     if key not in memory.parts:

@@ -269,7 +269,7 @@ class Plan:
     def timeline(self) -> Timeline:
         """Return the simulated timeline of the predicted step: it shows overlap, while `seconds` is a sum.
 
-        Of several micro-batches, that of one. Raises PlanError for a plan that was loaded.
+        With several micro-batches, it is that of one. Raises PlanError for a plan that was loaded.
         """
         return view("Plan.timeline")(self)
 

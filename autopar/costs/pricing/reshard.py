@@ -3,7 +3,7 @@
 A move changes the placement of one mesh axis (the table in the module docstring of `layout` and its transposes).
 One path says what it costs, forward and backward, and which nodes the rewrite inserts.
 Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
-Paths are the shortest by their messages. What a device rearranges for these is priced on top: no path goes by way of
+Paths are the shortest by their messages. The device's copies for these are priced on top: no path goes by way of
 another dim, and moves more, to save a copy.
 
 In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
@@ -110,8 +110,8 @@ class ReshardTable:
     def reduction_seconds(self) -> np.ndarray:
         """Seconds in which gradients are reduced behind the one gather of each path in buckets.
 
-        0 where a path does not run in buckets, or has another number of gathers. What is summed before it is gathered
-        is left out: it is summed once, as it is stored.
+        0 where a path does not run in buckets, or has another number of gathers. Tensors summed before they are
+        gathered are left out: they are summed once, as stored.
         """
         found = np.zeros(self.seconds.shape)
         if self._together is None:

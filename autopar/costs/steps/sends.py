@@ -53,7 +53,7 @@ class ReductionSeconds:
 
 
 def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: Send) -> MicrobatchSeconds:
-    """Return the seconds of a micro-batch's tasks overlapped with its stage's sends.
+    """Return the seconds of a micro-batch's tasks, overlapped with its stage's sends.
 
     Args:
         tasks: The tasks of the micro-batch, those of the forward first.

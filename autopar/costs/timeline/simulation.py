@@ -20,8 +20,8 @@ With a share of 0 collectives overlap with compute entirely, and with 1, as if a
 overlap gains nothing: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one
 stream.
 
-Seconds that computing loses are put down to what it waits for, as long as that takes alone. What that takes longer,
-since others load its links, is put down to these, and what slows computing down to all that runs, in equal parts.
+Seconds that computing loses are put down to what it waits for, as long as that takes alone. The delay of a collective
+by others on its links is attributed to these, and the slowdown of compute to all that runs, in equal parts.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def pins_of(
 ) -> dict[int, Mask]:
     """Return the pins of a space: decision → mask over its strategies; decisions without annotations are absent.
 
-    What says nothing but a stage is left to autopar/planning/pipeline/stages/pins.py.
+    Annotations of a stage only are left to autopar/planning/pipeline/stages/pins.py.
     `storage` fixes the layout in which parameters, by name, are stored already.
     An annotation that matches nothing is an error in the modes "semi_auto" and "manual", a UserWarning in "auto".
 

@@ -4,7 +4,7 @@
 
 Each min over x is a problem without a limit, which elimination solves. The weights of moments that prove most are found
 by cutting planes (Kelley 1960): every visited answer gives its bytes at every moment, and the next weights are the best
-against all answers so far, a small linear program. What the bound leaves open is closed by fixing: choices that cost
+against all answers so far, a small linear program. The remaining gap is closed by fixing: choices that cost
 more than what is open are in no smaller plan, and an ILP with a row for each moment decides over the rest.
 """
 

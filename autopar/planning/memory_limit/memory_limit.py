@@ -10,8 +10,8 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
    Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out;
    what is not near enough then is solved again by a restricted master problem over all visited choices (`pieced`).
 3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
-   answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
-   limit of the row: so answers are found that fit, and cost little more.
+   answers so far exceed the most (Karwan & Rardin 1979). The bytes by which the answer exceeds the limit somewhere are
+   subtracted from the limit of the row: so answers are found that fit, and cost little more.
 4. When no sum of moments closes in, further answers are those to two harder questions: with the limit on the largest
    bytes of each choice, and with tighter limits on the sum. The best of them is taken; its optimality gap is reported.
    If there is none, the least peak of any plan is computed (`least_peak`).
@@ -370,7 +370,8 @@ class _Search(Pieced):
     def by_tighter_limits(self, loose: Answer, limit: int, modes: Modes | None, count: int) -> list[Answer]:
         """Answers with less than the limit at the moments where `loose` has the limit, which takes more elsewhere.
 
-        What an answer takes too much somewhere is taken off the limit; where that is too tight, half of it.
+        The bytes by which an answer exceeds the limit somewhere are subtracted from the limit; half of them if that is
+        too tight.
         """
         if loose.row is None:
             return []

@@ -1,7 +1,7 @@
 """Searches with many rows in what one row leaves of a problem, where elimination of the whole takes seconds.
 
-What the bound of one row leaves within a thousandth of it is soon searched, however many rows are added; where nothing
-is found there, what is left within more is. No choices are proven to be nearer than that then.
+Choices within a thousandth of the bound of one row are searched fast, however many rows are added; if nothing is found
+there, a larger margin is searched. No choices are proven to be nearer than that then.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Pieced(Asked):
     def by_pieces(self, found: Found, limit: int, modes: Modes | None, tolerance: float) -> list[Answer]:
         """Return an answer that fits, recombined from known ones; [] if none is found that is faster.
 
-        What may be faster by a tolerance (in seconds) is not looked for.
+        Answers that are faster by less than a tolerance (in seconds) are not looked for.
         """
         fitting = sorted(found.fitting, key=lambda each: each.seconds)
         known = [choices_of_nodes(each.choices, each.modes.values()) for each in fitting]

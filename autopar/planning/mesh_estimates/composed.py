@@ -95,8 +95,8 @@ class InStages:
     """Steps of a pipeline's schedules, by one plan of its blocks or mixed of two on each rank.
 
     Args:
-        schedules: Those that are compared.
-        mesh, axis, hardware: What messages between stages cross.
+        schedules: Schedules to compare.
+        mesh, axis, hardware: Mesh axis and devices that messages between stages cross.
     """
 
     def __init__(self, schedules: Iterable[Schedule], mesh: Mesh, axis: str, hardware: Hardware) -> None:

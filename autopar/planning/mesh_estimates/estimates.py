@@ -109,7 +109,7 @@ class Estimates:
     def _near(self) -> list[Candidate]:
         """Return the neighbours of the best candidates that are not estimated, the likeliest first.
 
-        Those of the best come first, with its own mesh before others. One of many axes takes as long as several of
+        Neighbours of the best come first, with its own mesh before others. One of many axes takes as long as several of
         few: it comes with those of the candidate that is LATER places behind.
         """
         found: dict[Candidate, tuple[int, bool]] = {}

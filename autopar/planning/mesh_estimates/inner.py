@@ -7,8 +7,8 @@ The shorter model is planned without a memory limit, but for a price of bytes wh
 first at next to nothing, so that of equally fast plans the smaller one is taken, then at more (`PRICES`): parameters
 are stored in ever smaller parts, and gathered once a step or again for every backward. This is planned both with
 gradients reduced once a step (ZeRO-1, 3) and with every micro-batch (ZeRO-2). A price is that of the whole model:
-layers that were taken out would cost and save as much each as those that remain. What recomputation costs and saves
-follows from the choices of each: nothing is searched for again.
+layers that were taken out would cost and save as much each as those that remain. The cost and savings of recomputation
+follow from the choices of each: nothing is searched again.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
 def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
     """Return the best cut whose stages fit into their memory budgets; warn if it is not proven to be nearly the best.
 
-    Of cuts whose stages were planned, or are like some that were, the simulation has the last word.
+    Cuts whose stages, or equal ones, were planned are compared by simulation.
     """
     costs = StageCosts(
         search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met

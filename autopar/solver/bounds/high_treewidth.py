@@ -55,8 +55,8 @@ class Wide:
     def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
         """A bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
-        What is found by the deadline; TimeLimitError where no sweep ends by then. The search ends where some choices
-        cost no more than is `known`: no bound is above that; and at a bound that is `enough`.
+        Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
+        choices cost no more than is `known`: no bound is above that; and at a bound that is `enough`.
         """
         messages = self._messages
         if messages is None or self._pruned is None:

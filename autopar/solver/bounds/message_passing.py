@@ -2,10 +2,10 @@
 
     min Σ_v θ_v(x_v) + Σ_e θ_e(x_e)   ≥   Σ_v min θ_v + Σ_e min θ_e
 
-What a message m_ev(x_v) takes from an edge and gives to one of its nodes changes no sum, and raises the right side
-where it is chosen well. Nodes are visited in their order and back, in turns. A node collects what each of its edges
-costs at least for each strategy, and hands all of it on, in equal shares, to the edges that lead further (TRW-S,
-Kolmogorov 2006; for edges of three nodes SRMP, Kolmogorov 2015):
+A message m_ev(x_v) moves cost from an edge to one of its nodes: it changes no sum, and raises the right side if chosen
+well. Nodes are visited in their order and back, in turns. A node collects what each of its edges costs at least for
+each strategy, and hands all of it on, in equal shares, to the edges that lead further (TRW-S, Kolmogorov 2006; for
+edges of three nodes SRMP, Kolmogorov 2015):
 
     θ_v += Σ_e min_{x_e \\ x_v} θ_e,      θ_e += θ_v / max(edges from before, edges that lead further)
 

@@ -56,8 +56,8 @@ def excesses(
     """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
 
     Buckets are cut to the neighbours' strategies below the margin, which leaves little work however high the treewidth
-    is. What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then
-    share their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
+    is. Messages from outside are rounded down to multiples of `grid` (seconds): equal layers of a long model then share
+    their buckets here too, and reduced costs are too small by up to `grid` per bucket on the way from the root.
     TimeLimitError where that takes until the deadline.
     """
     children = children_of(elimination)

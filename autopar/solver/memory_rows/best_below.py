@@ -2,8 +2,8 @@
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
 bound is counted first, within an ε that grows from round to round, or, where that is little, too, all that is below the
-best that is known. Labels (`labels`) find good choices where there is more. What takes longer is counted only where
-nothing known is near enough.
+best that is known. Labels (`labels`) find good choices where there is more. Longer counts run only if no known solution
+is near enough.
 """
 
 from __future__ import annotations

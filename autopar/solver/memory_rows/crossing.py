@@ -32,7 +32,7 @@ def crossed(
 ) -> tuple[int, ...] | None:
     """Return the fastest choices within all budgets, below `known` seconds, combined from visited ones; None: none.
 
-    Those that are within a gap of the bound are enough. TimeLimitError where that takes until the deadline of the rows.
+    Choices within a gap of the bound are enough. TimeLimitError where that takes until the deadline of the rows.
     """
     if len(met) < 2:
         return None

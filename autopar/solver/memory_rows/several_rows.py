@@ -80,12 +80,12 @@ def solve_rows(
     """The best choice per node within all budgets, or better than `known` seconds.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
-    near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
-    the search early, and so does one within `enough` if more evaluations or counts are expensive. `met` are choices
-    visited earlier, over the budgets or not; others may be combined from their parts. A graph that `is_wide` is not
-    tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None: either is
-    tried). A bound on the whole as high as the cut-off of `enough` ends the search. Choices of more than `limit`
-    seconds are not looked for; the bound is no higher than that where they may be better than what is known.
+    near those of the answer. Returns the best found by the time limit, with its bound. A gap (a share of the seconds)
+    ends the search early, and so does one within `enough` if more evaluations or counts are expensive. `met` are
+    choices visited earlier, over the budgets or not; others may be combined from their parts. A graph that `is_wide` is
+    not tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None:
+    either is tried). A bound on the whole as high as the cut-off of `enough` ends the search. Choices of more than
+    `limit` seconds are not looked for; the bound is no higher than that where they may be better than what is known.
 
     If a search takes long, the choices that (nearly) optimal prices mix are first checked against the budgets that are
     not rows of the problems. If they exceed one, the search stops: the problem needs that row. Where there is a
@@ -218,8 +218,8 @@ def _best_of_wide(
     """Bound the whole by messages at the best prices; solve the rest within a margin if its treewidth is low.
 
     Before that, the optimum given fixed nodes is searched, unless the task is only to prove that nothing is faster than
-    a cut-off. What is left has prices of its own, at which more may be proven of the whole, and less is within a
-    margin.
+    a cut-off. The remaining problem has prices of its own, at which the bound of the whole may be higher, and less is
+    within a margin.
     """
     best, bound, prices, near, last = None, -math.inf, start, gap, gap
     whole, dearest = WideRows(problems, deadline), (1 + TOLERANCE) * problems[0].dearest

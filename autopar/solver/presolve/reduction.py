@@ -84,7 +84,7 @@ def reduce_problem(problem: Problem) -> Reduction:
 class _State:
     """A problem being reduced: costs per node, one merged edge per pair of neighbours, and the edges of three ends.
 
-    What equal arrays come to is one array (`_Made`), so that equal layers take the time and the memory of one.
+    Equal arrays reduce to one array (`_Made`), so that equal layers take the time and the memory of one.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -7,10 +7,9 @@ Desrochers & Soumis 1988). Bags add the labels of what is below them up, and uni
     labels(neighbours) = Pareto( ∪_v  own(v, neighbours) + Σ_children labels_child )
 
 Labels whose reduced cost (`min_marginals`) at the price of memory exceeds a margin are left out. The margin is what the
-limit leaves, or where there are too many labels within it a smaller one, which then is all that is proven. Of large
-sets only some are kept, evenly over their seconds: what the best of all may be faster on that account is known.
-Several memory rows count as one, added up at their prices, which bounds; the fastest that meets each of them is the
-answer.
+limit leaves, or where there are too many labels within it a smaller one, which then is all that is proven. Large sets
+are thinned, evenly over their seconds; the possible loss of the optimum is known. Several memory rows count as one,
+added up at their prices, which bounds; the fastest that meets each of them is the answer.
 """
 
 from __future__ import annotations

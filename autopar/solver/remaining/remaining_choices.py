@@ -108,8 +108,8 @@ class Residual:
     def sharpened(self) -> Residual:
         """The same without choices that are in no good enough solution at other prices, either.
 
-        What the best prices leave at a hair, others may leave out: halved, doubled, … for one row after the other, as
-        with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
+        Choices that the best prices barely leave in may be excluded at others: halved, doubled, … for one row after the
+        other, as with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
         """
         found = copy(self)
         for prices in self._others():

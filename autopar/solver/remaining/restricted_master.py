@@ -65,8 +65,8 @@ class Pieces:
     def best(self, effort: float, tolerance: float, start: Sequence[int] | None = None) -> tuple[int, ...] | None:
         """The fastest choices within all budgets that are found with so much effort (`solve_ilp`); None: none.
 
-        What may be faster by no more than a tolerance (in seconds) is not looked for. `start` are known choices, from
-        which it is looked for better ones.
+        Choices that are faster by no more than a tolerance (in seconds) are not looked for. `start` are known choices,
+        from which it is looked for better ones.
         """
         first, *others = self._problems()
         if self._is_full or sum(edge.seconds.size for edge in first.edges) > MAX_PAIRS:

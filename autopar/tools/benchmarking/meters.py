@@ -100,7 +100,7 @@ def peak_bytes(step: Callable[[], object], clear: Callable[[], object], held: Ca
         clear: lets the gradients go, as the next step begins with.
         held: parameters, buffers, gradients and optimizer state, which exist already.
 
-    What a kernel allocates and frees inside is not seen, nor is what compiled code makes.
+    Memory that a kernel allocates and frees inside is not seen, nor is that of compiled code.
     """
     live = LiveBytes(held())
     clear()

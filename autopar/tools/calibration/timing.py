@@ -1,6 +1,6 @@
 """Timings of this machine as a training step meets it: on the ranks that call them together, and in medians.
 
-What a machine can do at its best is not what a step gets. A collective comes between computations: the other ranks are
+A step does not get a machine's best speed. A collective comes between computations: the other ranks are
 not there yet, the library's threads sleep, the caches hold something else, and ranks that share cores wait for each
 other. So a collective is timed as the runtime runs it, copies included, after some computation on every rank:
 
@@ -12,9 +12,8 @@ Every number is that of the slowest rank over several calls in a row, which begi
 calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
 repetitions in turns over all that is timed together, so that a disturbance does not hit all repetitions of one.
 
-What a device computes is timed there without the host, which launches it: on CUDA a step is recorded as a graph and
-replayed. What the host takes for each call has a number of its own (`launch_s`), since a device that has enough to do
-does not wait for it.
+Device compute is timed there without the host, which launches it: on CUDA a step is recorded as a graph and replayed.
+The host's seconds for each call have a number of their own (`launch_s`), since a busy device does not wait for it.
 
 Groups that do not hold all ranks are kept in step by a reduction of a few numbers over the other axes, after a second
 computation, as the axes of a mesh take turns in a training step: else one group would compute while another waits.

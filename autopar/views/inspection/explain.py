@@ -1,7 +1,7 @@
 """Why a plan chose a strategy: its cost in parts, the best plan without it, and what other roles would take.
 
 The runner-up forbids the chosen strategy of one decision and plans everything again: p* = min over plans with another
-strategy there. What it takes more than the plan is the least that giving up the strategy costs.
+strategy there. Its difference to the plan is the least cost of giving up the strategy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The step of a plan's rows, one thing after the other: of a plan that was loaded, which has no timeline.
 
-Forward, then backward in reverse (each segment that is computed again ahead of its backward), then the optimizer. What
-is hidden behind computing has no seconds in a row. All seconds add up to `plan.seconds`.
+Forward, then backward in reverse (each segment that is computed again ahead of its backward), then the optimizer.
+Collectives hidden behind compute have no seconds in a row. All seconds add up to `plan.seconds`.
 """
 
 from __future__ import annotations

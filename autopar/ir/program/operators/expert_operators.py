@@ -6,7 +6,7 @@
     combine(rows, weights, route, counts, splits, dropping) -> y
 
 Rows are the tokens once per expert that they have been sent to, in the order of experts and, for one expert, of tokens:
-of ragged parts that follow from the data. What lies between the ends are ordinary operations on rows. Legend:
+of ragged parts that follow from the data. Ordinary operations on rows lie between the ends. Legend:
 
     T tokens (any number of leading dims)   D features   K experts of a token   E experts   R = T · K rows
 
