@@ -1,4 +1,4 @@
-"""mesh="auto" beside the recipes of experts (`benchmarks.recipes`): the same model, devices, batch and memory.
+"""mesh="auto" compared with the recipes of experts (`benchmarks.recipes`): the same model, devices, batch and memory.
 
 The recipe is planned as its source has it, and "auto" is told the number of devices alone. Printed are the simulated
 seconds of a step of both, their ratio, gigabytes of a device, the answer, and what "auto" took on the clock.

@@ -1,4 +1,4 @@
-"""Estimates of mesh="auto" beside exact plans, on candidates drawn at random.
+"""Estimates of mesh="auto" compared with exact plans, on candidates drawn at random.
 
 A candidate is a mesh, with or without a pipeline, and a number of micro-batches. Each is estimated by the shorter form
 of the model, and planned exactly with the schedule of its estimate. Printed are seconds of a step and bytes of a device

@@ -151,7 +151,7 @@ def _forms_of_itself(model: nn.Module, inputs: Any) -> list[tuple[tuple[int, ...
 
 
 def _with_real_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which numbers of ranks are real: a mesh makes a tensor of them whenever it is asked."""
+    """The function, for which numbers of ranks are real: a mesh makes a tensor of them at every access."""
 
     def called(*given: Any) -> Any:
         with unset_fake_temporarily():

@@ -1,4 +1,4 @@
-"""A token of generation beside transformers' own tensor parallelism (`tp_plan`), on gloo ranks in one run.
+"""A token of generation compared with transformers' own tensor parallelism (`tp_plan`), on gloo ranks in one run.
 
 A small Llama generates greedily by transformers' `generate`, split by its `tp_plan` with its default cache and with
 its static one, and compiled by autopar under `megatron`, which must give the same tokens. They take turns. What a token

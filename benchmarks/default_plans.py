@@ -1,4 +1,4 @@
-"""Measure the default plan beside every preset of a suite: `python -m benchmarks.default_plans [--models tiny-vit]`.
+"""Measure the default plan and every preset of a suite: `python -m benchmarks.default_plans [--models tiny-vit]`.
 
 All strategies of a cell train in turns, in shuffled order, on gloo ranks of this machine
 (`autopar.tools.benchmarking`). The table has the median step of the default plan over that of the fastest preset. A

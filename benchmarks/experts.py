@@ -1,4 +1,4 @@
-"""Mixture-of-Experts on gloo ranks: what the solver divides, beside each choice pinned and beside other tools.
+"""Mixture-of-Experts on gloo ranks: the solver's choice, compared with each pinned choice and with other tools.
 
 The model is layers of a norm and transformers' own Qwen3-MoE block, in fp32. autopar trains it with the plan that the
 solver takes, and with its experts pinned: tokens (t), experts (x), both with all-to-all (t+x), or the experts' features
@@ -92,7 +92,7 @@ class Line:
 
 
 class Block(nn.Module):
-    """A norm and experts, beside a residual connection."""
+    """A norm and experts, with a residual connection."""
 
     def __init__(self, options: Options) -> None:
         from transformers import Qwen3MoeConfig

@@ -1,8 +1,8 @@
-"""Model families trained on simulated ranks beside one process: `python -m benchmarks.families [family …]`.
+"""Model families trained on simulated ranks and on one process: `python -m benchmarks.families [family …]`.
 
 Each family is a tiny model of transformers, made from its config with random weights. On a mesh of (2, 2), with slow
 devices and fast links so that plans truly split, it trains two steps under each strategy; loss, outputs, every
-parameter's gradient, and the parameters and buffers afterwards are held against one process. A family is run in a
+parameter's gradient, and the parameters and buffers afterwards are compared with one process. A family is run in a
 process of its own, and what it gave is appended to the results at once.
 """
 
@@ -204,7 +204,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         ]
     },
 }
-"""Class of transformers → family → what its config needs beside SIZES."""
+"""Class of transformers → family → what its config needs in addition to SIZES."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16},
     "convbert": {"head_ratio": 2, "conv_kernel_size": 3, "num_groups": 1},

@@ -1,7 +1,7 @@
 """Published mappings of mixtures of experts, predicted: MoE Parallel Folding (arXiv:2504.14960), Tables 3 and 4.
 
 Each row is a model on H100s, trained in one of five ways, and its measured share of the peak FLOP/s (MFU). The same
-mapping is said to autopar as a mesh, a preset and annotations, and its step predicted from the meta device with the
+mapping is given to autopar as a mesh, a preset and annotations, and its step predicted from the meta device with the
 `h100` profile; compared are steps, and the order of the methods for a model on so many GPUs.
 
     method        attention                                 experts
@@ -20,7 +20,7 @@ again in the backward, whether that fits into memory or not; two experts for a t
 weights and reduces gradients with every micro-batch, so its step is that of one micro-batch, as often as there are any.
 Rows of experts are taken as balanced: the paper drops what is beyond a capacity factor of 1.
 
-Left out: gradients of micro-batches that add up whole beside optimizer state in parts (Megatron's ZeRO-1); the rows
+Left out: gradients of micro-batches that add up whole with sharded optimizer state (Megatron's ZeRO-1); the rows
 reduce them in each. What autopar cannot say: sequence parallelism of norms around experts (all-reduces instead of its
 pairs of all-gathers and reduce-scatters; on their way to experts that tp divides, features of tokens are divided
 instead of positions), and an overlap of all-to-alls with computing.
@@ -277,7 +277,7 @@ def flops_per_token(name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row beside its prediction; seconds of a step."""
+    """A row and its prediction; seconds of a step."""
 
     row: Published
     predicted: Predicted

@@ -120,7 +120,7 @@ def _trained(options: Options, strategy: str) -> Line:
 
 
 def table(found: dict[str, Line]) -> str:
-    """Every contestant beside one process."""
+    """Return a table of every contestant, compared with one process."""
     alone = found[ONE].peak_bytes
     rows = [
         (

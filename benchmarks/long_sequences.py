@@ -1,17 +1,17 @@
-"""Attention over split positions on gloo ranks beside one process and torch's ring.
+"""Attention over split positions on gloo ranks, compared with one process and torch's ring.
 
 Causal, with grouped heads, forward and backward, by
 
     one process     flash attention on the whole
     ulysses         heads by all-to-all
-    gather          keys and values gathered, by blocks; positions in order, and dealt by zigzag
-    ring            keys and values travel; positions in order, and dealt by zigzag
+    gather          keys and values gathered, by blocks; positions in order, and zigzag-sharded
+    ring            keys and values travel; positions in order, and zigzag-sharded
     whole rows      ring self-attention: scores of whole rows are kept; up to 4096 positions, as long as they fit
     torch's ring    the ring template of torch.distributed.tensor.experimental, its zigzag, with the CPU's kernel
     mask            keys and values gathered, and a mask: what autopar did before it had blocks
 
 Counted is the processor time of the slowest rank (two cores serve all ranks here, so that clocks tell little), and the
-peak of the memory that a rank takes beside its inputs. All take turns in one run.
+peak of the memory that a rank takes, its inputs excluded. All take turns in one run.
 
     python -m benchmarks.long_sequences
     python -m benchmarks.long_sequences --ranks 2 4 --positions 4096 16384
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A contestant: processor seconds of the slowest rank, peak bytes beside inputs, how far its result is apart."""
+    """A contestant: processor seconds of the slowest rank, peak bytes without inputs, and the error of its result."""
 
     name: str
     seconds: float
@@ -272,7 +272,7 @@ def _facts() -> str:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Each contestant beside one process, with the ratios that are to hold."""
+    """Return a table of each contestant, compared with one process, with the required ratios."""
     by_name = {line.name: line for line in lines}
     alone = by_name["one process"]
     rows = [

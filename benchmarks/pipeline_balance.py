@@ -1,4 +1,4 @@
-"""Stage cuts by autopar beside equal numbers of layers, on a model whose head weighs several layers, timed.
+"""Stage cuts by autopar compared with equal numbers of layers, on a model whose head weighs several layers, timed.
 
 The model is a language model of small layers with a large vocabulary, in fp32. Cut into equal numbers of layers, the
 last stage has the head and the loss on top, and all other ranks wait for it. Both plans are trained in one process
@@ -7,7 +7,7 @@ step clears the gradients, and is forward, backward and fused AdamW; it takes as
 median of the steps counts. A rank idles for the part of a step in which it takes no processor time.
 
 Where other programs take the cores in which a rank waits, the clock shows how much work there is, not how it is
-divided. Seconds of the processor are therefore measured beside: of the rank that takes most, and of the step as the
+divided. Seconds of the processor are therefore also measured: of the rank that takes most, and of the step as the
 simulation has it if every rank's computations take what they took of the processor.
 
     python -m benchmarks.pipeline_balance                      two ranks

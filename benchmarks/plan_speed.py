@@ -7,7 +7,7 @@ with several; rows of the group "limits" have limits of their own.
     python -m benchmarks.plan_speed                         all rows: a few minutes
     python -m benchmarks.plan_speed --quick                 two layers of each model
     python -m benchmarks.plan_speed --only layers devices   some groups of rows, or models by name
-    python -m benchmarks.plan_speed --peer PATH             beside AutoParallel, whose sources lie at PATH
+    python -m benchmarks.plan_speed --peer PATH             with AutoParallel, whose sources lie at PATH
 
 target: Llama-3-8B on 8×8 builds and solves in 2 s, the whole plan takes 9 s and 1 GB; Llama-3-405B on 16×8×8 builds
 and solves in 10 s, the other models in 3 s, with and without a limit in 15 s where graphs are wide, and proven within
@@ -78,7 +78,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
 SHARES = {"tiny": (0.95, 0.9, 0.8, 0.7)}
 """Group → its limits, as shares of the free plan's memory, where it has some of its own."""
 WHOLE = ("models", "wide", "tiny")
-"""Groups whose rows are asked for by the name of a model, too."""
+"""Groups whose rows are also selected by the name of a model."""
 QUICK_LAYERS = 2
 PEER_LAYERS = (2, 32)
 TITLES = {

@@ -1,4 +1,4 @@
-"""Training in several dtypes beside torch's own FSDP2 with the same policy, and beside float32, on gloo ranks.
+"""Training in several dtypes, compared with torch's FSDP2 with the same policy and with float32, on gloo ranks.
 
 A small Llama under `zero3`, and the same under `fully_shard` of its layers and of the root, take turns, step by step.
 Losses are compared with one another and with those of one process in float32, gradients of the first step with its

@@ -1,4 +1,5 @@
-"""Weights gathered ahead of their use beside weights gathered when they are used: seconds of a step, on gloo ranks.
+"""Weights gathered ahead of their use and at their use, compared: seconds of a step, on gloo
+ranks.
 
 The model is a stack of equal blocks under `zero3`. Contestants differ in `prefetch` alone and take turns, step by step,
 so that what else the machine does weighs on all alike. A step takes as long as on the slowest rank; medians count.
@@ -101,7 +102,7 @@ def _forward_and_backward(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Every contestant beside the first."""
+    """Return a table of every contestant, compared with the first."""
     first = lines[0]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""Training steps that others have measured, beside what autopar predicts of the same strategies.
+"""Training steps that others have measured, compared with autopar's predictions for the same strategies.
 
 Each row of a table is planned as it ran: degrees, micro-batches, schedule, ZeRO, recomputation. Printed are, by source,
 the errors of seconds and bytes, whether out-of-memory is told right, the regret of choosing by prediction, and why
@@ -45,7 +45,7 @@ STORE = Path.home() / ".cache" / "autopar" / "published"
 
 
 def table_and_count(said: str) -> tuple[str, int | None]:
-    """The path of a table, and how many of its rows are asked about; None: all."""
+    """Return the path of a table, and how many of its rows to predict; None: all."""
     path, _, count = said.rpartition(":")
     return (path, int(count)) if path and count.isdecimal() else (said, None)
 

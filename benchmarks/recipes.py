@@ -1,4 +1,4 @@
-"""Training recipes that experts publish, asked of autopar as a user would ask, beside what was measured.
+"""Training recipes that experts publish, planned by autopar as a user would, compared with measurements.
 
 A recipe (`recipes.csv`) is a model, a number of GPUs, the degree of every parallelism, micro-batches, recomputation and
 precision. Each is planned offline on the meta device: a mesh, the joined presets that say the same, and the memory of
@@ -57,7 +57,7 @@ UNEXPRESSED = {
     "fp8": "products in FP8: profiles have no rate for them, and the runtime no kernels",
     "mxfp8": "products in MXFP8: profiles have no rate for them, and the runtime no kernels",
 }
-"""Precision → why autopar cannot be asked for it."""
+"""Precision → why autopar cannot plan it."""
 PEAK_FLOPS_PER_S = {"h100": 989.5e12, "a100": 312e12}  # bf16 and fp16 of datasheets, the denominator of sources' MFU
 PER_DEVICE = "once per device"
 ACCEPTED, REFUSED, NOT_EXPRESSED, NO_ANSWER = "accepted", "refused", "not expressed", "no answer"
@@ -285,7 +285,7 @@ def asked(recipe: Recipe, time_limit: float) -> Found:
 
 
 def step_seconds(plan: Plan | PipelinePlan) -> float:
-    """Return the simulated seconds of a step; a plan in one piece does what it does once beside a micro-batch."""
+    """Return the simulated seconds of a step; without a pipeline, once-a-step work is added to a micro-batch."""
     return plan.seconds if isinstance(plan, PipelinePlan) else simulated_seconds(plan)
 
 
@@ -342,7 +342,7 @@ def line(recipe: Recipe, found: Found) -> str:
 
 
 def summary(found: Sequence[Found]) -> str:
-    """Count recipes by verdict, with the errors of predictions and what cannot be asked."""
+    """Count recipes by verdict, with the errors of predictions and what cannot be requested."""
     lines = [f"{verdict}: {sum(each.verdict == verdict for each in found)}" for verdict in VERDICTS]
     accepted = [each for each in found if each.verdict == ACCEPTED]
     rows = []

@@ -1,4 +1,5 @@
-"""Layers compiled one by one beside the graph compiled as a whole: seconds until the first step, and of later ones.
+"""Layers compiled one by one, and the graph compiled as a whole: seconds until the first step, and of later
+ones.
 
 The model is a Llama of equal layers on gloo ranks; contestants are made one after the other, then take turns, step by
 step. A step takes as long as on the slowest rank; medians count. "until trained" is what the first step takes of the
@@ -121,7 +122,7 @@ def _slowest(seconds: float) -> float:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Every contestant beside the graph compiled as a whole."""
+    """Return a table of every contestant, compared with the graph compiled as a whole."""
     whole = next(line for line in lines if line.name == "whole")
     rows = [
         [

@@ -1,8 +1,9 @@
-"""Seconds and peak memory of a training step by autopar, beside PyTorch's own tools, on gloo ranks of one thread each.
+"""Seconds and peak memory of a training step by autopar and by PyTorch's own tools, on gloo ranks of one thread
+each.
 
 A step clears the gradients, and is forward, backward and AdamW (foreach) in fp32. The two of a pair take turns, step by
 step, so that what else the machine does weighs on both alike; a step takes as long as its slowest rank, and the median
-of the steps counts. Seconds of processor time, which a busy machine bends less, are measured beside. Memory is what
+of the steps counts. Seconds of processor time, which a busy machine bends less, are also measured. Memory is what
 tensors of a rank hold at the highest moment of a step, with parameters, optimizer state and the buffers of gradients;
 what compiled code holds is not seen, so it is measured without torch.compile.
 

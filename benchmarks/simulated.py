@@ -1,7 +1,8 @@
-"""The sum that the solver makes least beside the simulated timeline, over models, meshes, batches and strategies.
+"""The sum that the solver minimizes, compared with the simulated timeline, over models, meshes, batches and strategies.
 
 Nothing runs: models lie on the meta device, few layers at their sizes, and both predictions are autopar's own. What the
-solver can only guess, as it prices one decision at a time, is what of the moves of parameters passes beside computing.
+solver can only guess, as it prices one decision at a time, is how much of the moves of parameters overlaps with
+compute.
 
     python -m benchmarks.simulated                       three devices' profiles: some minutes
     python -m benchmarks.simulated --hardware h100

@@ -1,8 +1,8 @@
 """Seconds of `solve` against the plain ILP, on a synthetic model of equal (or, with --distinct, unequal) layers.
 
 A layer is a residual block of a transformer in shape: a stream from which two branches of operations part and to which
-they return, one parameter per matmul, and a hub wherever a tensor has several consumers. Strategies are points in a
-plane, reshard costs the distances between them; splitting a parameter finer saves bytes and costs seconds.
+they return, one parameter per matmul, and a shared reshard wherever a tensor has several consumers. Strategies are
+points in a plane, reshard costs the distances between them; splitting a parameter finer saves bytes and costs seconds.
 
     python benchmarks/solve_speed.py --layers 8 --strategies 9 --memory 0.4
 """

@@ -1,4 +1,4 @@
-"""Kernels, ATen operations and Python calls of a training step on the host, beside PyTorch's own tools.
+"""Kernels, ATen operations and Python calls of a training step on the host, compared with PyTorch's own tools.
 
 One process is rank 0 of many: torch's fake process group moves nothing, so that 512 ranks need no machine. Both sides
 train the decoder of `transformer_model` on a global batch of one sample per rank, with AdamW (foreach). The third step
@@ -151,7 +151,7 @@ def dtensor(sequence: bool) -> Build:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A strategy, its mesh, and what it is held against."""
+    """A strategy, its mesh, and what it is compared with."""
 
     name: str
     axes: Callable[[int], Mapping[str, int]]
@@ -163,7 +163,7 @@ class Case:
     recomputes: bool = True
     """True if it is counted with full recomputation, too."""
     layers: int = 1
-    """Times as many layers as are asked for."""
+    """Times as many layers as requested."""
 
 
 def of_schedule(schedule: str) -> tuple[Build, Build]:

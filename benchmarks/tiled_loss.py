@@ -1,4 +1,4 @@
-"""A loss in tiles beside the same loss in one piece: peak memory and processor time of a step, on gloo ranks.
+"""A loss in tiles compared with the same loss untiled: peak memory and processor time of a step, on gloo ranks.
 
 The model is an embedding, a head, and the cross-entropy of its outputs, so that logits are most of it. Both contestants
 are made by autopar with the same preset and take turns, step by step, so that what else the machine does weighs on both
@@ -135,7 +135,7 @@ def measured(options: Options) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Every contestant beside the loss in one piece of its preset and dtype."""
+    """Return a table of every contestant, compared with the untiled loss of its preset and dtype."""
     whole = {(line.preset, line.dtype): line for line in lines if line.tiles == 0}
     rows = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Measured steps beside the planner's sum and the simulated timeline, on gloo ranks of this machine.
+"""Measured steps compared with the planner's sum and the simulated timeline, on gloo ranks of this machine.
 
 Strategies of small models train in turns on a machine that is calibrated first, as `autopar bench --suite small` does;
 here without peers, and with the two predictions side by side. Below are the figures of each mesh, and how far

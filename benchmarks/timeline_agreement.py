@@ -1,4 +1,5 @@
-"""The solver's sum beside the simulated timeline: published recipes, and a random grid of models, meshes and GPUs.
+"""The solver's sum and the simulated timeline: published recipes, and a random grid of models, meshes and
+GPUs.
 
 Nothing runs: models lie on the meta device, and both predictions are autopar's own. Printed are each ratio, and by
 group the median and the worst distance of the sum from the timeline. The sum counts the launches that the timeline

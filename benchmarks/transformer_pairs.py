@@ -168,7 +168,7 @@ def megatron_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
 
 
 def async_tensor_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
-    """`megatron_sequence` in chunks, beside whose collectives ranks compute."""
+    """Build `megatron_sequence` with matmuls in chunks that overlap with collectives."""
     return _planned(size, mesh, compiled, "async_tensor_parallel")
 
 

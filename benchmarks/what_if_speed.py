@@ -1,4 +1,4 @@
-"""Time `Plan.what_if` and `Plan.explain` under a memory limit, next to the plan that they are asked of.
+"""Time `Plan.what_if` and `Plan.explain` under a memory limit, next to the plan that they start from.
 
 Prints CPU seconds of this process and their ratio to those of `autopar.plan`, capture included. `what_if` runs twice,
 and the script says whether both answers are equal.

@@ -1,4 +1,4 @@
-"""Models whose graphs are wide or irregular: hubs, skips over many layers, scans, few equal layers.
+"""Models whose graphs have high treewidth or are irregular: stars, skips over many layers, scans, few equal layers.
 
 Sizes are about those of published models, but for scans that are captured step by step: texts are short there, or
 layers few. B batch, C channels, H height, W width.
@@ -82,7 +82,7 @@ TEXTS: dict[str, BuiltIn] = {
 
 
 class DenseLayer(nn.Module):
-    """A bottleneck and a convolution; what they give is laid beside what came."""
+    """A bottleneck and a convolution; their output is concatenated to the input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

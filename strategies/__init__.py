@@ -66,8 +66,9 @@ BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **kernels.BY_NAME, **matmul.BY
 def rule_of(call: Call) -> OpRule | None:
     """The rule of a call; None where there is none, so that the call runs replicated.
 
-    What the user has registered comes before the tables; RuleError where that does not fit the call. What is drawn in
-    such a call is seeded by part. A rule of the tables of a call that draws counts where it says how it draws.
+    Rules that the user registered take precedence over the tables; RuleError where that does not fit the call. Random
+    numbers of such a call are seeded by part. A rule of the tables of a call that draws counts where it says how it
+    draws.
     """
     given = registered(call.target)
     if given is not None:

@@ -1,8 +1,8 @@
 """Rules that users give for operations of their own: custom operators and autograd.Functions.
 
 A rule has a term for every argument that is a tensor, in the order of the operation's schema, and one for every output.
-Where a call leaves an optional tensor out, its term is left out; a list of tensors has one term for all of them. Of an
-autograd.Function, which has no schema, each call's tensors are counted.
+Where a call leaves an optional tensor out, its term is left out; a list of tensors has one term for all of them. An
+autograd.Function has no schema: each call's tensors are counted.
 """
 
 from __future__ import annotations

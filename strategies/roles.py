@@ -250,7 +250,7 @@ def _ruled(node: fx.Node) -> RuledCall:
 def _factor_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool, ...]) -> Mapping[str, str]:
     """Roles of factors: by their name (o, k, x), those of a product by experts, else of the input dims they stand on.
 
-    Of these the first counts, and before it an expert: gates, whose experts are columns of the router, meet rows.
+    The first of these counts, and before it an expert: gates, whose experts are columns of the router, meet rows.
     """
     by_experts = _product_by_experts(found, weights)
     roles: dict[str, str] = {}

@@ -42,7 +42,7 @@ class Dealt:
         return self.dims.get(value, frozenset())
 
     def inputs(self, call: RoledCall, graph: RoledProgram) -> tuple[frozenset[int], ...]:
-        """The dims of a call's inputs; a weight is dealt for a call where its other tensors are."""
+        """Return the zigzag-sharded dims of a call's inputs; a weight follows the call's other tensors."""
         factors = {name for name, value, dim in _splits(call) if dim in self.of(value)}
         of_weights: dict[Value, set[int]] = defaultdict(set)
         for name, value, dim in _splits(call):
@@ -56,7 +56,7 @@ class Dealt:
 
 
 def dealt(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
-    """Find, once, what is dealt over any of the axes of these sizes."""
+    """Find, once, which dims are zigzag-sharded over any of the axes of these sizes."""
     if not sizes:
         return Dealt({})
     known = graph.program.facts.setdefault("zigzag", {})
@@ -114,7 +114,7 @@ def _followed(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
 
 
 def num_pieces(sizes: Sequence[int]) -> int:
-    """Return what a dim must divide into to be dealt by any one of axes of these sizes."""
+    """Return the number of parts that a dim needs to be zigzag-sharded by any one of axes of these sizes."""
     return 2 * max(sizes, default=1)
 
 

@@ -347,7 +347,7 @@ def raises():
         (["tiny-mlp", "--bfloat16", "--precision", "bf16"], 2, ["this is inside of autocast('cpu', torch.bfloat16)"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["--time-limit nan; give seconds of at least 0"]),
         (["tiny-mlp", "--imbalance", "0.5"], 2, ["--imbalance 0.5; give a finite number of at least 1"]),
-        (["tiny-mlp", "--devices", "5"], 2, ["--devices 5 beside a mesh of 2"]),
+        (["tiny-mlp", "--devices", "5"], 2, ["--devices 5 with a mesh of 2"]),
         (["tiny-mlp", "--microbatches", "3"], 2, ["does not divide into 3 micro-batches"]),
         (["tiny-mlp", "--memory", "9" * 500 + "GB"], 2, ["is no size"]),
     ],

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import io
 import itertools
 import re
+import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -43,7 +45,7 @@ KERNELS = {"autopar.solver.elimination.min_plus"}
 """Modules of these that take arrays of numbers to PyTorch and bring some back."""
 MAX_LINES, MAX_FILES = 400, 12
 PACKAGES = ("strategies", "runtime")
-"""Folders beside `autopar/` that are installed inside it."""
+"""Folders next to `autopar/` that are installed inside it."""
 
 FILES = [
     file
@@ -247,3 +249,43 @@ def test_docstrings_name_their_subject() -> None:
         if str(each.value).split()[0].strip(",.;:") in FRONTED
     ]
     assert not found, f"{found}: begin with a verb (Return, Build …) or with a noun; see CONTRIBUTING.md."
+
+
+TERMS: Mapping[str, str] = {
+    r"asked": "requested",
+    r"beside": "overlapped with, next to, together with or compared with",
+    r"deal(s|t|ing)": "zigzag-sharded, or assigned",
+    r"dear(er|est)?": "expensive",
+    r"excess": "reduced cost",
+    r"hubs?": "shared reshard",
+    r"menus?": "candidate strategies",
+    r"met": "visited",
+    r"rooms": "per-rank memory budgets",
+    r"said": "user-specified, or annotations",
+    r"wires?": "edge",
+}
+"""Private words, as patterns → the field's term for them."""
+PRIVATE = re.compile(rf"\b({'|'.join(TERMS)})\b")
+NOT_PROSE = re.compile(r"``.*?``|`[^`]*`|\"[^\"\n]*\"|--\w+|^ *\w+:", re.MULTILINE)
+"""Names in docstrings and comments: code, strings, flags, arguments."""
+
+
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    yield from ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+
+
+def _private_words(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of docstrings and comments with words of TERMS, and the words."""
+    if PRIVATE.search(text):
+        prose = [(each.lineno, str(each.value)) for each in _docstrings(ast.parse(text))]
+        for line, each in [*prose, *_comments(text)]:
+            yield from ((line, hit.group()) for hit in PRIVATE.finditer(NOT_PROSE.sub("", each)))
+
+
+def test_docstrings_and_comments_use_the_terms_of_the_field() -> None:
+    texts = {file.relative_to(ROOT): file.read_text() for file in PEOPLE_READ}
+    found = [f"{name}:{line}: {word}" for name, text in texts.items() for line, word in _private_words(text)]
+    assert not found, f"{found}: use the terms of TERMS in {Path(__file__).name}."
+    mistakes = '"""Price a hub."""\nwidth = 1  # of the wires, `menu` excepted\n'
+    assert [*_private_words(mistakes)] == [(1, "hub"), (2, "wires")]

@@ -98,7 +98,7 @@ class Place:
 
 @dataclass(slots=True)
 class Branches:
-    """The branches on values that tracing a model has met."""
+    """Branches on values that tracing a model encountered."""
 
     model: str
     assumptions: Sequence[Assumption]
@@ -133,7 +133,7 @@ class Branches:
         return passing
 
     def refusal(self, works: Callable[[Sequence[Assumption]], bool]) -> str:
-        """Return what was met, and what may be said of it: assumptions with which tracing `works`."""
+        """Return the branches encountered, and assumptions with which tracing `works`."""
         checks = [place.assumed() for place, value in self.open.items() if value is not None]
         if checks and not works(checks):
             checks = []
@@ -159,7 +159,7 @@ def _quoted(assumptions: Sequence[Assumption], between: str) -> str:
 
 
 class UndecidedError(CaptureError):
-    """A model tests values of which nothing is said."""
+    """Error for a model that tests values for which there is no assumption."""
 
     def __init__(self, branches: Branches) -> None:
         super().__init__(f"{branches.model} decides on the value of a tensor")

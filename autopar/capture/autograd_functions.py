@@ -1,7 +1,7 @@
 """A user's `autograd.Function` while a model is traced: kept whole, so that its own backward is the one that runs.
 
 Its forward runs once on tensors without values, aside, to learn the outputs' shapes and dtypes; the graph gets one
-call. What such a call cannot say is refused: tensors that are no arguments, writes, random numbers.
+call. Calls that cannot be expressed so are refused: tensors that are no arguments, writes, random numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operations that are taken apart while a model is traced: compositions of others, which have rules.
 
-PyTorch computes such an operation, and its gradient, by calling others; the graph has these in its place. What is
-better kept whole, because one rule says all, is not named here.
+PyTorch computes such an operation, and its gradient, by calling others; the graph has these in its place. Operations
+that are better kept whole, because one rule covers them, are not named here.
 
 Where autocast has a policy of its own for the whole (losses in float32), the whole is recorded.
 """

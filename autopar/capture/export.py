@@ -107,7 +107,7 @@ def capture(
         precision: the dtypes of compute, of gradient reduction and of outputs; parameters are stored as the model's.
 
     Raises:
-        InputError: a precision is asked for inside of an autocast region.
+        InputError: a precision is requested inside an autocast region.
         CaptureError: the forward depends on the values of tensors, on random numbers that are not PyTorch's or on the
             time, or writes where it may not; a module has a backward hook.
 

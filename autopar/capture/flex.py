@@ -57,7 +57,7 @@ def _as_it_is() -> Iterator[str]:
 def _outputs(
     query: Tensor, key: Tensor, value: Tensor, return_lse: bool, kernel_options: Any, return_aux: Any = None
 ) -> dict[str, Any]:
-    """Return what beside the result is asked for; other options are those of a kernel."""
+    """Return the outputs requested in addition to the result; other options are those of a kernel."""
     wanted = return_lse or (return_aux is not None and return_aux.lse)
     return {"OUTPUT_LOGSUMEXP": wanted, "OUTPUT_MAX": return_aux is not None and return_aux.max_scores, "BACKEND": ""}
 
@@ -85,7 +85,7 @@ def _attention(
     if kernel_options.get("OUTPUT_MAX"):
         raise CaptureError(
             "flex_attention returns the maxima of its scores (AuxRequest(max_scores=True)), which autopar does not "
-            "keep beside a result that is divided; leave max_scores out."
+            "keep with a sharded result; leave max_scores out."
         )
     sizes = *query.shape[:3], key.shape[2]
     indices = [torch.arange(size, device=query.device) for size in sizes]

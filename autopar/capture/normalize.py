@@ -45,7 +45,8 @@ Pass = Callable[[TracedGraph], None]
 def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
     """Rewrite the draft in place, one pass after the other; the last one where experts have a capacity.
 
-    What passes work out of constants has values, under a FakeTensorMode of the caller, too; the draft has its own.
+    Results that passes compute from constants have values, also under a FakeTensorMode of the caller; the draft has its
+    own.
     """
     for rewrite in PASSES:
         rewrite(draft)
@@ -55,7 +56,7 @@ def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
 
 
 def in_tiles(draft: TracedGraph, tiles: Tiles, training: bool) -> None:
-    """Take losses and MLPs of a normalized draft in tiles, as they are asked for."""
+    """Take losses and MLPs of a normalized draft in tiles, as requested."""
     if tiles.loss:
         tiled_losses(draft, tiles.loss, training)
         drop_dead_calls(draft)

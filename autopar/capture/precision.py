@@ -47,7 +47,7 @@ def cast_at_borders(
     precision: Precision,
     num_outputs: int,
 ) -> None:
-    """Let parameters enter as they are stored and inputs as they are given, and outputs leave as they are asked."""
+    """Let parameters enter as they are stored, inputs as they are given, and outputs leave as requested."""
     if precision == AS_IT_IS:
         return
     places = {node: place for place, node in enumerate(draft.graph.nodes)}

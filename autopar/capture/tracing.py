@@ -1,4 +1,4 @@
-"""`torch.export`, with what it would lose in silence noticed beside the graph, and its errors in the user's terms."""
+"""`torch.export`, with what it would silently lose recorded next to the graph, and errors in the user's terms."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ _TRACEBACK = "Traceback (most recent call last)"
 def in_shell_terms(message: str, options: Collection[str]) -> str:
     """Return the message with the `options` of a command as flags; Python code and users' tracebacks stay.
 
-    >>> in_shell_terms('devices=64 beside a mesh of 2; give mesh="auto".', ["devices", "mesh"])
-    '--devices 64 beside a mesh of 2; give --mesh auto.'
+    >>> in_shell_terms('devices=64 with a mesh of 2; give mesh="auto".', ["devices", "mesh"])
+    '--devices 64 with a mesh of 2; give --mesh auto.'
     >>> in_shell_terms('write Mesh({"dp": 2}, hardware="h100")', ["hardware"])
     'write Mesh({"dp": 2}, hardware="h100")'
     >>> in_shell_terms('give Pipeline(schedule="1f1b", stages_per_rank=2)', ["schedule", "chunks"])

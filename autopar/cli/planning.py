@@ -45,7 +45,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def show_plan(plan: Plan | PipelinePlan, options: argparse.Namespace) -> None:
-    """Print a plan, and write it to the files that are asked for."""
+    """Print a plan, and write it to the requested files."""
     print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     _print_precision(options)
     write_files((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace))
@@ -114,7 +114,7 @@ def _generation(options: argparse.Namespace) -> object:
     for name in OF_ONE_PLAN:
         if getattr(options, name):
             raise InputError(
-                f"--{name} beside --decode, which makes two plans; save what autopar.plan_generation returns."
+                f"--{name} with --decode, which makes two plans; save what autopar.plan_generation returns."
             )
     model, _ = named(options.model, options.batch, options.sequence, options.layers)
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):

@@ -18,7 +18,7 @@ def show(options: argparse.Namespace) -> int:
     with refusing(f"plan: {options.file!r}", "autopar plan --save"):
         values = read_json(read_text(options.file))
     if isinstance(values, dict) and PIPELINE_FORMAT in values:
-        from autopar.planning.pipeline.plan import PipelinePlan  # which imports PyTorch; plans in one piece do without
+        from autopar.planning.pipeline.plan import PipelinePlan  # imports PyTorch; other plans do not
         from autopar.views.report.schedule_chart import schedule_chart
 
         plan = PipelinePlan.load(options.file)

@@ -179,8 +179,8 @@ def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
     """Raise PipelineError where a forward alone would run in stages."""
     if axis is not None and not request.training:
         raise PipelineError(
-            f'the mesh has a pipeline, the axis "{axis}", and training=False runs a forward in one piece; call the '
-            "axis otherwise, or give a mesh without it."
+            f'the mesh has a pipeline, the axis "{axis}", and training=False runs a forward without one; rename the '
+            "axis, or give a mesh without it."
         )
 
 
@@ -193,7 +193,7 @@ def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], d
 def check_one_decides(plan: object, strategy: str | None) -> None:
     """Raise InputError where a plan and a preset are given."""
     if plan is not None and strategy is not None:
-        raise InputError(f"strategy={strategy!r} beside a plan, which has decided everything; give one of them.")
+        raise InputError(f"strategy={strategy!r} with a plan, which has decided everything; give one of them.")
 
 
 def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
@@ -210,7 +210,7 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
 
 
 def check_stages(request: PlanRequest) -> None:
-    """Raise PipelineError for what is asked and stages do not do."""
+    """Raise PipelineError for requested options that stages do not support."""
     if request.static_argnames:
         raise PipelineError(
             f"Capture(static_argnames={list(request.static_argnames)}) is given on a mesh with a pipeline, which would "
@@ -242,7 +242,7 @@ def check_buckets(buckets: Buckets | None, num_microbatches: int | None, static:
         )
     if buckets is not None and buckets.batches is not None and num_microbatches != 1:
         raise InputError(
-            f"Buckets(batches={buckets.batches!r}) beside micro-batches, whose losses count alike however many samples "
+            f"Buckets(batches={buckets.batches!r}) with micro-batches, whose losses count alike however many samples "
             "of each are padded; leave out batches=, or compile without a pipeline and with microbatches=1."
         )
 

@@ -59,7 +59,7 @@ class Counting:
 
 @dataclass(frozen=True, slots=True)
 class SmallSizes:
-    """A model as it is captured in small sizes: the modules, in the mode that counts, and what was asked for."""
+    """A model captured in small sizes: the modules, in the mode that counts, and the requested options."""
 
     model: nn.Module
     training: bool
@@ -111,7 +111,7 @@ class SmallSizes:
         off = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
         try:
             with warnings.catch_warnings(), off[0], off[1]:
-                warnings.simplefilter("ignore")  # they are said of the model as it is
+                warnings.simplefilter("ignore")  # they were issued for the original model
                 traced = trace(
                     model,
                     *inputs,
@@ -125,7 +125,7 @@ class SmallSizes:
             raise InputError(
                 f"buckets are checked on {SAMPLES} and {PADDED_SAMPLES} samples of {short} and {long} positions, in "
                 f"float64, for which the model cannot be captured; give lengths that it takes, as "
-                f"Buckets(check_lengths=(64, 128)). It said: {error}"
+                f"Buckets(check_lengths=(64, 128)). The error: {error}"
             ) from error
 
 

@@ -170,8 +170,7 @@ def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
 def subject_of(planner: OfflinePlanner, mesh: str, devices: int | None) -> tuple[Subject, Exact]:
     """Return the model to estimate, and the function that plans a candidate exactly.
 
-    Under a memory limit pipelines take part without being asked for; without one, a batch stays in one piece where
-    none is.
+    Under a memory limit pipelines are included by default; without one, the batch is not split unless one is requested.
     """
     request = planner.request
     limited = request.settings.limit is not None

@@ -48,7 +48,7 @@ from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
 from autopar.solver.deadline import Allowance, after, interruptible, is_over, lasting, seconds_until
 
 USUAL_AXES, MOST_AXES = 2, 3
-"""Axes of a mesh that is searched for, beside that of a pipeline."""
+"""Axes of a searched mesh, that of a pipeline excluded."""
 USUAL_PIPELINE = "pp"
 SHRINKING = 0.9
 """Share of a batch's bytes, stored state aside, that shrinks at least in proportion to the micro-batch size."""
@@ -309,9 +309,9 @@ class OfflinePlanner:
             count = halved
 
     def _halved(self, mesh: Mesh, count: int, least: int | None) -> int | None:
-        """Into how many micro-batches a batch is to be split next, of which so many take `least` bytes.
+        """Return the next number of micro-batches to try, given that this one takes `least` bytes.
 
-        None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
+        Returns None if nothing is left to split, if stored tensors are too large, or if halving was not requested.
         """
         settings, size = self.request.within(mesh).settings, batch_size(self.batch)
         limit = settings.limit
@@ -337,7 +337,7 @@ class OfflinePlanner:
         return space.with_optimizer(self.request.offloading(space.hardware, space.mesh.num_devices))
 
     def on(self, mesh: Mesh, request: PlanRequest | None = None) -> Plan:
-        """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
+        """Return the best plan on a mesh without a pipeline, for `request` or else the user's own."""
         request = (request or self.request).within(mesh)
         check_no_pipeline(request, mesh)
         count, tiles = request.microbatches or 1, request.tiles
@@ -364,7 +364,7 @@ class OfflinePlanner:
         cutoff: float = math.inf,
         strategies: Mapping[str, frozenset[str]] | None = None,
     ) -> PipelinePlan:
-        """The best plan on a mesh with a pipeline, as it is asked for, or as `request` asks for it.
+        """Return the best plan on a mesh with a pipeline, for `request` or else the user's own.
 
         Of some decisions only these `strategies` are looked at, where they are given. CutOffError where every schedule
         takes longer than the cut-off without a memory limit.

@@ -109,7 +109,7 @@ def _check_not_compiled(path: str, module: nn.Module) -> None:
 
 
 def check_planned_mesh(mesh: object, devices: object) -> None:
-    """Raise MeshError for what `plan` cannot plan on, and for a number of devices beside a mesh that has another."""
+    """Raise MeshError for a mesh that `plan` cannot use, or if `devices` contradicts its size."""
     if isinstance(mesh, str):
         return  # autopar.planning.mesh_search.arrangements says which words there are
     if not isinstance(mesh, Mesh | DeviceMesh):
@@ -120,7 +120,7 @@ def check_planned_mesh(mesh: object, devices: object) -> None:
     num_devices = mesh.num_devices if isinstance(mesh, Mesh) else mesh.size()
     if devices is not None and not (isinstance(devices, int) and devices == num_devices):
         raise MeshError(
-            f'devices={devices!r} beside a mesh of {num_devices}; leave it out, or give mesh="auto" to arrange them.'
+            f'devices={devices!r} with a mesh of {num_devices}; leave it out, or give mesh="auto" to arrange them.'
         )
 
 

@@ -1,9 +1,9 @@
-"""Plans kept in a folder, so that what was asked for before is not solved again.
+"""Plans stored in a folder, so that a repeated request is not solved again.
 
-A plan's file is called by a key: a hash of all that the plan is made from. That are the decisions with their menus and
-costs (which follow from the program, the rules and the hardware), the mesh, what was asked for, the layouts in which
-parameters are stored already, and autopar's own code. So a plan that is found is the plan that would be made. It is
-looked at before it is used all the same: a file that is damaged, or not one of ours, is planned over.
+The name of a plan's file is a key: a hash of all that the plan is made from. These are the decisions with their
+candidate strategies and costs (which follow from the program, the rules and the hardware), the mesh, the request, the
+layouts in which parameters are stored already, and autopar's own code. So a plan that is found is the plan that would
+be made. It is looked at before it is used all the same: a file that is damaged, or not one of ours, is planned over.
 
 The first rank alone reads and writes. Files are replaced at once (`autopar.files.replace`), so that processes that
 write the same one do not meet.
@@ -62,7 +62,7 @@ class PlanCache:
 
     @classmethod
     def of(cls, said: str | os.PathLike[str] | None) -> PlanCache:
-        """The folder that was said, or that of the environment."""
+        """Return the user-specified folder, or that of the environment."""
         found = said or os.environ.get(VARIABLE)
         return cls(Path(found) if found else None)
 
@@ -117,10 +117,10 @@ class PlanCache:
 
 
 def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None) -> Plan:
-    """The best plan, in tiles where memory asks for them, and with state on the host where it is asked for."""
+    """Return the best plan, in tiles if memory requires them, and with state on the host if requested."""
 
     def priced(given: Space, asked: PlanRequest) -> Space:
-        """The space for an optimizer that offloads, or does not, as is asked."""
+        """Return the space for an optimizer that offloads, or does not, as requested."""
         offloads = asked.offloads_optimizer
         if offloads == (given.optimizer.offload is not None):
             return given

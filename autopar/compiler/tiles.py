@@ -40,7 +40,7 @@ from autopar.solver.deadline import after, is_over, seconds_until
 WORTHWHILE = 0.01
 """Logits of a smaller share of the limit cannot make room for much: most of a step of many layers is elsewhere."""
 AS_WITHOUT_A_LIMIT = 0.0
-"""The cut-off of a plan that is asked for only if it pays nothing for memory."""
+"""Cut-off of a plan that is of use only if it pays nothing for memory."""
 
 Spaces = Callable[[Tiles], Space]
 """The space of a model that is captured in these tiles."""
@@ -69,7 +69,7 @@ def plan_as_memory_asks(
 
 
 class _Planned(NamedTuple):
-    """A plan, and what was said while it was made."""
+    """A plan, and the warnings issued while it was made."""
 
     plan: Plan
     said: list[warnings.WarningMessage]
@@ -123,7 +123,7 @@ class _Turns:
         ):
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were said of the model as it is
+            warnings.simplefilter("ignore")  # they were issued for the original model
             tiled = spaces(tiles)
         with suppress(CutOffError, InfeasibleError):
             self._take(tiled, self.seconds)
@@ -153,7 +153,7 @@ class _Turns:
         return self._stated.setdefault(id(space), Statements(space))
 
     def result(self) -> Plan:
-        """The best plan, with what was said of it; raises why there is none."""
+        """Return the best plan and issue its warnings; raise the error that explains why there is none."""
         if self.best is None:
             raise self._late or self._refused or CutOffError(self._at_least)
         for each in self.best.said:

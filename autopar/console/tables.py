@@ -16,7 +16,7 @@ _GLUE = "\0"
 
 
 class Fact(NamedTuple):
-    """Something said about a plan, under a name."""
+    """A named statement about a plan."""
 
     name: str
     text: str

@@ -1,6 +1,6 @@
 """A strategy of Lightning that compiles a module of the LightningModule, and writes checkpoints of all ranks.
 
-What differs from Lightning's own `ModelParallelStrategy`: the mesh is the user's; every rank has its own samples, on
+Differences from Lightning's own `ModelParallelStrategy`: the mesh is the user's; every rank has its own samples, on
 all axes; the loss that the module returns is that of the batch of all ranks; parameters may be plain tensors, too.
 """
 

@@ -13,7 +13,7 @@ from autopar.runtime.module.compiled_module import ParallelModule
 
 
 class WatchCallback(pl.Callback):
-    """Writes a record of every optimizer step; takes what `Watch` takes beside the model.
+    """Callback that writes a record of every optimizer step; takes the arguments of `Watch` except the model.
 
     >>> trainer = Trainer(callbacks=WatchCallback("run.jsonl"), ...)  # doctest: +SKIP
 

@@ -1,6 +1,6 @@
 """The Trainer of transformers on a compiled module: no wrapper, the loss of the whole batch, checkpoints of all ranks.
 
-What differs from a plain `Trainer` on many processes: the model's loss is that of the whole batch already, so it is not
+Differences from a plain `Trainer` on many processes: the model's loss is that of the whole batch already, so it is not
 scaled by their number; every rank takes part in saving and loading; outputs are this rank's part of them.
 """
 

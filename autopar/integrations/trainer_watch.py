@@ -11,7 +11,7 @@ from autopar.integrations.watch import Watch
 
 
 class WatchCallback(transformers.TrainerCallback):
-    """Writes a record of every optimizer step; takes what `Watch` takes beside the model.
+    """Callback that writes a record of every optimizer step; takes the arguments of `Watch` except the model.
 
     >>> trainer.add_callback(WatchCallback("run.jsonl"))  # doctest: +SKIP
 

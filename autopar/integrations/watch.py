@@ -1,4 +1,4 @@
-"""Watch a run: seconds, tokens per second, MFU and memory of every step, beside what the plan predicts.
+"""Watch a run: seconds, tokens per second, MFU and memory of every step, compared with the plan's predictions.
 
 MFU = FLOPs that the model asks for / (seconds × devices × peak FLOP/s)
 """
@@ -24,7 +24,7 @@ from autopar.runtime.module.compiled_module import ParallelModule
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step as it was measured, beside its prediction; None is what is not known."""
+    """Measurements and prediction of one step; None is unknown."""
 
     step: int
     seconds: float
@@ -65,7 +65,7 @@ class Watch:
         """`calls` of the model, or of its `train_step`, make a step (gradient accumulation).
 
         `peak_flops` is the peak of one device in FLOP/s; by default that of the plan's hardware profile for the dtype
-        of each product. Raises InputError for a pipeline, and where TensorBoard is asked for and not installed.
+        of each product. Raises InputError for a pipeline, and if TensorBoard is requested and not installed.
         """
         if not isinstance(model, ParallelModule):
             raise InputError(

@@ -37,7 +37,7 @@ def torch_state_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def saved_tensor_hooks_apart() -> Iterator[None]:
-    """Let hooks on what autograd saves see nothing of the block; `torch.func` runs beside none."""
+    """Disable saved-tensor hooks inside the block; `torch.func` refuses to run with any active."""
     hooks: list[tuple[Any, Any]] = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

@@ -1,4 +1,4 @@
-"""Steps on the host beside the backward that makes their gradients: a thread takes parameters as their gradients come.
+"""Optimizer steps on the host, overlapped with the backward: a thread steps parameters as their gradients arrive.
 
 The thread lives from the first gradient of a backward to its end, which waits for it: behind `backward()` all weights
 are new ones. The host's operators let go of the interpreter's lock, so that the backward goes on meanwhile.

@@ -1,7 +1,7 @@
 """Gradients clipped by their norm over all ranks, where they are: on the device, or on the host (`host_gradients`).
 
-Of those on the host each rank takes the norm of its own parts; on axes that split a parameter these are added up, and
-the sum is waited for. All that has been brought is scaled there.
+For gradients on the host each rank takes the norm of its own parts; on axes that split a parameter these are added up,
+and the sum is waited for. All that has been brought is scaled there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.optim.host_gradients import gradient_on_host
 from autopar.optim.sharded_tensors import split_dim
 
-SMALL = 1e-6  # that a norm is divided by beside itself: torch.nn.utils.clip_grad_norm_'s
+SMALL = 1e-6  # added to a norm before dividing by it: as in torch.nn.utils.clip_grad_norm_
 Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 """A mesh, and the axes of it that split a parameter."""
 

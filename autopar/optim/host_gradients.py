@@ -1,7 +1,7 @@
 """Gradients that leave the device as soon as the backward has made them, and wait on the host for the step.
 
-Those of several backwards are added up there. On a GPU they are copied, and added, beside what the backward computes
-next: who looks at them on the host, clips them, or steps, waits for that.
+Gradients of several backwards are added up there. On a GPU copies and additions overlap with the rest of the backward:
+reading, clipping and stepping on the host wait for them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """AdamW with its state on the host, where it steps, too (ZeRO-Offload: Ren et al., USENIX ATC 2021).
 
-The moments of each parameter are in host memory, and so are its master copy in float32 where it has one. A step takes
-gradients down piece by piece, updates there with PyTorch's fused AdamW for CPUs, and takes the new weights up (see
+The moments of each parameter are in host memory, and so are its master copy in float32 where it has one. A step copies
+gradients down in blocks, updates there with PyTorch's fused AdamW for CPUs, and takes the new weights up (see
 `staging`). All is split as the parameter is: each rank steps on its own part, and nothing is communicated.
 
-What a weight is follows from the device: without master copies it comes down with its gradient. A master copy is the
+The device has the current weight: without master copies it comes down with its gradient. A master copy is the
 weight as the host last left it; where something else has written into the weight since (a checkpoint that was loaded),
 those elements of it that are no longer the master's, rounded, are taken from the device.
 """
@@ -103,7 +103,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return loss
 
     def step_in_backward(self) -> list[RemovableHandle]:
-        """Step each parameter beside the backward, as soon as its gradient is on the host.
+        """Step each parameter during the backward, as soon as its gradient is on the host.
 
         `backward()` ends when all have stepped, and `step` has nothing left to do. Not for gradients that add up over
         several backwards, are clipped by their norm over all parameters, or are scaled. Returns handles, of which
@@ -204,7 +204,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return state
 
     def _pieces(self, parameter: torch.Tensor, group: Mapping[str, Any], staging: Staging) -> Iterator[Piece]:
-        """The pieces of a parameter, and what the host does with each."""
+        """Yield the blocks of a parameter, and the host's update of each."""
         is_new, state, own = not self.state[parameter], self._state_of(parameter), local(parameter)
         state["step"] = state["step"] + 1  # in a tensor of its own, which a state that was saved does not see
         is_changed = is_new or self._written.get(parameter) != own._version
@@ -265,7 +265,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return Link(devices.pop())
 
     def _staged(self) -> Staging:
-        """Memory for pieces of all parameters, kept from step to step."""
+        """Return memory for blocks of all parameters, reused from step to step."""
         parts = [(each, local(each)) for each in self._parameters() if each.requires_grad]
         needed = [Staged(part.numel(), part.dtype.itemsize, self._is_widened(each)) for each, part in parts]
         if self._staging is None or self._staging.num_bytes < staging_bytes(needed):
@@ -280,7 +280,7 @@ def _update(
     group: Mapping[str, Any],
     count: float,
 ) -> None:
-    """AdamW's step `count` of a piece, in place, all in host memory."""
+    """Run AdamW's step `count` on a block, in place, all in host memory."""
     adamw(
         [weight],
         [gradient],

@@ -4,7 +4,7 @@
     host    what `Piece.update` makes of both, in place
     up      the weight, staging → device
 
-On a GPU the copies run on streams of their own, out of and into pinned memory: while the host works on one piece, the
+On a GPU the copies run on streams of their own, out of and into pinned memory: while the host works on one block, the
 next one comes down, and the one before goes up. Elsewhere they are ordinary copies, one after the other.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 PIECE = 2**22  # elements: 16 MB of float32, far beyond the bytes from which on a link reaches its bandwidth
-SLOTS = 3  # one piece comes down, one is worked on, one goes up
+SLOTS = 3  # one block comes down, one is worked on, one goes up
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,20 @@ class Staged:
 
 
 def staging_bytes(parameters: Iterable[Staged]) -> int:
-    """Bytes of host memory through which parameters pass: a gradient and a weight in each slot, as large as a piece."""
+    """Bytes of host memory through which parameters pass: a gradient and a weight in each slot, as large as a block."""
     passing, widened = _largest(parameters)
     return SLOTS * 2 * passing + widened * torch.float32.itemsize
 
 
 def _largest(parameters: Iterable[Staged]) -> tuple[int, int]:
-    """Bytes of the largest piece, and elements of the largest that is worked on in float32."""
+    """Return the bytes of the largest block, and elements of the largest that is worked on in float32."""
     pieces = [(min(each.elements, PIECE), each) for each in parameters]
     passing = max((count * each.itemsize for count, each in pieces), default=0)
     return passing, max((count for count, each in pieces if each.widened), default=0)
 
 
 def ranges(elements: int) -> Iterator[slice]:
-    """The pieces of a flat tensor."""
+    """Yield the blocks of a flat tensor."""
     return (slice(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE))
 
 
@@ -73,11 +73,11 @@ class Link:
         self.up = torch.cuda.Stream(device) if self.is_cuda else None
 
     def memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that a copy may run to or from beside everything else."""
+        """Return host memory to or from which copies may overlap with everything else."""
         return torch.empty(elements, dtype=dtype, pin_memory=self.is_cuda)
 
     def begin(self) -> None:
-        """Copy nothing before the device has computed what it was asked for so far."""
+        """Copy nothing before the device has finished the work queued so far."""
         for stream in (self.down, self.up):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -116,7 +116,7 @@ class Link:
 
 
 class Staging:
-    """Host memory for pieces on their way over a link."""
+    """Host memory for blocks on their way over a link."""
 
     def __init__(self, link: Link, parameters: Iterable[Staged]) -> None:
         every = tuple(parameters)
@@ -127,11 +127,11 @@ class Staging:
         self._widened = torch.empty(widened)
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A piece in float32, in memory that the next one takes again."""
+        """Return a block in float32, in memory that the next one takes again."""
         return self._widened[: tensor.numel()].copy_(tensor)
 
     def run(self, pieces: Iterable[Piece]) -> None:
-        """Take every piece down, have it updated, and take it up; the device goes on once all are there."""
+        """Copy every block down, have it updated, and copy it up; the device goes on once all are there."""
         self._link.begin()
         on_their_way: deque[tuple[_Slot, Piece]] = deque()
         for number, piece in enumerate(pieces):
@@ -147,7 +147,7 @@ class Staging:
 
 
 class _Slot:
-    """Memory for one piece, which is taken again when that has gone up."""
+    """Memory for one block, which is reused when that has gone up."""
 
     def __init__(self, link: Link, num_bytes: int) -> None:
         self._link = link
@@ -157,7 +157,7 @@ class _Slot:
         self.gradient = self.weight = torch.empty(0)
 
     def take_down(self, piece: Piece) -> None:
-        """Begin to copy a piece into this memory."""
+        """Begin to copy a block into this memory."""
         link = self._link
         link.wait(self._gone_up)
         self.weight = _like(piece.weight, self._weight)
@@ -171,7 +171,7 @@ class _Slot:
         self._come_down = link.mark(link.down)
 
     def finish(self, piece: Piece) -> None:
-        """Update a piece that was taken down, and begin to copy it up."""
+        """Update a block that was copied down, and begin to copy it up."""
         link = self._link
         link.wait(self._come_down)
         link.wait(piece.arrived)

@@ -1,4 +1,4 @@
-"""An optimizer of matrices that updates all other parameters by AdamW beside, as one `torch.optim.Optimizer`."""
+"""An optimizer of matrices that updates all other parameters by AdamW, as one `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from autopar.planning.step_seconds import parts_of
 
 NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
 BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"
-HUNDREDTHS = 100  # of a share, in which it is said what a limit survives
+HUNDREDTHS = 100  # of a share: resolution in which notes state what a limit survives
 
 
 def notes_on_experts(context: PlanContext, answer: Answer) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""The problem that a space states to the solver: menus, reshard costs, pins, and the bytes at some moments of a step.
+"""The solver's problem for a space: candidate strategies, reshard costs, pins, and bytes at some moments of a step.
 
-Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with
-the modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls.
-What rows of experts cost beside an equal share of them (`costs.memory.tensor_bytes.excess`) lies on edges between the
-decision on their counts and the calls and wires that they pass.
+Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with the
+modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls. The
+cost of expert rows above an equal share (`costs.memory.tensor_bytes.excess`) lies on edges between the decision on
+their counts and the calls and edges that they pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pins = Mapping[int, np.ndarray]
 
 
 NODE, WIRE, UNEVEN_NODE, UNEVEN_WIRE = range(4)
-"""Parts of what is held in a row: by decisions, by wires, and what uneven rows of experts add to either."""
+"""Parts of the bytes of a row: of decisions, of edges, and what uneven expert rows add to either."""
 _Parts = tuple[Mapping[int, Modes | None], ...]
 """Bytes by mode, by number in each part; of what has none there may be nothing."""
 _Numbers = tuple[frozenset[int], ...]
@@ -61,7 +61,7 @@ class _Outline:
 
 @dataclass(slots=True)
 class _Stated:
-    """Problems that were asked for, by row, and what they have in common."""
+    """Problems stated so far, by row, and what they have in common."""
 
     asked: object
     outline: _Outline
@@ -219,7 +219,7 @@ class Formulation:
         whatever the source chooses. That is too few only if rows whose features are split move within a segment.
         """
         rows = self.space.rows_on(wire)
-        assert rows is not None, "a wire without rows of experts"
+        assert rows is not None, "an edge without expert rows"
         ends, more = (rows.counts, wire.source, wire.target), self._beside(rows, self._reshard(wire))
         if segment is None or not by_mode:
             return [(ends, more, (UNEVEN_WIRE, number, False))]
@@ -229,11 +229,11 @@ class Formulation:
         return [(ends, more, None), ((segment, rows.counts, wire.target), nothing, (UNEVEN_WIRE, number, True))]
 
     def _least(self, held: np.ndarray) -> np.ndarray:
-        """The bytes of a wire, by counts and target, that are taken whatever is chosen at its start."""
+        """Return the bytes of an edge, by counts and target, that are taken whatever is chosen at its source."""
         return self.memory.cached(("least", id(held)), lambda: held.min(axis=1))
 
     def _beside(self, rows: ExpertRows, seconds: np.ndarray) -> np.ndarray:
-        """Seconds of rows beside a share, by the strategies of the decision on their counts and those of the share."""
+        """Return the seconds of rows above an equal share, by strategies of the counts' decision and of the share."""
         shares = excess(self.memory, rows)
         key = ("beside", id(shares), id(seconds))
         if key not in self._matrices:
@@ -269,7 +269,7 @@ class Formulation:
         return len(self.memory.lifetimes.modes)
 
     def _with_more(self, seconds: np.ndarray, again: Modes | None) -> Modes:
-        """Seconds of a wire by mode of its target's segment: with those of what runs again, or leaves for the host."""
+        """Return the seconds of an edge by mode of its target's segment, recomputation and offloading included."""
         return (seconds,) if again is None else tuple(self._sum(seconds, each) for each in again)
 
     def _sum(self, seconds: np.ndarray, more: np.ndarray) -> np.ndarray:

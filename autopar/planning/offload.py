@@ -39,7 +39,7 @@ ON_HOST = {
 
 
 class AnyPlan(Protocol):
-    """A plan of a model in one piece, or of a pipeline."""
+    """A plan without a pipeline, or with one."""
 
     @property
     def seconds(self) -> float: ...
@@ -60,10 +60,10 @@ P = TypeVar("P", bound=AnyPlan)
 
 @dataclass(frozen=True, slots=True)
 class Plans(Generic[P]):
-    """Operations on one kind of plans: in one piece, or in stages."""
+    """Operations on one kind of plans: without a pipeline, or with one."""
 
     best: Callable[[PlanRequest], P]
-    """The best plan as it is asked for, where it is said whether that offloads."""
+    """Return the best plan for a request that states whether it offloads."""
     pieces: Callable[[P], tuple[Plan, ...]]
     """The plans that it is made of: itself, or one for each stage."""
     seconds: Callable[[P], float]
@@ -73,11 +73,11 @@ class Plans(Generic[P]):
     stored: Callable[[], int]
     """The least bytes that a device stores of a model whose optimizer is on the device, as far as that is known."""
     noted: Callable[[P, tuple[str, ...], PlanRequest], P]
-    """A plan with other notes, as one that was asked for by itself."""
+    """Return a plan with other notes, as if it had been requested by itself."""
 
 
 def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> Plans[Plan]:
-    """Plans of a model in one piece."""
+    """Return the operations on plans without a pipeline."""
 
     def noted(plan: Plan, notes: tuple[str, ...], request: PlanRequest) -> Plan:
         made, said = context_of(plan), request.settings
@@ -97,7 +97,7 @@ class _NoRoomError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True)
 class _Planned(Generic[P]):
-    """A plan, and what was said while it was made."""
+    """A plan, and the warnings issued while it was made."""
 
     plan: P
     said: tuple[warnings.WarningMessage, ...]
@@ -175,10 +175,10 @@ def _against(request: PlanRequest, cutoff: float, deadline: float) -> PlanReques
 
 
 def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P]:
-    """A plan that has room on the host: where it has not, of so many fewer layers as have room activations leave.
+    """Return a plan that fits on the host: if needed, only as many layers as fit offload their activations.
 
-    Where there is room for those of none, they stay, if a memory limit asks for anything to leave. Raises _NoRoomError
-    for a plan that has no room all the same, or of which all activations were to leave.
+    If those of no layer fit, none are offloaded, provided that offloading served a memory limit. Raises _NoRoomError if
+    the plan still does not fit, or if all activations had to be offloaded.
     """
     found, settings = _made(request, plans), request.settings
     while (refusal := _refusal(found.plan, plans, request.memory.host_limit_bytes)) is not None:

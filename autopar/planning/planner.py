@@ -58,7 +58,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """The best choices of a space, before it is known whether they fetch weights further ahead than was asked for.
+    """Best choices of a space, before it is known whether they fetch weights further ahead than requested.
 
     Many are made for one plan.
     """
@@ -95,7 +95,7 @@ class Statements:
         return self._kept[key]
 
     def dealing_over(self, axes: Collection[str]) -> Statements:
-        """Return what states the problems of the space in which these axes deal positions by zigzag."""
+        """Return the statements of the space in which these axes zigzag-shard positions."""
         if set(axes) == set(self.space.dealing):
             return self
         if frozenset(axes) not in self._dealing:
@@ -130,9 +130,9 @@ def formulations_of(memory: MemoryModel, settings: Settings) -> tuple[Formulatio
 
 
 def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Solved:
-    """The best choices of the first of these problems that has any; the problems may be asked again and again.
+    """Return the best choices of the first of these problems that has any; the problems may be solved repeatedly.
 
-    They share the time limit. Why there are no choices is said of the last of them alone.
+    They share the time limit. The error for infeasibility describes the last problem only.
     """
     deadline = after(settings.search.time_limit)
     *first, last = formulations
@@ -169,7 +169,7 @@ def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tup
 def best_plan_of(
     runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings
 ) -> tuple[Plan, tuple[int, ...]]:
-    """The plan whose step takes the least of those for several ways to run micro-batches, and its choices.
+    """Return the plan with the fastest step among several implementations of micro-batches, and its choices.
 
     They share the time limit. Raises CutOffError where no plan is faster than the cut-off of the settings, and else
     what planning for the last of them raises, where there is no plan for any.
@@ -263,7 +263,7 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
 def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
     """Return whether a step is known to be faster, in the simulated timeline, if weights are fetched further ahead."""
     if further.space.hardware.communication_share == 1 or whole_is_over():
-        return False  # nothing passes beside computing, or there is no time to look at it
+        return False  # nothing overlaps with compute, or there is no time to simulate it
     with_more, with_less = (step_timeline(memory, answer.choices, answer.modes).seconds for memory in (further, less))
     return with_more < (1 - WORTH) * with_less
 

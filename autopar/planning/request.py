@@ -163,7 +163,7 @@ class PlanRequest:
         return Returned(self.outputs, axes_of_parts(self.inputs, mesh))
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
-        """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
+        """Return the requested profile, or that of the mesh; PlanError if there is none of that name."""
         asked = self._asked(mesh)
         return asked if isinstance(asked, Hardware) else load(asked)
 
@@ -307,7 +307,7 @@ class PlanRequest:
 
         def dealing_over(axes: Collection[str]) -> tuple[Statements, Pins]:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say was said of the first space
+                warnings.simplefilter("ignore")  # warnings were issued for the first space
                 other = problems.dealing_over(axes)
                 return other, pins_of(said, other.space, self.mode, storage or {})
 

@@ -1,6 +1,6 @@
 """Costs that agree with the simulated step: solve, simulate, count what the step waits for, and solve again.
 
-The solver's sum prices one decision at a time. What computing hides of a weight's collectives depends on all others:
+The solver's sum prices one decision at a time. The hidden share of a weight's collectives depends on all others:
 several axes hide behind the same computing, and share links. `costs.hardware.overlap` has a rule for one axis. If the
 step of the plan that it leads to waits for clearly more or less, its shares take the place of the rule, by kind of
 collective:

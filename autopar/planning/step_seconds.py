@@ -2,7 +2,7 @@
 
 forward     calls, the collectives and moves of activations, weights that are gathered again for the backward
 backward    calls, what runs again or is copied to the host and back, collectives of the backward
-once        optimizer, casts of weights, moves of weights that are held, and the reduction of their gradients
+once        optimizer, casts of weights, moves of resident weights, and the reduction of their gradients
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Why a problem has no solution: a minimal set of nodes whose forbidden strategies conflict, alone or with the limit.
 
-QuickXplain (Junker, AAAI 2004) over the pinned nodes (those with a forbidden strategy), asking an oracle with only some
-of the nodes' menus in force: is anything feasible, whatever bytes it takes; or, with a memory limit,
+QuickXplain (Junker, AAAI 2004) over the pinned nodes (those with a forbidden strategy), calling an oracle with the pins
+of only some nodes in force: is anything feasible, whatever bytes it takes; or, with a memory limit,
 
     B(P) = min bytes(x)  over choices x that keep to the pins P        P conflicts with the limit if B(P) > limit
 
-The set is minimal: with only its pins in force, freeing any one of them is enough. What is told about a pin is what it
-is worth with all the others in force, B(all pins but this one). Where the edges contradict each other on their own, the
-same search runs over them.
+The set is minimal: with only its pins in force, freeing any one of them is enough. The value reported for a pin is its
+effect with all others in force, B(all pins but this one). Where the edges contradict each other on their own, the same
+search runs over them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Conflict:
 
 
 class MemoryLimitError(InfeasibleError):
-    """No choice fits the memory limit. Why is worked out when first asked: a search that tries limits never asks."""
+    """No choice fits the memory limit. The conflict is computed on first access, as many searches never need it."""
 
     def __init__(self, problem: Problem, deadline: float = NEVER) -> None:
         super().__init__("")
@@ -72,9 +72,9 @@ class MemoryLimitError(InfeasibleError):
 
 
 def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
-    """The conflict of an infeasible problem, with the memory limit where the pins alone can hold.
+    """Return the conflict of an infeasible problem; it includes the memory limit if the pins alone are feasible.
 
-    After the deadline no more questions are asked, which leaves a conflict that may not be minimal.
+    After the deadline the oracle is not called again; the conflict may then not be minimal.
     """
     pinned = tuple(i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all())
     least = least_bytes(problem)
@@ -83,7 +83,7 @@ def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
         return Conflict(nodes, False, None, _least_without(problem, pinned, nodes, deadline), is_minimal)
     budget, num_questions = problem.budget, 0
     assert budget is not None, "without a limit the pins contradict each other"
-    least = max(least, budget + 1)  # which the bound of a wide graph may not prove
+    least = max(least, budget + 1)  # which the bound at high treewidth may not prove
 
     def conflicts(kept: Sequence[int]) -> bool:
         nonlocal num_questions
@@ -117,7 +117,7 @@ def describe_shortage(problem: Problem, found: Conflict) -> str:
 
 
 def least_bytes(problem: Problem) -> float:
-    """A lower bound on the bytes of any choice that avoids what is forbidden; exact where the graph is narrow."""
+    """Return a lower bound on the bytes of any allowed choice; exact at low treewidth."""
     least = lower_bound(problem.in_bytes(), 0.0)
     if least > -math.inf:
         return least
@@ -142,14 +142,14 @@ def _least_without(
     return found
 
 
-ORACLE_SECONDS = 60.0  # for one question to the ILP, which is asked only where elimination cannot answer
+ORACLE_SECONDS = 60.0  # for one ILP solve, used only where elimination cannot answer
 
 
 def conflicting_nodes(problem: Problem, deadline: float = NEVER) -> tuple[int, ...]:
-    """A minimal set of nodes whose allowed strategies contradict each other; empty if the edges alone do.
+    """Return a minimal set of nodes whose allowed strategies contradict each other; empty if the edges alone do.
 
-    After the deadline no more questions are asked, which leaves a set that may not be minimal.
-    A node with everything forbidden is named whatever else is wrong. The problem must be infeasible without its limit.
+    After the deadline the oracle is not called again; the set may then not be minimal. A node with all strategies
+    forbidden is always named. The problem must be infeasible without its limit.
     """
     empty = problem.forbidden_node
     if empty is not None:
@@ -163,9 +163,9 @@ def conflicting_nodes(problem: Problem, deadline: float = NEVER) -> tuple[int, .
 
 
 def conflicting_edges(problem: Problem, deadline: float = NEVER) -> tuple[int, ...]:
-    """A minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow.
+    """Return a minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow.
 
-    After the deadline no more questions are asked, which leaves a set that may not be minimal.
+    After the deadline the oracle is not called again; the set may then not be minimal.
     """
     free = freed(problem, ())
     restricted = [i for i, edge in enumerate(problem.edges) if not np.isfinite(edge.seconds).all()]
@@ -232,7 +232,7 @@ def freed(problem: Problem, kept: Sequence[int]) -> Problem:
 def minimal_conflict(
     conflicts: Callable[[Sequence[int]], bool], background: tuple[int, ...], grown: bool, suspects: Sequence[int]
 ) -> tuple[int, ...]:
-    """The suspects of a minimal conflict that contains `background`, which is new since last asked if `grown`."""
+    """Return the suspects of a minimal conflict that contains `background`; `grown`: it grew since the last call."""
     if not suspects or (grown and conflicts(background)):
         return ()
     if len(suspects) == 1:

@@ -36,7 +36,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """The price of memory in seconds per byte, the bound it proves, and the best solution met that fits."""
+    """Price of memory in seconds per byte, the bound it proves, and the best visited solution that fits."""
 
     multiplier: float
     bound: float
@@ -96,7 +96,7 @@ class Met:
 class LeastByElimination:
     """Exact at every price, by one evaluation each.
 
-    `met` is that of another search in the same tables, whatever its budget; it is added to.
+    `met` holds the visited solutions of another search in the same tables, whatever its budget; more are added.
     """
 
     def __init__(

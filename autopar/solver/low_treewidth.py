@@ -1,12 +1,12 @@
-"""Narrow graphs: everything but a small residual is dynamic programming.
+"""Graphs of low treewidth: dynamic programming, except for a small remaining problem.
 
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a price for memory gives a bound L(λ) and a solution that fits (`lagrangian`). Where these are near each other,
    what costs more than the difference is left out (`min_marginals`, `fixing`), and the search goes on in what is left,
    where it is cheap.
-3. Once no price proves more, labels of seconds and bytes (`residual.labels`) give solutions that fill the budget, and
-   are nearly the best. Where more is asked for, and would not be dear, counts of equal parts (`residual.counting_ilp`)
-   solve the rest, within an ε of the bound that grows up to that solution.
+3. Once no price proves more, labels of seconds and bytes (`remaining.labels`) give solutions that fill the budget, and
+   are nearly the best. If a smaller gap is requested and is not expensive, counts of equal parts
+   (`remaining.counting_ilp`) solve the rest, within an ε of the bound that grows up to that solution.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from autopar.solver.remaining.labels import best_labels
 from autopar.solver.remaining.remaining_choices import Counted, Evaluated, Residual, TooManyChoicesError
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
-FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
+FIRST_EPSILON = 2e-5  # of the bound: margin of the first remaining problem
 UNPROVEN = "before the plan was proven best"
 NEAR = 0.01  # of the seconds: of a solution that is not so near the bound, little can be left out
 DEAR_NEAR = 5e-4  # of the seconds: the same where elimination takes seconds, and labels find better ones first
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
-SPREAD = (0.02, 0.1, 0.5)  # of a price to start from: how far beside it the next ones are looked at
+SPREAD = (0.02, 0.1, 0.5)  # of a start price: distances at which the next prices are evaluated
 EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
 FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be better is left out
@@ -98,7 +98,7 @@ class Enough:
     """Gap on a graph of high treewidth, once the solutions given the fixed nodes were searched (`several_rows`)."""
 
     def effort(self, seconds: float, bound: float) -> float:
-        """CP-SAT's deterministic seconds that a count may take, beside a solution of so many seconds."""
+        """Return CP-SAT's deterministic seconds for one count, given a solution of `seconds`."""
         is_near = math.isinf(self.counted) or is_closed(seconds, bound, self.counted)
         return min(EFFORT if is_near else math.inf, self.longest)
 
@@ -117,10 +117,10 @@ def by_elimination(
     enough: Enough = EXACT,
     met: Met | None = None,
 ) -> Solution:
-    """The graph is narrow: everything but a small residual is dynamic programming.
+    """Solve a problem of low treewidth: dynamic programming, except for a small remaining problem.
 
-    `price` is one that nearly fits, where it is known, and `known` a solution that fits; `met` is what was found at
-    prices (`LeastByElimination`). A solution that is `enough` ends the search where more would be dear.
+    `price` is one that nearly fits, if there is one, and `known` a solution that fits; `met` are the solutions visited
+    at prices (`LeastByElimination`). A solution within `enough` ends the search if more would be expensive.
     """
     is_dear = elimination.work > CHEAP_WORK
     start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff, is_dear)

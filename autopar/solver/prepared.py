@@ -27,7 +27,7 @@ class Prepared:
     contracted: Contracted
     tables: Tables
     elimination: Elimination | None
-    """None where the graph is too wide."""
+    """None if the treewidth is too high."""
     met: Met = field(default_factory=Met)
     """Results of elimination at memory prices, whatever the limit."""
 

@@ -1,4 +1,4 @@
-"""The problem the planner solves, free of anything about tensors: menus of strategies, edges, a memory row.
+"""The problem the planner solves, free of anything about tensors: candidate strategies, edges, a memory row.
 
     min  Σ_v seconds_v[x_v] + Σ_(u,v) seconds_uv[x_u, x_v]     over one choice x_v per node
     subject to  Σ_v bytes_v[x_v] + Σ_(u,v) bytes_uv[x_u, x_v] ≤ budget
@@ -36,7 +36,7 @@ class Node:
     num_bytes: Integers
 
     def check(self) -> None:
-        """Raise PlanError where the arrays are no menu."""
+        """Raise PlanError if the arrays do not describe candidate strategies."""
         _check_costs(self.seconds, self.where)
         if self.seconds.ndim != 1 or not len(self.seconds):
             raise PlanError(

@@ -3,7 +3,7 @@
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`lagrangian`).
 3. Min-marginals at λ forbid whatever is in no better solution (`min_marginals`); exact reductions, labels and an ILP
-   over counts of equal parts (`reduction`, `residual`) solve the rest (`narrow`).
+   over counts of equal parts (`presolve`, `remaining`) solve the rest (`low_treewidth`).
 
 Equal problems get equal solutions, unless time runs out. `Search(solver="ilp")` hands the whole problem to the ILP, as
 the reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`neighbourhoods`), and give the
@@ -56,10 +56,10 @@ from autopar.solver.prepared import Prepared
 from autopar.solver.presolve.reduction import prune, reduce_problem, with_fixed
 from autopar.solver.problem import Problem, Solution
 
-SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
+SEARCHING = 0.25  # of the time goes to a good solution if the treewidth is too high for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.002  # how far from the best neighbourhoods are solved
-HELD_GAP = 5e-4  # of the seconds: where more would be dear
+HELD_GAP = 5e-4  # of the seconds, if a smaller gap is expensive
 NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 PRICED_NEAR = 1e-4  # the same under a limit, where prices are yet to be found
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
@@ -77,9 +77,8 @@ def solve(
 ) -> Solution:
     """The best choice per node, with a lower bound on what any choice costs.
 
-    Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
-    be within `gap` (a share of its seconds) of the best, or within `enough` where more would be dear; else it is
-    always the best.
+    Without a memory limit and at low treewidth the solution is the optimum. Otherwise it is proven to be within `gap`
+    (a share of its seconds) of the optimum, or within `enough` if a smaller gap is expensive.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
     what has begun is broken off a moment later (`deadline.grace`).
@@ -124,7 +123,7 @@ def solve_narrow(
 def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
     """Seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds per byte.
 
-    -inf where the graph is too wide for that, or the time too short.
+    It is -inf if the treewidth is too high for that, or the time too short.
     """
     budget, elimination = prepared.smaller.budget, prepared.elimination
     if budget is None or elimination is None or is_wide(elimination):
@@ -195,7 +194,7 @@ def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, kn
 def _by_relaxation(
     problem: Problem, deadline: float, gap: float, enough: Enough, begun: Wide | None = None
 ) -> Solution:
-    """The graph is wide: a bound by messages decides most strategies; the rest is narrow, or narrower.
+    """Solve at high treewidth: a bound by messages decides most strategies; the rest has lower treewidth.
 
     Without a limit a bound that is near is tried first: the last sweeps gain little, and are often not needed.
     """
@@ -240,7 +239,7 @@ def _by_relaxation(
 
 
 def _best_relaxed(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> Relaxation | None:
-    """The best bound of a price, and the best solution met; None where none was."""
+    """Return the best bound of a price, and the best visited solution; None if there is none."""
     start, free = COLD, -math.inf
     if problem.budget is not None:
         start, free = _held_start(problem, wide, deadline, enough)
@@ -253,7 +252,7 @@ def _best_relaxed(problem: Problem, wide: Wide, deadline: float, enough: Enough)
 
 
 def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> tuple[Start, float]:
-    """A price of memory and a solution that fits: the best beside some nodes that stay as they are without a limit.
+    """Return a price of memory and a solution that fits: the optimum given nodes fixed as without a limit.
 
     Also the bound without a limit.
     """
@@ -270,7 +269,7 @@ def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -
 def _by_dear_search(
     problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float, enough: Enough
 ) -> Solution:
-    """The graph stays wide: a long elimination if there is time for one, or the ILP from what is known."""
+    """Solve if the treewidth stays high: a long elimination if there is time for one, or the ILP from what is known."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None and elimination.work < WORK_PER_S * seconds_until(deadline):
@@ -319,7 +318,7 @@ def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None =
 
 
 def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Relaxation | None = None) -> Solution:
-    """The graph is too wide for elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
+    """Solve without elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
     if relaxed is None:
         searching = deadline - (1 - SEARCHING) * seconds_until(deadline)
         start = good_solution(problem, _narrow_point, searching)
@@ -338,9 +337,9 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
 
 
 def _narrow_solution(problem: Problem, deadline: float, enough: Enough = EXACT) -> Solution | None:
-    """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
+    """Return a good solution of a part of a problem of high treewidth; None if there is none."""
     if problem.forbidden_node is not None:
-        return None  # what is held is forbidden
+        return None  # a fixed strategy is forbidden
     pruned = prune(problem)
     tables = Tables(pruned.problem)
     elimination = narrow_elimination(pruned.problem, tables)

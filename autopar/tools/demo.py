@@ -1,4 +1,4 @@
-"""The demonstration: a small language model trained on gloo ranks of this machine, beside one process on the same data.
+"""The demonstration: a small language model trained on gloo ranks of this machine and on one process.
 
 The parent trains alone first, then starts the ranks; rank 0 prints, and its measurements come back. The run succeeds
 where the losses agree and the bytes that moved are the bytes that the plan predicted.
@@ -158,7 +158,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _process_bytes() -> int:
-    """The most memory this process ever held, imports included."""
+    """Return the peak memory of this process, imports included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes on Linux
 

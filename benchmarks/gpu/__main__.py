@@ -18,7 +18,7 @@ Collectives are stubbed: one device cannot show how they overlap with computing.
 a time limit. A part that fails or hangs is reported, and the others go on.
 
 Results, with hardware and date, are written to benchmarks/results. The exit status is 0 if all parts were measured and
-every goal was met, and 1 otherwise.
+every goal was reached, and 1 otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The products, the attention and the optimizer's step of one rank of Llama-3-8B beside what the profile says of them.
+"""The products, the attention and the optimizer's step of one rank of Llama-3-8B, compared with the profile.
 
 The shapes are those of one of 8 ranks of tensor parallelism, the predictions those of autopar's plan for them: seconds
 forward and backward, with the profile that was measured before. Both are the device's, without launches of the host.

@@ -23,7 +23,7 @@ CALIBRATION = "calibration"
 ROOT = Path(__file__).resolve().parents[2]
 CUDA_TESTS = "tests/runtime/module/test_cuda.py"
 TP, DP_TP = {"tp": 8}, {"dp": 8, "tp": 8}
-LAST_LINES = 15  # of what a part that failed said
+LAST_LINES = 15  # of the output of a failed part
 
 
 @dataclass(frozen=True, slots=True)

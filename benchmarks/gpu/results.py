@@ -52,7 +52,7 @@ def text(known: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """One line: how many goals were met, and which parts were not measured."""
+    """Return one line: how many goals were reached, and which parts were not measured."""
     goals = [row.met for each in outcomes if each.finding for row in each.finding.rows if row.met is not None]
     missing = [each.part for each in outcomes if each.finding is None]
     said = f"{sum(goals)} of {len(goals)} goals met"
@@ -60,7 +60,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def is_whole(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether every part was measured and every goal met."""
+    """Return whether every part was measured and every goal reached."""
     return all(each.finding and all(row.met is not False for row in each.finding.rows) for each in outcomes)
 
 

@@ -62,7 +62,7 @@ class Setting:
         return TINY_EFFORT if self.small else CUDA
 
     def judged(self, met: bool) -> bool | None:
-        """Return whether a speed goal is met; None for tiny shapes, whose speed is meaningless."""
+        """Return whether a speed goal is reached; None for tiny shapes, whose speed is meaningless."""
         return None if self.small else met
 
     def num_layers(self, compiled: bool) -> int:

@@ -1,4 +1,4 @@
-"""A training step of one rank by autopar beside the one written by hand, collectives stubbed on both sides.
+"""A training step of one rank by autopar, compared with one written by hand, collectives stubbed on both sides.
 
 Both train equal weights on equal texts, so that their losses must agree: what the stubs leave out, both leave out. They
 take turns, step by step; medians count. Memory is what a contestant allocates beyond what is there without it, at the

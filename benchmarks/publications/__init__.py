@@ -1,1 +1,1 @@
-"""Training steps that others have measured, planned as they ran them, beside what autopar predicts."""
+"""Training steps that others have measured, planned as they ran them, compared with autopar's predictions."""

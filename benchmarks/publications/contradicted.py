@@ -1,7 +1,7 @@
 """Runs that other runs of the same table contradict, told by what was measured alone: no prediction is looked at.
 
 A run whose stages have the same layers, cut over at least as many ranks of tp, in the same state of the cluster and on
-as many GPUs or more, launches as many kernels a micro-batch and has no less to communicate beside its gradients. So
+as many GPUs or more, launches as many kernels a micro-batch and has no less to communicate besides its gradients. So
 what one of its micro-batches took is enough for one of this run, times its share of work where that is more:
 
     most seconds = slots · max(1, share) · seconds' / slots' + gradients

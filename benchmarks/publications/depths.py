@@ -47,7 +47,7 @@ class Depths:
         return self._tasks(microbatch_tasks)
 
     def last_microbatch(self) -> tuple[Task, ...]:
-        """The tasks of the last of several micro-batches, with the reductions beside its backward."""
+        """Return the tasks of the last of several micro-batches, with the reductions that overlap with its backward."""
         return self._tasks(last_microbatch_tasks)
 
     def _tasks(self, make: Make) -> tuple[Task, ...]:
@@ -77,7 +77,7 @@ class Depths:
             return int(longer.max()), standing_bytes(self.longer, runs, longer)
         shorter = moments(self.shorter, runs)
         before, behind = _beside_layers(self.longer)
-        if self.gathered:  # the last layer has none to gather ahead, the first none whose gathers it runs beside
+        if self.gathered:  # the last layer has none to gather ahead, the first none whose gathers it hides
             before, behind = (each + longer.shape[-1] - shorter.shape[-1] for each in (before, behind))
         stand = (standing_bytes(self.shorter, runs, shorter), standing_bytes(self.longer, runs, longer))
         return highest(shorter, longer, self.times, before, behind), round(on_line(*stand, self.times))

@@ -1,7 +1,7 @@
 """Folds for cross-validation that leave out whole models, or whole numbers of nodes, the same in every run.
 
-Groups are dealt to folds from the largest to the smallest, each to the fold with the fewest rows so far, so that what
-is fitted never sees a model, or a number of nodes, that it is asked about.
+Groups are assigned to folds from the largest to the smallest, each to the fold with the fewest rows so far, so that a
+fit never sees a model, or a number of nodes, that it predicts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.publications.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Rows by their numbers: those that are fitted, and those that are asked about."""
+    """Rows by their numbers: those that are fitted, and those that are predicted."""
 
     fitted: tuple[int, ...]
     held_out: tuple[int, ...]
@@ -58,7 +58,7 @@ def both(rows: Sequence[Row], most: int = 5) -> Iterator[tuple[str, Fold]]:
 
 
 def sampled(rows: Sequence[Row], count: int | None) -> list[Row]:
-    """So many rows, the same ones every time, by a digest of what they say; all of them where None is said."""
+    """So many rows, the same ones every time, by a digest of their contents; all of them for None."""
     if count is None or count >= len(rows):
         return list(rows)
     chosen = _chosen([repr(row) for row in rows], count)

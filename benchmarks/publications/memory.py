@@ -56,7 +56,7 @@ plan's counts the last two."""
 
 
 def framework_bytes(row: Row, parameters: float) -> float:
-    """Bytes that nanotron keeps beside what a plan counts, of a rank that uses so many parameters."""
+    """Return the bytes that nanotron holds in addition to a plan's, of a rank that uses so many parameters."""
     if row.framework != "nanotron":
         return 0.0
     buckets = BUCKETS * parameters if row.dp > 1 else 0.0
@@ -70,7 +70,7 @@ def flat_bytes(row: Row, parameters: float) -> float:
 
 
 def further_bytes(row: Row, parameters: float) -> float:
-    """Bytes at the peak of what nanotron's first stage makes beside a plan's, and of what waits for NCCL."""
+    """Return the peak bytes that nanotron's first stage makes in addition to a plan's, and that wait for NCCL."""
     if row.framework != "nanotron":
         return 0.0
     layers = row.shape.layers if row.pp == 1 else cuts(row)[0]

@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each behind a norm and with a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

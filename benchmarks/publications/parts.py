@@ -1,4 +1,4 @@
-"""Memory by part, as papers show it for Megatron's models, beside the parts of a plan.
+"""Memory by part, as papers show it for Megatron's models, compared with the parts of a plan.
 
 A device of the first stage keeps activations of as many layers as the model has, L/p layers for each of p micro-batches
 in flight, and 1 + (p - 1)/(p m) times as much with m stages on each device (Korthikanti et al., 2205.05198, section
@@ -49,7 +49,7 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A figure's value beside the plan's, in GiB or in percent; None with the reason where there is none."""
+    """A figure's value and the plan's, in GiB or in percent; None with the reason if there is none."""
 
     model: str
     mode: str

@@ -1,4 +1,4 @@
-"""Predictions for rows, by several processes, kept on disk: what is asked again is not planned again.
+"""Predictions for rows, by several processes, stored on disk: a repeated row is not planned again.
 
 A prediction is kept under a digest of the pinned strategy, the cuts, the numbers of the hardware, and the sources of
 autopar and of this package but for what only reads and reports.

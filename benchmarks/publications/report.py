@@ -200,7 +200,7 @@ def reasons(found: Sequence[Outcome]) -> str:
 
 
 def memory_parts(found: Sequence[Part]) -> str:
-    """Parts of memory as papers show them, beside those of plans."""
+    """Return parts of memory as papers show them, compared with those of plans."""
     lines = [
         (each.model, each.mode, each.quantity, f"{each.predicted:.1f}", f"{each.measured:.1f}", each.unit)
         for each in found

@@ -86,7 +86,7 @@ class Row:
     conventions: str = "autopar"
     """Name of autopar's memory conventions, which define what counts as memory."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each stage; empty where they are dealt out as the framework does."""
+    """Layers of each stage; empty if the framework assigns them."""
     out_of_memory: bool = False
     bandwidths: Mapping[str, float] = field(default_factory=dict)
     """Collective → bytes/s that NCCL reached in the run's own allocation; "intra_…" within a node."""

@@ -1,7 +1,7 @@
-"""A row's strategy in autopar's words: a mesh, a preset with storage beside it, a precision, recomputation, a schedule.
+"""A row's strategy in autopar's words: a mesh, a preset with storage, a precision, recomputation, a schedule.
 
 dp · tp (· pp)     axes of the mesh, a pipeline outermost, as nanotron and Megatron number their ranks
-ZeRO               where a preset of tensor parallelism decides calls, parameters are stored over dp beside it
+ZeRO               where a preset of tensor parallelism decides calls, parameters are stored over dp
 accumulation       what several micro-batches do, two do: a step of more has more of the same
 """
 
@@ -30,7 +30,7 @@ PROFILES = {
 }
 """Device as the sources call it → profile."""
 MEGATRON = ("megatron", "korthikanti", "zero bubble", "megatron golden", "megatron-deepspeed")
-"""Frameworks that are Megatron-LM, as its papers used it: messages beside computing came later."""
+"""Frameworks that are Megatron-LM, as its papers used it: messages that overlap with compute came later."""
 DATA = ("data_parallel", "zero1", "zero2", "zero3")
 PRECISIONS = {
     **NAMED,
@@ -54,7 +54,7 @@ class Pinned:
     """Axes of a stage's mesh with their sizes."""
     strategy: str
     storage: int
-    """The stage of ZeRO that is said beside the strategy; 0: none."""
+    """The stage of ZeRO that is given together with the strategy; 0: none."""
     precision: str
     recompute: str
     several: bool
@@ -130,7 +130,7 @@ def refuse_what_is_not_expressed(row: Row) -> None:
 
 
 def cuts(row: Row) -> tuple[int, ...]:
-    """The layers of each stage, as the framework of a row deals them out."""
+    """Return the layers of each stage, as the framework of a row assigns them."""
     stages = row.pp * row.chunks
     if row.stage_layers:
         return row.stage_layers

@@ -1,6 +1,6 @@
 """A module that is stored in parts as Hugging Face's safetensors: tensors are gathered one by one.
 
-Of every tensor the first rank that has it is the writer: on a pipeline each stage's first rank writes files of its own,
+The first rank that has a tensor writes it: on a pipeline each stage's first rank writes files of its own,
 else the first rank of the mesh writes all.
 """
 
@@ -35,9 +35,9 @@ class File:
 def write(stored: Mapping[str, Tensor], mesh: DeviceMesh, folder: str | Path, max_bytes: int) -> None:
     """Write tensors by name into `folder`, in files of at most `max_bytes` (of at least one tensor each).
 
-    Called by all ranks of the mesh; `stored` is what this rank has of them. What is there under these names is replaced
-    file by file; files of an older checkpoint that are not part of this one are removed.
-    Where one rank cannot write, all raise.
+    Called by all ranks of the mesh; `stored` is what this rank has of them. Existing files of these names are replaced
+    one by one; files of an older checkpoint that are not part of this one are removed. Where one rank cannot write, all
+    raise.
     """
     folder = Path(folder)
     files = list(files_of_writers(stored, mesh, max_bytes))

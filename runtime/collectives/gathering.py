@@ -1,6 +1,6 @@
 """Weights gathered from their parts: what is to be gathered, and what is on its way.
 
-A collective runs beside everything else until it is waited for. `start_gather` issues the gather of a bucket and
+A collective overlaps with everything else until it is waited for. `start_gather` issues the gather of a bucket and
 returns what is in flight; whoever needs the weights waits for it, and only then copies them out of its buffers.
 """
 
@@ -39,7 +39,7 @@ class InFlight:
     """Positions, how their parts are sent, and the parts of all ranks, one rank after the other."""
 
     def arrived(self) -> tuple[Tensor, ...]:
-        """The weights, once they are there; to be asked once, as the buffers are let go."""
+        """Return the weights, once they are there; to be called once, as it frees the buffers."""
         axis, sizes = self.recipe.axis, self.recipe.sizes
         whole: list[Tensor | None] = [None] * len(sizes)
         while self.buffers:
@@ -54,7 +54,7 @@ class InFlight:
         return tuple(whole)  # type: ignore[arg-type]
 
     def __del__(self) -> None:
-        # Nobody has asked, as where a call has failed: a collective holds its buffers until it is waited for.
+        # Nobody waited, e.g. because a call failed: a collective holds its buffers until it is waited for.
         buffers = getattr(self, "buffers", [])  # torch.compile makes some without fields
         while buffers:
             waited_for(buffers.pop()[2])

@@ -1,8 +1,8 @@
 """Mesh axes at run time, found by name, and the count of what moves over them.
 
 Graphs name an axis, or joined ones ("dp_tp"); `use_mesh` says which process group that is, so that one graph serves
-every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step. What a group runs
-stands in one queue: where weights are gathered while gradients are reduced, gathers have groups of their own
+every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step. The collectives of
+a group stand in one queue: where weights are gathered while gradients are reduced, gathers have groups of their own
 (`gathering_groups`), so that neither waits for the other.
 """
 
@@ -95,7 +95,7 @@ def _made_of(ranks: tuple[int, ...], gathers: bool) -> str:
 
 
 def made_groups() -> list[dist.ProcessGroup]:
-    """Every group that was made beside those of the mesh."""
+    """Return every group that was made in addition to those of the mesh."""
     made = _made.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
     return [_resolve_process_group(name) for name in made.values()]
 
@@ -156,7 +156,7 @@ def axis_of(name: str) -> Axis:
 Axes = Mapping[str, tuple[str, ...]]
 """Factor → the mesh axes that split it, outer first."""
 IN_ORDER: Axes = MappingProxyType({})
-"""Factor → the mesh axes that deal it by zigzag, if none does."""
+"""Factor → the mesh axes that zigzag-shard it, if none does."""
 
 
 def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:

@@ -104,7 +104,7 @@ def packed(
 ) -> Tensor:
     """Return the message [n * m] of every rank's parts, of these shapes, of wholes that are split along `dims`.
 
-    Parts are padded with zeros. Of one tensor the message is a view, where its parts lie as they are sent.
+    Parts are padded with zeros. The message of a single tensor is a view, if its parts lie as they are sent.
     """
     if len(wholes) == 1 and dims[0] == 0 and wholes[0].dtype == dtype:
         return padded(wholes[0], 0, num_ranks).reshape(-1)

@@ -2,10 +2,10 @@
 
 Legend: n ranks, `parts` is [n, *part].
 
-In order, rank r has block r of n. By zigzag a dim is cut into 2n pieces, and rank r has pieces r and 2n-1-r: of a
-causal attention each rank computes the same (zhuzilin's ring-flash-attention, 2024; Llama 3's context parallelism). An
-axis that deals a dim deals the part that the axes outside of it have left, and what two axes deal is what one of both
-their sizes would.
+In order, rank r has block r of n. If zigzag-sharded, a dim is cut into 2n chunks, and rank r has chunks r and 2n-1-r:
+of a causal attention each rank computes the same (zhuzilin's ring-flash-attention, 2024; Llama 3's context
+parallelism). An axis zigzag-shards the part of a dim that the axes outside of it have left; two axes shard it as one of
+both their sizes would.
 
 Both functions give views where `ir.sharding.rearranged` says that nothing is rearranged, and else copy once.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def by_rank(x: Tensor, dim: int, num_ranks: int, zigzag: bool = False) -> Tensor:
-    """Return the parts of a whole that divides, [n, *part]: a view of it unless it is dealt by zigzag."""
+    """Return the parts of a whole that divides, [n, *part]: a view of it unless it is zigzag-sharded."""
     if not zigzag:
         return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)
     pieces = x.unflatten(dim, (2 * num_ranks, x.shape[dim] // (2 * num_ranks)))
@@ -35,6 +35,6 @@ def whole_of(parts: Tensor, dim: int, zigzag: bool = False) -> Tensor:
 
 
 def _pair(rank: int, num_ranks: int) -> slice:
-    """The two pieces of a rank."""
+    """Return the two chunks of a rank."""
     last = 2 * num_ranks - 1 - rank
     return slice(rank, last + 1, last - rank)

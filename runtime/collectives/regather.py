@@ -1,8 +1,8 @@
 """Weights gathered again for the backward in place of being kept.
 
-Inside a `Regather` block the backward holds how a bucket is gathered, not its weights. When the first of them is asked
-for, the backward has reached their layer: all of it is gathered, and the gathers of the layers that come next, which
-are those before it, are issued to run beside its products (`depth` of them). They come in the reverse of the order in
+Inside a `Regather` block the backward holds how a bucket is gathered, not its weights. When the first of them is
+needed, the backward has reached their layer: all of it is gathered, and the gathers of the layers that come next, which
+are those before it, are issued to overlap with its matmuls (`depth` of them). They come in the reverse of the order in
 which their weights were saved.
 """
 
@@ -41,7 +41,7 @@ class _Bucket:
     again: tuple[Tensor, ...] | None = None
     in_flight: InFlight | None = None
     done: int = NEVER
-    """The last backward that has asked for all uses."""
+    """The last backward that has taken all uses."""
     later: _Bucket | None = field(default=None, repr=False)
     """The one that a backward asks for next: it was saved before this one."""
 
@@ -96,7 +96,7 @@ class _Bucket:
             each = each.later
 
     def drop(self) -> None:
-        """The backward is over: let go of what it has not asked for."""
+        """Free what a finished backward has not taken."""
         self.in_flight = None
         if not self.asked:
             self.again = None
@@ -184,7 +184,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     @staticmethod
     def given_back(saved: object) -> Tensor:
-        """The tensor that was held."""
+        """Return the saved tensor."""
         if isinstance(saved, Tensor):
             return saved
         assert isinstance(saved, _Handle)

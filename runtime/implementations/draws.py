@@ -1,4 +1,4 @@
-"""Any random call of ATen, drawing the same numbers for the same piece of its result, wherever that lies.
+"""Any random call of ATen, drawing the same numbers for the same part of its result, wherever that lies.
 
 The default generator is seeded for the call and set back behind it (see `randomness`). The deterministic mode gathers
 the inputs, draws the whole result from the default generator as one device would, and takes its part.

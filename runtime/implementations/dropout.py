@@ -1,4 +1,4 @@
-"""Dropout that draws the same mask for the same piece of a tensor, wherever it lies, and once more in the backward.
+"""Dropout that draws the same mask for the same part of a tensor, wherever it lies, and once more in the backward.
 
 Each draw has a seed of its own (see `randomness`), and that is all that is kept of it for the backward. The
 deterministic mode draws the mask of the whole tensor from the default generator, exactly as one device would, and keeps
@@ -71,7 +71,7 @@ def kept_of_whole(
 ) -> Tensor:
     """This rank's part of what one device would keep of a whole of that shape, of the dtype and device of `x`.
 
-    Of padding nothing is kept. `split` and `zigzag` have the axes that split each dim, and that deal it.
+    Nothing of padding is kept. `split` and `zigzag` have the axes that split each dim, and that zigzag-shard it.
     """
     kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     for dim, axes in enumerate(split):

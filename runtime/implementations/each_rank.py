@@ -20,7 +20,7 @@ def on_each_rank(
 ) -> Sequence[Any]:
     """`compute(ranks, *tensors)`, where `ranks` is where this rank stands on the axes; where ranks are simulated, each.
 
-    What is computed depends on the rank by its control flow, which a simulation cannot follow by itself.
+    The computation depends on the rank by control flow, which a simulation cannot follow by itself.
     """
     mode = local_tensor_mode() if not torch.compiler.is_compiling() else None
     if mode is None:

@@ -2,7 +2,7 @@
 
 Legend in `ir.program.operators.expert_operators`.
 
-Experts lie in blocks, one for each combination of ranks on the axes that split them, outer axis first. Of axes that
+Experts lie in blocks, one for each combination of ranks on the axes that split them, outer axis first. On axes that
 split experts alone every rank sees the same tokens, and keeps the rows of its own experts. Over axes that split tokens
 as well, rows go to the rank of their expert's block and come home by one uneven all-to-all over all of them, joined.
 

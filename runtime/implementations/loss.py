@@ -1,9 +1,9 @@
 """Cross-entropy of logits of which each rank holds some rows, some classes, or both.
 
 Over the axes that split the classes ("v"), the ranks join the maximum and the sums of every row; over the axes that
-split rows, a mean joins what divides it, which targets alone say: it is summed ahead of the loss, beside the forward
-(`start_count`). Of a sum or mean over rows each rank has its part. The backward is local. Where no axis splits the
-classes, a rank's part is PyTorch's own loss, which is the faster one.
+split rows, a mean joins its divisor, which depends on targets alone: it is summed ahead of the loss, overlapped with
+the forward (`start_count`). Each rank has its part of a sum or mean over rows. The backward is local. Where no axis
+splits the classes, a rank's part is PyTorch's own loss, which is the faster one.
 """
 
 # pyright: reportIncompatibleMethodOverride=false

@@ -36,7 +36,7 @@ class Role:
     positions: tuple[int, ...]
     samples: bool
     value: float | None
-    """At padded places; None where that was not said."""
+    """Value at padded positions; None if unspecified."""
 
     def shape(self, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, ...]:
         """The shape of the input in a call of these sizes."""
@@ -109,7 +109,7 @@ def _padded(leaf: Tensor, role: Role, shape: tuple[int, ...]) -> Tensor:
         )
     if role.value is None:
         raise InputError(
-            f"{role.name} has {leaf.shape[0]} samples and is to be padded to {shape[0]}, and nobody said with what; "
+            f"{role.name} has {leaf.shape[0]} samples and is to be padded to {shape[0]}, with no value to pad it with; "
             f"give Buckets(padding={{{role.name!r}: value, …}})."
         )
     missing = [after - before for before, after in zip(leaf.shape, shape, strict=True)]

@@ -136,8 +136,8 @@ def cut_part(
 ) -> DTensor:
     """A rank's part of an output, as a DTensor without what was padded.
 
-    `parts` are the axes over which the batch is given in parts. What splits a dim that is cut is gathered, unless it
-    splits samples as they were given.
+    `parts` are the axes over which the batch is given in parts. Axes that split a cut dim are gathered, unless they
+    split samples as given.
     """
     placements: list[Placement] = [Shard(each.dim) if each.is_split else Replicate() for each in layout]
     names = mesh.mesh_dim_names or ()

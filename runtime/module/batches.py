@@ -1,8 +1,8 @@
 """A batch in micro-batches, and the loss among a model's outputs.
 
 A micro-batch is a part along dim 0 of every input tensor that has the batch's size there, which is that of the first
-input tensor with dims; what has another size is given to every micro-batch as it is. Of a DTensor every rank takes a
-part of its part: nothing moves, and all micro-batches together are the batch.
+input tensor with dims; what has another size is given to every micro-batch as it is. Every rank takes a part of its
+part of a DTensor: nothing moves, and all micro-batches together are the batch.
 """
 
 from __future__ import annotations

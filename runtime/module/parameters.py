@@ -254,7 +254,7 @@ def _is_executed(node: Any) -> bool:
     """Return whether the backward that runs adds a gradient to this leaf, and does not return it."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad was asked for
+    except RuntimeError:  # of a leaf whose gradient was requested from torch.autograd.grad
         return False
 
 

@@ -2,7 +2,7 @@
 
 A step is `begin`, a forward and a backward per micro-batch, and `finish`. The module's parameters are the leaves that
 the graph of a micro-batch takes; between steps it has none. A weight that no move or cast changes is its own leaf.
-Gradients of the others are reduced beside the last backward (`collectives.moved_gradients`), and waited for in
+Reductions of the other gradients overlap with the last backward (`collectives.moved_gradients`), and waited for in
 `finish`.
 """
 
@@ -123,7 +123,7 @@ def accumulate(
 ) -> Tensor:
     """Train a step on one stage, one micro-batch after the other; the mean of their losses, output `position`.
 
-    What ranks have parts of is summed once for all, beside the last backward.
+    Partial sums of ranks are summed once for all micro-batches, overlapped with the last backward.
 
     Gradients are multiplied by `scale`.
     """

@@ -161,7 +161,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
 
     @property
     def axes_of_parts(self) -> tuple[str, ...]:
-        """The axes of the mesh over which ranks give different parts of the batch, as `inputs=` said."""
+        """Return the axes of the mesh over which ranks give different parts of the batch, as `inputs=` states."""
         return self._given.axes
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
@@ -351,8 +351,8 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         """Write parameters and persistent buffers as Hugging Face does, to be read by `from_pretrained` and `load`.
 
         Called by all ranks of the mesh. Tensors are gathered one by one and written in files of at most
-        `max_shard_size`; tied ones under their first name; beside them the model's `config` and `generation_config`,
-        where it has them. A PeftModel writes its adapters, as PEFT does. `is_main_process` has no effect.
+        `max_shard_size`; tied ones under their first name; the model's `config` and `generation_config` are written
+        next to them, where it has them. A PeftModel writes its adapters, as PEFT does. `is_main_process` has no effect.
         Raises InputError for a `state_dict`, and on every rank where one cannot write.
         """
         self._ready()

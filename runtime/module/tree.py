@@ -65,7 +65,7 @@ class State(NamedTuple):
 
 
 class Tree:
-    """The modules below a compiled module, and the root that stands beside it: of the model's own class."""
+    """The modules below a compiled module, and a separate root of the model's own class."""
 
     def __init__(self, skeleton: nn.Module) -> None:
         """`skeleton` is a copy of a model whose tensors are on the meta device; it becomes the tree."""

@@ -1,8 +1,8 @@
 """Buffers without values, of which no state dict has any: tables that a model computes when it is made.
 
-`to_empty` replaces buffers as it does parameters, whose values come from a state dict. Those of a buffer that is not
-persistent come from nowhere, so they stay where there are some; where the model was made on the meta device there are
-none, and a step that would read what lies in memory instead is refused.
+`to_empty` replaces buffers as it does parameters, whose values come from a state dict. Values of a buffer that is not
+persistent are loaded from nowhere, so existing ones stay; if the model was made on the meta device there are none, and
+a step that would read what lies in memory instead is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls of a submodule by itself, as methods of a model make them (`self.encoder(x)`): they run on what is stored here.
 
-What is whole on every rank gives what it gives in one process, as long as all ranks give the same. Refused is what does
-not: parameters in parts meet a plain tensor, or gradients are of this rank's samples and nobody sums them.
+Tensors that are whole on every rank give the results of one process, as long as all ranks give the same. Refused is
+what does not: parameters in parts meet a plain tensor, or gradients are of this rank's samples and nobody sums them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Watch the steps of optimizers: refuse those that would change nothing, and mend states that were loaded plain.
 
 `autopar.compile` stores parameters anew. An optimizer that was made before holds the former ones, which get no gradient
-from the compiled module, so that its step does nothing without a word. An optimizer that trains the original model for
-itself, beside the compiled one, finds gradients there and steps.
+from the compiled module, so that its step does nothing without a word. An optimizer that trains the original model
+separately from the compiled one finds gradients there and steps.
 
 `set_optimizer_state_dict` with `full_state_dict=True` distributes tensors of one or more dims only (torch 2.13,
 `_distribute_state_dict`). The state of a 0-dim DTensor stays a plain tensor, and its in-place update by a DTensor

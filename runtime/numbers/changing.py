@@ -114,7 +114,7 @@ class Numbers:
 
 
 def _warning(name: str, values: Collection[int | float], value: int | float, refused: list[Refusal]) -> str:
-    """Return what is said of a number whose values are planned one by one, and why they are."""
+    """Return the warning for a number whose values are planned one by one, with the reason."""
     seen = ", ".join(map(str, sorted(values)))
     text = f"the model was captured and planned {len(values)} times, as the number {name} changed ({seen})"
     if refused and not refused[-1].is_captured:

@@ -1,4 +1,4 @@
-"""A number of which every rank has a part, and that only the user reads: summed beside the backward.
+"""A number of which every rank has a part, and that only the user reads: its sum overlaps with the backward.
 
 A loss is such a number. Its gradient does not depend on the sum, so that the backward begins at a rank's part.
 """
@@ -59,5 +59,5 @@ class Arriving:
         return self._value
 
     def __del__(self) -> None:
-        if (buffer := getattr(self, "_buffer", None)) is not None:  # held by its collective until it is waited for
+        if (buffer := getattr(self, "_buffer", None)) is not None:  # in use by its collective until it is waited for
             waited_for(buffer)

@@ -1,6 +1,6 @@
 """An output that is moved into the user's layout when it is first used: what nobody reads costs nothing.
 
-A loss that is summed beside the backward is waited for when it is first used, and `loss.backward()` does not use it.
+A loss whose sum overlaps with the backward is waited for when it is first used, and `loss.backward()` does not use it.
 Functions of torch that take an `Unread` run on the plain tensor, which is made once. Shape, dtype, device and the like
 are known without it. An `Unread` has a place in the autograd graph of its own, in front of the plain tensor.
 """

@@ -1,4 +1,4 @@
-"""Evaluation on a pipeline: a batch in one piece, stage after stage, and its outputs on every rank."""
+"""Evaluation on a pipeline: a batch without micro-batches, stage after stage, and its outputs on every rank."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def check_not_shared(schedule: str, holders: Sequence[str]) -> None:
 
 
 def _second_group(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """The group for gradients: NCCL runs the messages between two ranks of a group one after the other, both ways."""
+    """Return the group for gradients: NCCL serializes the messages between two ranks of a group, in both directions."""
     if backend_of(group, device) != "nccl":
         return group
     second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

@@ -2,8 +2,8 @@
 
 The first half runs the nodes of the autograd graph that lie between the outputs and the inputs. It notes what arrives
 at the first such node above every weight: there the second half begins, and goes down to the weights alone (Qi et al.,
-"Zero Bubble Pipeline Parallelism", ICLR 2024). An output that reaches a weight beside all those nodes, as the embedding
-of a decoder reaches what is sent beside the output of the encoder, is a beginning too.
+"Zero Bubble Pipeline Parallelism", ICLR 2024). An output that reaches a weight on a path without those nodes is a
+beginning too; an example is the embedding of a decoder, sent together with the output of the encoder.
 
 Weights with a beginning in common are done together. Where one beginning lies below another, what comes down to it in
 the second half is replaced by what it was given in the first, which holds that already.

@@ -3,8 +3,8 @@
 PyTorch allocates a buffer for every micro-batch of a step, for each tensor that a stage receives, and most of its
 schedules hold what was sent up to the end of the step. Here a buffer is allocated when its receive is posted, and freed
 with the micro-batch's backward, so that there are as many as `planning.pipeline.schedules.receive_buffers` counts along
-the schedule's order; outputs are held up to their backward, gradients until the next ones are sent. The schedules stay
-PyTorch's.
+the schedule's order; outputs stay resident up to their backward, gradients until the next ones are sent. The schedules
+stay PyTorch's.
 """
 
 from __future__ import annotations

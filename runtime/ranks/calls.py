@@ -7,8 +7,8 @@ the store, and waits there for the others: all of them announce the same, or som
 rank went on as it expected. That one may wait in a collective by now; its thread (`Watch`) answers for it. A rank that
 finds a difference raises it, and the watch ends the others with the same message.
 
-The first calls of a kind (CHECKED) are announced though they are expected, with checksums of the inputs that are said
-to be equal.
+The first calls of a kind (CHECKED) are announced though they are expected, with checksums of the inputs that should be
+equal.
 
     {event}/count/{digest} how many ranks announce a kind
     {event}/kinds, {event}/kind/{number} how many kinds are announced; one of them, and by which rank
@@ -49,8 +49,8 @@ EVENT, VALUES, ADVICE = "event", "values", "advice"
 THE_OUTPUT = "the output"
 """The name of an output that is the only one."""
 HOW_TO_READ = (
-    "Outputs beside a loss are gathered when they are first used, by all ranks: use them on every rank, for example "
-    "before `if rank == 0:`."
+    "Outputs returned with a loss are gathered when they are first used, by all ranks: use them on every rank, for "
+    "example before `if rank == 0:`."
 )
 HOW_TO_COMPUTE_LOSSES = (
     "Ranks that get the same output must compute the same loss from it. Compute the loss of all samples, or give each "
@@ -143,7 +143,7 @@ class Calls:
         self._next(self._number(("gradient", output), lambda: {EVENT: event}), values)
 
     def _number(self, kind: Hashable, say: Callable[[], Said]) -> int:
-        """The number of a kind of event, said to other ranks as `say` returns when it comes for the first time."""
+        """Return the number of a kind of event; announce it to other ranks as `say` returns the first time it comes."""
         number = self._numbers.get(kind)
         if number is None:
             number = self._numbers[kind] = len(self._said)
@@ -166,7 +166,7 @@ class Calls:
         self._expected = self._followed_by.get(self._run, number if self._run[1] > 1 else None)
 
     def _announce(self, number: int, values: Values | None, given: Said) -> None:
-        """Say what this rank calls next, and wait until all ranks have said the same."""
+        """Announce what this rank calls next, and wait until all ranks have announced the same."""
         event, store, watch = self._event, self._watch.store, self._watch
         self._announced.append(event)
         written: list[str] = []

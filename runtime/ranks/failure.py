@@ -1,6 +1,6 @@
 """A rank that raises or dies ends all ranks of a mesh with its message: none waits for what never comes.
 
-A rank that raises inside a step writes its message into the store in which the ranks met. A thread in every rank looks
+A rank that raises inside a step writes its message into the store that the ranks share. A thread in every rank looks
 there each second and writes that it is alive. Where the message of another rank stands, NCCL's groups are aborted,
 which ends what waits in them. Gloo's cannot be (torch 2.13: `abort` returns, and who waits goes on waiting until the
 process at the other end of its connection has ended), so a rank that still waits after GRACE_SECONDS prints the message
@@ -165,7 +165,7 @@ class Watch:
             self._stopped.set()
             if self._thread not in (None, threading.current_thread()):
                 self._thread.join(STOP_SECONDS)  # an interpreter that ends does not stand threads inside C++
-            if not self._failed:  # who failed has said so
+            if not self._failed:  # a failed rank has already written
                 with contextlib.suppress(RuntimeError):  # the store may be gone by now
                     self._beat(self.store)
 
@@ -191,7 +191,7 @@ class Watch:
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="autopar-watch", daemon=True)
             self._thread.start()
-        self._ended, self._backwards = self._begun, 0  # a backward that raised has not said that it ended
+        self._ended, self._backwards = self._begun, 0  # a backward that raised did not record its end
         self._begun, self._since = self._begun + 1, time.monotonic()
 
     def _check_usable(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on this host: one process each, in one process group, started for one piece of work and ended with it.
+"""Ranks on this host: one process each, in one process group, started for one task and ended with it.
 
 A fork server imports once and forks every rank, as imports take longer than small models train.
 """

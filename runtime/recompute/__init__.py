@@ -1,4 +1,4 @@
 """Activation recomputation at run time.
 
-Decides when a layer is computed again and with which random numbers. What is computed again, the plan says.
+Decides when a layer is computed again and with which random numbers. The plan states what is computed again.
 """

@@ -1,4 +1,4 @@
-"""A per-rank graph and the ways to run it: as it is, with segments computed again, and as torch.compile makes it."""
+"""A per-rank graph and its execution: as it is, with segments computed again, and as torch.compile makes it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Copy:
         self.link, self.stretch = link_of(memory.device), stretch
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._waiting: set[int] = set()
-        """Handles, by their ids, that this backward has not asked for yet."""
+        """Handles, by their ids, that this backward has not taken yet."""
         self._back: torch.UntypedStorage | None = None
         self._arrived: torch.Event | None = None
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Stretch:
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[torch.UntypedStorage, Copy]] = {}
-        """Address → memory that is still on the device, which is held so that no other gets its address."""
+        """Address → memory that is still on the device, kept alive so that no other gets its address."""
         self._copies: weakref.WeakSet[Copy] = weakref.WeakSet()
 
     def send(self, x: Tensor) -> Handle:

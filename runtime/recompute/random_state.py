@@ -1,8 +1,8 @@
 """Seed and step of what a module draws: counted by calls, kept in state dicts, the same again where a call is repeated.
 
-A state dict carries them in its metadata, beside the versions of modules: its keys are those of the model, and
-torch.save and torch.load keep it. What is made of names and tensors alone (torch.distributed.checkpoint) leaves it out,
-as it leaves out the states of PyTorch's generators; for these `RandomState` is a `Stateful`.
+A state dict carries them in its metadata, next to the versions of modules: its keys are those of the model, and
+torch.save and torch.load keep it. Checkpoints of names and tensors alone (torch.distributed.checkpoint) leave it out,
+as they leave out the states of PyTorch's generators; for these `RandomState` is a `Stateful`.
 """
 
 from __future__ import annotations

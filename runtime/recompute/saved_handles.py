@@ -73,7 +73,7 @@ class _Saving:
 
 
 class Claims(torch.autograd.graph.saved_tensors_hooks):
-    """Inside the block, what calls of a recomputed segment save is claimed; all else is held as `Regather` says."""
+    """Inside the block, what calls of a recomputed segment save is claimed; all else is saved as by `Regather`."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, _met)
@@ -131,7 +131,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _met(held: object) -> Tensor:
-    """The tensor behind what was held."""
+    """Return the tensor behind a saved handle."""
     if isinstance(held, Pending):
         held = held.held
     if isinstance(held, Handle):

@@ -1,7 +1,7 @@
 """Counts of the rows of a mean, summed over ranks at the start of the forward, long before the loss needs them.
 
-How many targets count depends on targets alone, and these, in most models, on inputs alone. So the sum travels beside
-the forward, and the loss, in front of whose backward nothing computes, does not wait for the ranks that come last.
+How many targets count depends on targets alone, and these, in most models, on inputs alone. So the sum overlaps with
+the forward, and the loss does not wait for the slowest ranks: nothing computes between it and its backward.
 """
 
 from __future__ import annotations

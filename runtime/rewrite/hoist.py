@@ -1,7 +1,7 @@
 """A per-rank graph in two: what is done to weights once per step, and what every micro-batch runs.
 
 Weights, and views of them, are cast and moved (gathered, exchanged, made ready for a reduction of their gradients)
-before the first micro-batch. What then enters the graph of a micro-batch are leaves: their gradients add up over the
+before the first micro-batch. The inputs of a micro-batch's graph are then leaves: their gradients add up over the
 micro-batches as each rank computes them, and go backward through the moves once, reduced in buckets, at the end of the
 step; or every micro-batch reduces them, and they add up in parts (`reduced_each`). Weights that are to be gathered
 again in the backward are gathered in every micro-batch: they are stored in parts because the wholes would not fit. A

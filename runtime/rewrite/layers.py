@@ -1,8 +1,8 @@
 """A per-rank graph whose layers are calls, so that torch.compile makes kernels of a layer, and of equal layers once.
 
 Calls in a row of one layer (`layer_of` their module; "" for what lies outside of layers) become one call of a function
-of what they take. What brings weights to where they are used stays between these calls, before the layer that it would
-interrupt: weights are gathered ahead, gathered again and reduced in buckets as without torch.compile.
+of what they take. Moves of weights stay between these calls, before the layer that they would interrupt: weights are
+gathered ahead, gathered again and reduced in buckets as without torch.compile.
 
     gather(0)  gather(1)  layer_0(x, w0)  gather(2)  layer_1(x, w1)  …
 

@@ -1,9 +1,9 @@
-"""One product in the place of several with pieces of one weight, in the graph of a rank.
+"""One matmul in the place of several with slices of one weight, in the graph of a rank.
 
-A packed projection (query, key and value in one weight) is planned as one product per piece, so that each can be split
-(autopar/capture/passes/projections.py). Where a plan splits none of them, all pieces are on every rank: one product
-with the whole weight, taken apart, has fewer launches, and its backward makes the weight's gradient at once, where
-every piece would put its own among zeros.
+A packed projection (query, key and value in one weight) is planned as one matmul per slice, so that each can be split
+(autopar/capture/passes/projections.py). Where a plan splits none of them, all slices are on every rank: one matmul with
+the whole weight, sliced afterwards, has fewer launches, and its backward makes the weight's gradient at once, where
+every slice would put its own among zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Piece:
 
 
 def pack_products(graph: fx.Graph, widths: Mapping[Any, int]) -> None:
-    """Make one product of those with all pieces of one weight; `widths` is slice → the size that it takes a part of."""
+    """Make one matmul of those with all slices of one weight; `widths` is slice → the size that it takes a part of."""
     groups: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
     for node in graph.nodes:
         piece = _piece(node) if node.target in OUTPUT_DIM else None
@@ -95,7 +95,7 @@ def _part(value: Any, dim: int) -> tuple[fx.Node, int, int] | None:
 
 
 def _pack(graph: fx.Graph, first: Piece, pieces: list[Piece]) -> None:
-    """Compute all pieces where the first of them was computed."""
+    """Compute all slices where the first of them was computed."""
 
     def emit(like: fx.Node, target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)

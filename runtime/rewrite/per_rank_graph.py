@@ -1,8 +1,8 @@
 """Rewrite of a program and a plan's choices into one per-rank graph with collectives.
 
 The graph is the same on every rank: collectives name a mesh axis, shapes are local shapes. A tensor is moved along each
-edge of the space exactly as the plan priced it; the collectives of parameters run in buckets. Finally the products with
-the pieces of one weight that no axis has split become one product again (autopar/runtime/rewrite/packing.py).
+edge of the space exactly as the plan priced it; the collectives of parameters run in buckets. Finally the matmuls with
+the slices of one weight that no axis has split become one matmul again (autopar/runtime/rewrite/packing.py).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Rewriter:
         self.graph = fx.Graph()
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
-        """Value at the end of a wire that a bucket has moved, by (target, input position)."""
+        """Value at the end of an edge that a bucket has moved, by (target, input position)."""
         self.casts_left: dict[Value, tuple[torch.dtype, Layout]] = {}
         """Dtype and layout of those values that are cast only when they are used."""
         self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
@@ -260,7 +260,7 @@ class _Rewriter:
         return bool(moves_again(self.segment[1], segment == self.segment, before, after))
 
     def _value(self, decision: int, output: int) -> fx.Node:
-        """A decision's output; a hub is emitted when it is first asked for."""
+        """Return a decision's output; a shared reshard is emitted when it is first used."""
         if (decision, output) not in self.values:
             missing = self.space.decisions[decision]
             if missing.name in self.space.weight_casts:  # a bucket takes its weights before the first of them is used

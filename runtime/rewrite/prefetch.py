@@ -1,11 +1,11 @@
-"""Gathers of weights issued ahead of their layer, so that they run beside the products of the layers before it.
+"""Gathers of weights issued ahead of their layer, so that they overlap with the matmuls of the layers before it.
 
 Layers are numbered in the order of their first use. A gather of layer n becomes two calls: `start_gather` before the
 first call of layer n - depth that computes (behind the gathers of that layer), and at its place `gather_parameters`,
 which has a gradient, waits, and copies the weights out. The backward does the same in its order (`Regather`); it knows
 layers by the number that `gather_parameters` is given.
 
-Of weights that are gathered over one axis after another, the first gather is issued ahead.
+For weights that are gathered over one axis after another, the first gather is issued ahead.
 """
 
 from __future__ import annotations

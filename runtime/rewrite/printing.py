@@ -21,7 +21,7 @@ def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
     graph = module.graph
     lines = [
         f"# layouts over the mesh axes ({', '.join(axes)}):",
-        "# S(d) split, Z(d) dealt by zigzag, I equal, R equal with a partial gradient, P partial",
+        "# S(d) split, Z(d) zigzag-sharded, I equal, R equal with a partial gradient, P partial",
         "def forward(",
     ]
     for node in graph.nodes:

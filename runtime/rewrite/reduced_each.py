@@ -3,7 +3,7 @@
     gathered = gather_parameters(shards)      becomes      gathered = gather_parameters(shards without a gradient)
                                                            used = use_gathered(shards, gathered)
 
-Of this `hoist` leaves the first line to the step, and gives the second to micro-batches, whose leaves are then the
+`hoist` leaves the first line of this to the step, and gives the second to micro-batches, whose leaves are then the
 shards: gradients add up in parts. Weights that are gathered over one axis after another stay as they are, and so do
 their gradients, which add up whole.
 """

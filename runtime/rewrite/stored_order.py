@@ -3,7 +3,7 @@
 A matrix that tensor parallelism splits along its rows is split along its columns over the axes of the batch. The parts
 that a gather receives are then the whole, transposed, if each is stored transposed: one kernel unpacks all weights of a
 message, and packs their gradients, which a product with a transposed weight makes transposed, too. Only products
-take such a weight as fast as another one: a lookup would read its rows in pieces.
+take such a weight as fast as another one: a lookup would read its rows in parts.
 """
 
 from __future__ import annotations

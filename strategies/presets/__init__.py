@@ -6,8 +6,7 @@ under it is the strategy itself; what a user says comes first, and the planner d
 Each docstring says what a step moves on a decoder as Llama's (no biases, a gated MLP, a head of its own, a mean loss):
 
     collective/axis = bytes        the axis by the letter that its size has in the formulas; 1 where the mesh has it not
-    collective/n_m = bytes         over both axes at once; over the one of them that the mesh has, what is said of it
-                                   and this are added up
+    collective/n_m = bytes         over both axes at once; if the mesh has one of them, its bytes and these are added up
 
 in NCCL's convention (the whole tensor of an all_reduce, the output of an all_gather, the input of the others), in the
 bytes that one device has to do with. The symbols are bytes of whole tensors, over the whole batch:
@@ -20,9 +19,9 @@ bytes that one device has to do with. The symbols are bytes of whole tensors, ov
        no use for: tables, biases, what is added,  L  number of layers (a number, as are the sizes of axes)
        weights that meet inputs
 
-A mean loss adds 16 over all axes together that split its rows: its sum and its number of tokens, 8 each, beside what is
-computed. The layouts are a preset's, the way from one to the next is the planner's, and the formulas are those of the
-fewest bytes: where latency counts for more, or axes differ in size, it may go another.
+A mean loss adds 16 over all axes together that split its rows: its sum and its number of tokens, 8 each, overlapped
+with compute. The layouts are a preset's, the way from one to the next is the planner's, and the formulas are those of
+the fewest bytes: where latency counts for more, or axes differ in size, it may go another.
 """
 
 if __name__ != "autopar.strategies.presets":

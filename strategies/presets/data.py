@@ -36,8 +36,8 @@ def data_parallel() -> Parts:
 def zero1() -> Parts:
     """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020).
 
-    It is said as `zero2` is. In `train_step` gradients of micro-batches add up whole, and are reduced once a step;
-    those of one batch are reduced as they are made, which `warn_of_gradients` says.
+    Its annotations are those of `zero2`. In `train_step` gradients of micro-batches add up whole, and are reduced once
+    a step; those of one batch are reduced as they are made, which `warn_of_gradients` says.
     """
     return Parts(storage=Storage(regather=False))
 
@@ -68,7 +68,7 @@ def parts_named(strategy: str | None) -> tuple[str, ...]:
 
 
 def warn_of_gradients(strategy: str | None, num_microbatches: int) -> None:
-    """Warn where gradients are not held whole, as ZeRO-1 has them: those of one batch are reduced as they are made."""
+    """Warn if gradients are not resident whole, as ZeRO-1 has them: those of one batch are reduced as they are made."""
     if zero1.__name__ in parts_named(strategy) and num_microbatches == 1:
         warn_user(
             f"{strategy}: gradients of a batch are reduced as they are made, and held in parts. So this is zero2, "

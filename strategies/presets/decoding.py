@@ -18,8 +18,8 @@ def flash_decoding(program: Program, mesh: Mesh, strict: bool = True) -> tuple[A
     """Positions of the cache over one axis, the batch over the others ("Flash-Decoding", Dao et al., 2023).
 
     Each device attends to its part of the cache, and results are merged by their log-sum-exp: of one token a sample,
-    what each layer's attention gives, and two numbers for each head, in float32. What the axis does to products, to
-    weights, and to the tokens of a prompt, and what moves for that, is left to the planner.
+    what each layer's attention gives, and two numbers for each head, in float32. The planner decides what the axis
+    splits of matmuls, weights and a prompt's tokens, and the moves for that.
     """
     graph = RoledProgram.of(program)
     positions = preset_axes.axis_of(mesh, preset_axes.SEQUENCE)

@@ -84,7 +84,7 @@ class Parts:
     """True if an axis must be left for samples (True), or none may be (False)."""
 
     def joined(self, other: Parts, strategy: str) -> Parts:
-        """Return what both split; raise StrategyError if they want one thing in two ways.
+        """Return what both split; raise StrategyError if they contradict each other.
 
         Plain columns give way to those with something split between blocks.
         """
@@ -123,7 +123,7 @@ class Taken:
 
 
 def with_context(parts: Parts, mesh: Mesh) -> Parts:
-    """Return the parts with positions over the mesh's axis of context parallelism, if it has one beside columns."""
+    """Return the parts with positions over the mesh's context-parallel axis, if it has one besides columns."""
     columns = parts.tensor is not None and any(axis in TENSOR for axis in mesh.names)
     if not columns or parts.positions or not any(axis in CONTEXT for axis in mesh.names):
         return parts
@@ -226,7 +226,7 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
     pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, {_hidden(graph)}"
     if graph.positions % parts:
         source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
-        dealt_too = f", and of {wanted} for causal attention to deal them by zigzag" if rising else ""
+        dealt_too = f", and of {wanted} for causal attention to zigzag-shard them" if rising else ""
         raise StrategyError(
             f"{strategy} splits the positions of a sequence into {parts} parts over {', '.join(axes)}; found "
             f"{graph.positions} positions, if dim 1 of the input {source} is that of positions, and needed is a "
@@ -235,8 +235,8 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
         )
     if graph.positions % wanted and len(axes) > 1 and _is_dealt(graph, mesh, queries):
         raise StrategyError(
-            f"{strategy} splits positions over {', '.join(axes)}, and causal attention deals them by zigzag, two "
-            f"pieces to each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
+            f"{strategy} splits positions over {', '.join(axes)}, and causal attention zigzag-shards them, two "
+            f"chunks on each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
             f"{wanted}. {pad}, or use smaller axes."
         )
 
@@ -249,7 +249,7 @@ def _hidden(graph: RoledProgram) -> str:
 
 
 def _is_dealt(graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Return True if positions of some attention are dealt by zigzag over axes, as they divide over single ones."""
+    """Return True if positions of some attention are zigzag-sharded over axes, as they divide over single ones."""
     found = dealt(graph, [mesh.size(axis) for axis in axes])
     return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 

@@ -157,7 +157,7 @@ def _first_of_adapters(graph: RoledProgram) -> set[str]:
 def _way_back(graph: RoledProgram, products: Mapping[str, Product], value: Value) -> list[Value]:
     """Return a value and those that it is made from in turn, back to a product or to what has several inputs.
 
-    Of a sum it is the first term that counts: adapters are added one after the other.
+    The first term of a sum counts: adapters are added one after the other.
     """
     found = [value]
     while value[0] in graph.calls and value[0] not in products:

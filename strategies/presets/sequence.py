@@ -16,7 +16,7 @@ from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram
 from autopar.strategies.rules.layers.ring_self_attention import NAME as RING_SELF_ATTENTION
 
 HEADS, QUERIES, RING, WHOLE_ROWS = "column", "sequence", "ring", RING_SELF_ATTENTION
-"""Roles that an axis may split in attention: heads, queries, or queries and keys together, in two ways."""
+"""Roles that an axis may split in attention: heads, queries, or queries and keys together, by two implementations."""
 SHARED_HEADS = "shared heads"
 """Heads that another axis splits, too: those of queries and of keys alike."""
 
@@ -127,7 +127,7 @@ def positions_wish(graph: RoledProgram, way: str, parts: int) -> Wish:
 
 
 def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
-    """The factor of a call that an axis splits, or factors that it splits together; FREE where that is not said.
+    """Return the factor of a call that an axis splits, or factors that it splits together; FREE if unspecified.
 
     Where heads of keys and values do not divide into so many parts these are heads of queries alone.
     """

@@ -3,9 +3,9 @@
 A preset says which factor of a call an axis splits, or none. Calls on weights alone (a cast, the slice of a packed
 projection, positions that are looked up) and the parameters follow from their consumers, last to first. They are split
 if all consumers want the same dim split, else whole: their gradients are summed where that costs least. Matrices of
-experts of which several products take pieces cannot lie split as these want it (a part of gate and up in one is no part
-of both). They are stored split along another dim, and pieces and their gradients move by all-to-all, 2/n of the bytes
-over n devices. Other packed weights are small, and stay whole: one sum more is faster than all-to-alls for each piece.
+experts of which several matmuls take slices cannot lie split as these want it (a part of gate and up in one is no part
+of both). They are stored split along another dim, and slices and their gradients move by all-to-all, 2/n of the bytes
+over n devices. Other packed weights are small, and stay whole: one sum more is faster than all-to-alls for each slice.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class Split:
         return next((dim for dim in dims if dim is not None), None)
 
     def _exchanged(self, name: str, axis: str) -> int | None:
-        """Another dim along which learned matrices of experts are stored, whose pieces are wanted split, and cannot be.
+        """Return another dim to store learned matrices of experts along, if their slices should be split and cannot be.
 
-        The calls that take the pieces are split along it, too.
+        The calls that take the slices are split along it, too.
         """
         info, users = self.graph.infos[name, 0], self.graph.users.get((name, 0), ())
         if not info.requires_grad or not users or not all(call.weight_only for call, _ in users):

@@ -170,8 +170,8 @@ def in_chunks(graph: RoledProgram, products: Mapping[str, str], wish: Wish, part
     """The same wish, but for products between split positions, where columns and rows divide into so many parts.
 
     They run by the implementation of that name where it offers what is wished. `products` are those of which an axis
-    splits columns or rows, with the factor. What goes into columns is gathered by them where nothing else takes it
-    whole: a plain gather serves all that do.
+    splits columns or rows, with the factor. Columns gather their inputs if nothing else takes these whole: a plain
+    gather serves all that do.
     """
 
     def can(call: RoledCall, factor: str | None) -> bool:

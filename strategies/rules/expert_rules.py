@@ -12,10 +12,10 @@ Legend in `ir.program.operators.expert_operators`.
 
 t divides tokens and leaves all experts to every rank (data parallelism); x divides experts, of which every rank sees
 all tokens; t+x divides both, so that rows travel to their experts and home (GShard, Lepikhin et al. 2020). There is a t
-for every leading dim of the tokens (a, b, …), of which the first two are samples and positions. What rows a rank has
-under x and t+x follows from the data: no move splits or joins them. Where counts and route lie tells the choices apart,
-so that both ends, and all between, make the same one. Under R parts of gradients, as columns leave them, come back with
-the tokens, which are fewer than their rows.
+for every leading dim of the tokens (a, b, …), of which the first two are samples and positions. The data determine a
+rank's rows under x and t+x: no move splits or joins them. Where counts and route lie tells the choices apart, so that
+both ends, and all between, make the same one. Under R parts of gradients, as columns leave them, come back with the
+tokens, which are fewer than their rows.
 
 A capacity is one of each sample: where t divides positions, the numbers of all its tokens' experts are gathered first.
 """

@@ -1,6 +1,6 @@
 """Tensors made from nothing: constants may be made in parts, sequences of numbers are made whole.
 
-Where a tensor only lends its shape or dtype, any placement would do; it is asked for as the output is split.
+If a tensor only lends its shape or dtype, any placement would do; the output's is required.
 """
 
 from __future__ import annotations

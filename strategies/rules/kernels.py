@@ -79,7 +79,7 @@ def _output(
     laid: Sequence[str],
     dims: Sequence[str],
 ) -> str:
-    """Return the term of a result, of the log-sum-exp, or of what a kernel gives beside (seeds, offsets)."""
+    """Return the term of a result, of the log-sum-exp, or of other outputs of a kernel (seeds, offsets)."""
     if tuple(shape) == (*query[:3], value[3]):
         return term(list(laid))
     if len(shape) == 3 and tuple(shape[:2]) == tuple(scores[:2]):

@@ -1,7 +1,7 @@
 """Random operations: an implementation draws the same numbers whatever the layout; without a draw they are plain.
 
-What is drawn element by element may be split along every dim. Such rules call factors after the dims of the result, as
-`draws:seeded` reads them. A call that draws and has no rule runs whole, by the same implementation.
+Random numbers drawn element by element may be split along every dim. Such rules call factors after the dims of the
+result, as `draws:seeded` reads them. A call that draws and has no rule runs whole, by the same implementation.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _grouped(
 def _without_strays(
     sides: tuple[list[list[str]], ...], source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[str], list[str]]:
-    """The sides as texts, where a dim with a factor that the other side lacks (beside a whole dim) is whole."""
+    """The sides as texts, where a dim with a factor that the other side lacks (next to a whole dim) is whole."""
     left, right = (list(side) for side in sides)
     # A group that becomes whole takes all its factors from its side, which may leave new strays on the other.
     while strays := ({name for dim in left for name in dim} ^ {name for dim in right for name in dim}) - {WHOLE}:
@@ -200,7 +200,7 @@ def unsqueeze(call: Call) -> str:
 
 
 def squeeze(argument: str | None) -> Callable[[Call], str]:
-    """Dims of size one left out; one that is only asked about stays whole, as its part might have size one."""
+    """Return a rule without dims of size one; a dim named in the call stays whole, as its part might have size one."""
 
     def entry(call: Call) -> str:
         shape = call.inputs[0].shape

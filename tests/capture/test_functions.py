@@ -194,7 +194,9 @@ def test_tensors_inside_lists_and_dicts_are_arguments_too() -> None:
 
 
 def test_tensors_inside_objects_of_other_kinds_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"argument 1 of the autograd.Function .*Own holds tensors beside.*\(dict\)"):
+    with pytest.raises(
+        CaptureError, match=r"argument 1 of the autograd.Function .*Own holds tensors together with.*\(dict\)"
+    ):
         own = _function(lambda ctx, x, pair: x + pair["w"][0])
         capture(Model(lambda self, h: own.apply(h, {"w": self.weight, "other": object()})), (X,), {})
 

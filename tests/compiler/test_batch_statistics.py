@@ -1,4 +1,4 @@
-"""BatchNorm under micro-batches normalizes by the statistics of one of them, and this is said once."""
+"""BatchNorm under micro-batches normalizes by the statistics of one of them, and warns once."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_what_is_planned_is_a_module_on_a_mesh_with_inputs(arguments: Any, error
 
 
 def test_devices_are_for_meshes_that_are_to_be_found() -> None:
-    with pytest.raises(MeshError, match=r'devices=5 beside a mesh of 2; leave it out, or give mesh="auto"'):
+    with pytest.raises(MeshError, match=r'devices=5 with a mesh of 2; leave it out, or give mesh="auto"'):
         autopar.plan(nn.Linear(8, 8), MESH, X, devices=5)
     with pytest.raises(MeshError, match="at most 1000000"):
         autopar.plan(nn.Linear(8, 8), "auto", X, devices=10**30, hardware="cpu")

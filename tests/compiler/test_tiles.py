@@ -1,4 +1,4 @@
-"""Losses in tiles where a memory limit asks for them, without a word and only there; MLPs where "auto" is said."""
+"""Losses in tiles only if a memory limit requires them, without a warning; MLPs in tiles only with "auto"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A case: a program, the mesh that it is split over, and all that is asked of `compile`; drawn from one integer."""
+"""A case: a program, the mesh that it is split over, and all options of `compile`; drawn from one integer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESHES: Mapping[tuple[int, ...], float] = {
     (3,): 0.5,
     (2, 1, 2): 0.3,
 }
-"""Mesh → how often, beside the others."""
+"""Mesh → its relative frequency."""
 ROLES = ("data", "column", "row", "sequence", "expert", "replicated", 0, 1, -1, None)
 OPERATIONS = (
     "linear",

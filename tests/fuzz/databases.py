@@ -2,8 +2,8 @@
 
 Their samples are of size 5, 10 and 20, so the mesh has an axis of 5. What a sample calls its input is multiplied by a
 parameter, other floats are parameters, and the rest (masks, indices) arrives with the batch. Where one process cannot
-train that, less of it learns: the input alone, or nothing but a parameter beside the call. What draws random numbers,
-and what is not finite, is left out: it cannot be held against one process.
+train that, less of it learns: the input alone, or nothing but a parameter outside the call. What draws random numbers,
+and what is not finite, is left out: it cannot be compared with one process.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _usable(samples: Iterable[Callable[[str], Sample]]) -> Iterator[Sample]:
 
 
 def _fault_alone(sample: Sample) -> str:
-    """Why ranks cannot be held against one process; "" where they can."""
+    """Why ranks cannot be compared with one process; "" where they can."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ PENALTY = Program(
     {"x0": (4, 8)},
     {"w0": (8, 8), "w1": (8,)},
 )
-"""Weights with two uses in different layouts: their gradients move over joined axes, out of a hub."""
+"""Weights with two uses in different layouts: their gradients move over joined axes, out of a shared reshard."""
 
 FOUND: Mapping[str, tuple[Case, str]] = {
     "a penalty on weights, data parallel over two axes": (

@@ -39,7 +39,7 @@ class Program:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Parameter → the one that it is, under a name of its own in its block."""
     outputs: tuple[str, ...] = ()
-    """Values that are returned beside the loss."""
+    """Values that are returned together with the loss."""
     frozen: tuple[str, ...] = ()
     """Parameters that require no gradient."""
 
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 def drawn(name: str, shape: Shape, step: int = 0) -> Tensor:
-    """The values of an input, a parameter or a buffer, the same whenever they are asked for."""
+    """Return the values of an input, a parameter or a buffer, the same in every call."""
     generator = torch.Generator().manual_seed(1000 * step + 31 * sum(map(ord, name)) + len(name))
     if name.startswith("i"):
         return torch.randint(0, VOCABULARY, shape, generator=generator)

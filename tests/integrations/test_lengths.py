@@ -30,7 +30,7 @@ def test_the_trainer_takes_texts_of_any_length_and_goes_on_on_fewer_ranks(tmp_pa
     expected = _trained(0, tmp_path / "alone")["losses"]
     found = _trained(4, tmp_path / "ranks", "zero3")
     assert_close(found["losses"], expected, rtol=1e-4, atol=1e-4)
-    assert found["plans"] == 2  # of the example, and of batches, which have a num_items_in_batch beside
+    assert found["plans"] == 2  # of the example, and of batches, which also have a num_items_in_batch
     checkpoint = tmp_path / "ranks" / "checkpoint-2"
     again = _trained(2, tmp_path / "again", "zero3", checkpoint)
     assert_close(again["losses"], expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Loops of one's own, and with accelerate, on two ranks beside one process without autopar."""
+"""Custom loops, and loops with accelerate, on two ranks compared with one process without autopar."""
 
 from __future__ import annotations
 

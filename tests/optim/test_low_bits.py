@@ -27,7 +27,7 @@ NF4 += (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
 
 
 class _Adapted(nn.Module):
-    """A frozen matrix of 4 bits, held as a buffer or as a parameter, with two small ones beside it that are trained."""
+    """A frozen matrix of 4 bits, stored as a buffer or as a parameter, with two small trained ones."""
 
     def __init__(self, inputs: int, outputs: int, as_parameter: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows of experts that are not balanced: what the busiest device takes is planned for, exactly, and said."""
+"""Unbalanced expert rows: the load of the busiest device is planned for, exactly, and noted."""
 
 from __future__ import annotations
 

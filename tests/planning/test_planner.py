@@ -39,7 +39,7 @@ HARDWARE = pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("
 
 
 def every_choice(space: Space, peaks: bool = False) -> dict[tuple[int, ...], tuple[float, int]]:
-    """(seconds, bytes at the peak if asked for) of every combination of strategies, priced without the solver."""
+    """Return (seconds, bytes at the peak if requested) of every combination of strategies, without the solver."""
     decisions, memory = space.decisions, MemoryModel(space)
     nodes = [decision.menu.seconds for decision in decisions]
     wires = [(wire.source, wire.target, space.reshard_seconds(wire)) for wire in space.wires]

@@ -41,7 +41,7 @@ class Unruled(nn.Module):
 
 
 class Partly(nn.Module):
-    """An operation without a rule, used twice, beside products that take most of the step."""
+    """An operation without a rule, used twice, next to matmuls that take most of the step."""
 
     def __init__(self) -> None:
         super().__init__()

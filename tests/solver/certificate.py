@@ -14,7 +14,7 @@ from autopar.solver.problem import Problem
 
 
 def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple[float, float]:
-    """Seconds of the choices and the lower bound L(multiplier), in seconds; -inf where the graph is too wide for one.
+    """Seconds of the choices and the lower bound L(multiplier), in seconds; -inf if the treewidth is too high for one.
 
     Raises PlanError where the choices are forbidden or over the budget, or the multiplier is negative.
     """

@@ -1,4 +1,4 @@
-"""Random problems of the shapes that models have: trees, hubs, skips, repeated segments, parts apart."""
+"""Random problems of the shapes that models have: trees, stars, skips, repeated segments, separate parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices made of those that were met are the best of all that take no other strategies."""
+"""Choices combined from visited ones are the best of all that take no other strategies."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(seed: int,
         return
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        patch.setattr(narrow, "CHEAP_WORK", 0)  # all of it is dear
+        patch.setattr(narrow, "CHEAP_WORK", 0)  # all of it is expensive
         patch.setattr(narrow, "EFFORT", 1e-9)  # and no count has the time to prove anything
         found = solve(problem, enough=enough)
     assert found.bound <= best * (1 + 1e-9) <= found.seconds * (1 + 2e-9)

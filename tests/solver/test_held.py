@@ -1,4 +1,4 @@
-"""On a wide graph the best beside held nodes comes first, with its prices: mostly it is near enough."""
+"""At high treewidth the optimum given fixed nodes comes first, with its prices: mostly it is near enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FASTEST = (0,) * 6
 
 
 def _crowd() -> list[Problem]:
-    """Six nodes beside each other, the same strategy of all of them the fastest; with two rows it takes too much."""
+    """Return six connected nodes; one strategy is the fastest of all of them, and with two rows it takes too much."""
     rng = np.random.default_rng(1)
     pairs = list(itertools.combinations(range(6), 2))
     edges = tuple(Edge(ends, np.where(np.eye(3, dtype=bool), 0.0, 0.1 + 0.01 * rng.random((3, 3)))) for ends in pairs)
@@ -39,7 +39,7 @@ def _unexpected(*_: object, **__: object) -> NoReturn:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bags of two nodes are the largest beside held ones."""
+    """Limit bags to two nodes, given fixed ones."""
     monkeypatch.setattr(several_rows, "HELD_BAG", 9)
     monkeypatch.setattr(several_rows, "HELD_ENTRIES", 0)
 

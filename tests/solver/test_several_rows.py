@@ -242,7 +242,7 @@ def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) 
 
 
 class _Roughly:
-    """A node of three strategies, evaluated a good deal below the truth; the best is met at 0.1 s/byte alone."""
+    """A node of three strategies, evaluated a good deal below the truth; the best is visited at 0.1 s/byte alone."""
 
     def __init__(self) -> None:
         node = Node("a", np.array([0.0, 1.0, 0.4]), np.array([10, 0, 5]))

@@ -64,7 +64,7 @@ def _random_problem(rng: np.random.Generator, forbidden: float, budget: int | No
 
 
 def _layered_problem(seed: int, num_layers: int, k: int, distinct: bool = False) -> Problem:
-    """A chain of blocks with skips over them and a parameter beside every block."""
+    """Return a chain of blocks with skips over them and a parameter next to every block."""
     rng = np.random.default_rng(seed)
     skip, into, across, load = (rng.random((k, k)) for _ in range(4))
     menu, parameter = rng.random(k), 0.5 * rng.random(k)

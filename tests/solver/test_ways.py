@@ -66,7 +66,7 @@ def test_all_of_a_chain_is_folded_in_as_long_as_there_are_few_ways(monkeypatch: 
     counts = occurrences(left, whole)
     root = counts.index(1)
     assert sum(counts) == 1 and not whole[root].apart
-    # Pareto: 0 to 4 nodes are large, and those beside each other, so that one pair differs.
+    # Pareto: 0 to 4 nodes are large, and adjacent ones, so that one pair differs.
     assert sorted(zip(whole[root].seconds.tolist(), whole[root].num_bytes[:, 0].tolist(), strict=True)) == [
         (4.0, 12),
         (5.5, 10),

@@ -1,4 +1,4 @@
-"""Products in chunks are offered where they are asked for, priced by what they hide, and gather an input once."""
+"""Matmuls in chunks are offered on request, priced by what they hide, and gather an input once."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_chunk_travels_while_another_is_multiplied() -> None:
         *[("reduce_scatter", chunk, True)] * MOST_CHUNKS,
     ]
     moving = sum(transfer_seconds(each, space.mesh, OVERLAPPING) for each in strategy.transfers)
-    # Three chunks of four beside products of the next, and backward all beside that for the weight's gradient.
+    # Three chunks of four overlap with matmuls of the next; backward all overlap with that for the weight's gradient.
     assert sum(strategy.waits) == pytest.approx(moving * (1 - (3 / 4 + 1) / 2))
     slow = replace(OVERLAPPING, name="slow links", links=(Link("wire", None, 1e-6, 1e8),))
     _, space = of_products(slow)

@@ -128,7 +128,7 @@ def test_biases_of_rows_are_looked_up_and_are_no_products(space: Space) -> None:
 
 
 def test_both_ends_and_all_between_make_one_choice(space: Space) -> None:
-    """Every way from rows to tokens over wires of finite seconds is tried."""
+    """Every path from rows to tokens over edges of finite seconds is tried."""
     (start,) = (n for n, each in enumerate(space.decisions) if each.kind == "call" and each.node.target is DISPATCH)
     (end,) = (n for n, each in enumerate(space.decisions) if each.kind == "call" and each.node.target is COMBINE)
     inside = between(space, start, end)
@@ -174,7 +174,7 @@ def between(space: Space, start: int, end: int) -> list[int]:
 
 
 def moves(space: Space, wires: list[Wire]) -> Iterator[tuple[Layout, Layout, float]]:
-    """Every pair of layouts at the ends of some wires, with the seconds between them."""
+    """Yield every pair of layouts at the ends of some edges, with the seconds between them."""
     assert wires
     for wire in wires:
         seconds = space.reshard_seconds(wire)

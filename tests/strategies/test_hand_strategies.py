@@ -1,4 +1,4 @@
-"""The planner against what people write by hand: no plan of theirs, said as annotations, is predicted to be faster."""
+"""The planner against plans written by hand: none, written as annotations, is predicted to be faster."""
 
 from __future__ import annotations
 

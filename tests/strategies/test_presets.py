@@ -288,7 +288,7 @@ def test_a_strategy_beside_a_plan_is_refused() -> None:
     plan = autopar.plan(named(), ONE, ids())
     with simulate(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        with pytest.raises(InputError, match="strategy='zero3' beside a plan, which has decided everything; give one"):
+        with pytest.raises(InputError, match="strategy='zero3' with a plan, which has decided everything; give one"):
             autopar.compile(named(), mesh, plan=plan, strategy="zero3")
 
 
@@ -382,7 +382,7 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
         Mesh({"sp": 3}, "cpu"),
         lambda: captured("tiny-llama"),
         r"into 3 parts over sp; found 8 positions, if dim 1 of the input int64\[4, 8\] is that of positions, and "
-        r"needed is a multiple of 3, and of 6 for causal attention to deal them by zigzag. Pad the sequences to 12",
+        r"needed is a multiple of 3, and of 6 for causal attention to zigzag-shard them. Pad the sequences to 12",
     ),
     (
         "ulysses",
@@ -394,7 +394,7 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
         "usp",
         Mesh({"cp": 2, "sp": 4}, "cpu"),
         lambda: captured("tiny-llama"),
-        "usp splits positions over cp, sp, and causal attention deals them by zigzag, two pieces to each of 8 devices; "
+        "usp splits positions over cp, sp, and causal attention zigzag-shards them, two chunks on each of 8 devices; "
         "found 8 positions, and needed is a multiple of 16. Pad the sequences to 16, with labels that the loss ignores",
     ),
     (

@@ -157,7 +157,7 @@ def test_a_part_of_a_strategy_does_what_it_does_alone() -> None:
     with pytest.warns(UserWarning, match=r"zero1\+megatron: gradients of .* So this is zero2"):
         said("zero1+tp", {"dp": 2, "tp": 2})
     model, ids = FAMILIES["llama"].build(), torch.zeros(4, 16, dtype=torch.int64)
-    with pytest.raises(InputError, match=r"zero2\+megatron.* beside training=False"):
+    with pytest.raises(InputError, match=r"zero2\+megatron.* with training=False"):
         autopar.plan(model, Mesh({"tp": 2}, "cpu"), {"input_ids": ids}, strategy="zero2+tp", training=False)
 
 

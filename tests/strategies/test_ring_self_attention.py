@@ -1,4 +1,4 @@
-"""Ring self-attention is offered where it is asked for, priced by its scores, and trains as one process does."""
+"""Ring self-attention is offered on request, priced by its scores, and trains as one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in tiles: offered where they are asked for, chosen where a limit leaves no room for a whole one."""
+"""Weights in tiles: offered on request, chosen if a limit leaves no room for a whole one."""
 
 from __future__ import annotations
 

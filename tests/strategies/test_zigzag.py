@@ -1,4 +1,4 @@
-"""Positions of causal attention are dealt by zigzag wherever they run, and nothing else is."""
+"""Positions of causal attention are zigzag-sharded wherever they run, and nothing else is."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_annotations_for_more_axes_than_a_zigzag_divides_over_say_what_to_pad() 
         autopar.plan(model, Mesh({"dp": 2, "cp": 8}), batch())
     assert str(caught.value) == (
         'annotate("o", dp="sequence", cp="sequence") says things of o that exclude each other on the mesh dp=2 × cp=8: '
-        "each can hold, but not all. Positions of causal attention are dealt by zigzag, two pieces to each device of "
+        "each can hold, but not all. Positions of causal attention are zigzag-sharded, two chunks on each device of "
         "the axes that split them: for all axes pad its 16 positions to 32. Leave one out."
     )
 

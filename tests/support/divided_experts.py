@@ -78,7 +78,7 @@ class SortedExperts(nn.Module):
 
 
 class Layer(nn.Module):
-    """A linear layer and experts, each beside a residual connection."""
+    """A linear layer and experts, each with a residual connection."""
 
     def __init__(self, form: Form) -> None:
         super().__init__()

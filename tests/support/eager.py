@@ -1,4 +1,4 @@
-"""A captured program held against the model it was captured from: outputs, gradients and buffers."""
+"""A captured program compared with the model it was captured from: outputs, gradients and buffers."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """A gated MLP beside a residual connection."""
+    """A gated MLP with a residual connection."""
 
     def __init__(self, size: int, hidden: int, bias: bool) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ class WithLoss(nn.Module):
 
 
 class Residual(nn.Module):
-    """A linear layer beside its input, so that the inputs of a tower of them still matter at its top."""
+    """A linear layer plus its input, so that the inputs of a tower of them still matter at its top."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -119,7 +119,7 @@ def planned(space: Space, model: nn.Module, memory: int | None = None, solver: S
 def call_menu(
     node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware, weight_only: bool = False
 ) -> Menu:
-    """The menu of a call_function node.
+    """Return the candidates of a call_function node.
 
     `padded` says for each tensor input which dims may be padded, `weight_only` that all are made of parameters alone.
     """

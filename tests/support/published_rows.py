@@ -1,4 +1,4 @@
-"""Runs of made-up sizes, as tables of published steps have them, and predictions beside them."""
+"""Runs of made-up sizes, as tables of published steps have them, and predictions for them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Importing torch and transformers takes seconds, so a fork server imports them on
 killing ranks that hang costs milliseconds, not another import. Tensors travel as plain pickled bytes, never as shared
 memory. Everything below `_serve` runs in a rank; everything in `Ranks` runs in the process of the tests.
 
-A test writes a module-level function, which sees the world it was asked for:
+A test writes a module-level function, which runs in the requested world:
 
     def _sum_of_ranks() -> torch.Tensor:
         total = torch.tensor(dist.get_rank())

@@ -1,1 +1,1 @@
-"""Training scripts as users write them, each beside one process."""
+"""Training scripts as users write them, each compared with one process."""

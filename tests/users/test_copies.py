@@ -1,4 +1,4 @@
-"""Copies of a compiled module: deepcopy, EMA and SWA, each beside the same on one process."""
+"""Copies of a compiled module: deepcopy, EMA and SWA, each compared with the same on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that compute their loss outside the module, as most do: each beside one process.
+"""Scripts that compute their loss outside the module, as most do: each compared with one process.
 
 `whole`: every rank has the whole batch. `local`: every rank has its own samples, as under DDP, and the loss of the step
 is the mean of the ranks' losses.

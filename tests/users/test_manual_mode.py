@@ -1,4 +1,4 @@
-"""Manual mode does only what was said: Megatron's layouts by hand move what Megatron moves, and nothing is searched."""
+"""Manual mode follows annotations only: Megatron's layouts by hand move what Megatron moves; nothing is searched."""
 
 from __future__ import annotations
 

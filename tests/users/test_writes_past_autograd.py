@@ -1,4 +1,4 @@
-"""Forwards that write past autograd (`.data`, `.detach()`, `torch.no_grad()`, `out=`), beside one process."""
+"""Forwards that write past autograd (`.data`, `.detach()`, `torch.no_grad()`, `out=`), compared with one process."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ ROUTE = 3
 def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
     """Let experts take no more rows of a sample than this share of what balanced routing gives them.
 
-    Raises CaptureError where the model has no experts that are known, or others beside them, and where tokens lie in a
-    plain list, which has no samples.
+    Raises CaptureError if the model has no known kind of experts or other kinds as well, or if tokens lie in a plain
+    list, which has no samples.
     """
     said = f"Experts(capacity_factor={capacity_factor:g}) limits the rows of sorted experts"
     unknown = [node for node in draft.calls() if str(node.target) in OTHER_GROUPED_PRODUCTS]

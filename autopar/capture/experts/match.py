@@ -194,7 +194,7 @@ def _treats_rows_alone(node: fx.Node, region: dict[fx.Node, None], num_rows: int
     if not whole or any(x.shape[:1] != (num_rows,) for x in tensors):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # a piece of what was taken apart
+        return True  # an item of a tuple
     last = tensors[0].ndim - 1
     others = [each for each in node.all_input_nodes if each not in region]
     if any(len(shape_of(each)) > last and shape_of(each)[:1] != (1,) for each in others):

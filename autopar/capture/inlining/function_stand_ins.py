@@ -50,8 +50,8 @@ class KeptUse:
             if any(isinstance(leaf, torch.fx.Node) for leaf in pytree.tree_leaves(args[i])):
                 name = f"{self.function.__module__}.{self.function.__qualname__}"
                 raise CaptureError(
-                    f"argument {i} of the autograd.Function {name} holds tensors beside what a graph cannot hold "
-                    f"({type(args[i]).__name__}); give it the tensors apart."
+                    f"argument {i} of the autograd.Function {name} holds tensors together with what a graph "
+                    f"cannot hold ({type(args[i]).__name__}); give it the tensors apart."
                 )
         target = function_call(self.function, autocast, tuple((i, args[i]) for i in objects))
         return target, tuple(None if i in objects else arg for i, arg in enumerate(args))

@@ -3,7 +3,7 @@
 While a model is traced such a use is one call of the graph. Here it is replaced, from its outputs back to its inputs,
 by the backward of each call in between, in operations that have a derivative again (double backward).
 
-What reads its inputs reads them through `needs_gradient`, in place of `x.requires_grad_()`, so that calls know whether
+Readers of its inputs read them through `needs_gradient`, in place of `x.requires_grad_()`, so that calls know whether
 they are differentiated; that goes afterwards.
 """
 

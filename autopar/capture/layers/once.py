@@ -3,7 +3,7 @@
 The first is traced as any module is, and its calls are kept as a body; another becomes a call of LAYER, in whose place
 the body is put when the graph is inlined. That is done only where nothing could tell the two traces apart: the inputs
 have the same form, the layers are equal but for plain attributes that the first forward has not read, and that forward
-has left nothing in Python, met no branch on values and kept no function or hook.
+has left nothing in Python, reached no branch on values and stored no function or hook.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Attention masks that a model makes of positions: found in its graph, and said as expressions."""
+"""Attention masks that a model makes of positions: found in its graph, and written as expressions."""

@@ -131,5 +131,5 @@ def _check(node: fx.Node) -> None:
     if any(user.target is not operator.getitem or user.args[1] for user in node.users):
         raise CaptureError(
             f"varlen_attn in {place} returns the log-sum-exp of its scores (return_aux), which autopar does not keep "
-            "beside a result that is divided; leave return_aux out."
+            "with a sharded result; leave return_aux out."
         )

@@ -1,6 +1,6 @@
 """Attention by `flex_attention`, as `capture.flex` records it: one call that makes no scores, where that is possible.
 
-What a score_mod computes of a score is read as an expression in vectors and in the score, as masks are (`reading`), and
+A score_mod is read as an expression in vectors and in the score, as masks are (`reading`), and
 the call becomes an `attention_by_mask`. Where it is no such expression (a table that is looked up by query and key), a
 function has no derivative there, what it captures needs a gradient, or the log-sum-exp is returned, the scores are
 written out as tensors of queries by keys.

@@ -2,8 +2,8 @@
 
 Both must have the same calls with the same shapes and dtypes. A call may differ in its overload, and may have the
 tensor where the other has the number, if it takes both alike: it promotes them to one dtype and computes with as many
-digits. What the forward computes of the number in Python is float64 there, and must be float64 in the tensor's program,
-until it meets a tensor of fewer digits.
+digits. Results that the forward computes from the number in Python are float64, and must be float64 in the tensor's
+program, until it meets a tensor of fewer digits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensors that stand for numbers are promoted as numbers: they never make a result wider.
 
-PyTorch promotes a number to the dtype of the tensors beside it. A tensor without dims gives way to tensors with dims in
+PyTorch promotes a number to the dtype of the other tensors. A tensor without dims gives way to tensors with dims in
 the same way, but not to others without dims, such as losses: before these it is cast to their dtype.
 """
 
@@ -12,13 +12,13 @@ from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.traced_graph import TracedGraph, aten, value_of
 
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
-"""Operators that take a number as the second operand; as the first one, a tensor is rounded to 16 bits beside these."""
+"""Operators that take a number second; if the tensor comes first, it is rounded to 16 bits with these."""
 
 
 def promoted_as_numbers(draft: TracedGraph, places: Collection[int]) -> None:
     """Cast what follows from the inputs at `places` alone where a number would be promoted otherwise.
 
-    It comes second in a call, as a number does. What nodes give must be evaluated again behind it.
+    It comes second in a call, as a number does. The results of nodes must be evaluated again behind it.
     """
     sources = {node: node.meta["source"] for node in draft.placeholders()}
     numbers = {node for node, source in sources.items() if source.kind == "input" and source.index in places}

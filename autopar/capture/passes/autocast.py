@@ -1,4 +1,4 @@
-"""The casts of autocast as explicit calls: what autocast does to an operation is asked of autocast itself.
+"""The casts of autocast as explicit calls: autocast itself is queried for what it does to an operation.
 
 policy   an operation whose inputs become
 low      the autocast dtype: bf16 comes out of fp32

@@ -1,7 +1,7 @@
-"""Split of a packed output along its last dim: split, chunk, slices, or a view that makes the pieces a dim.
+"""Split of a packed output along its last dim: split, chunk, slices, or a view that makes the slices a dim.
 
 The last is what nn.MultiheadAttention and many vision models do: view(…, 3, e), some permutation, then select or
-unbind along the new dim. Each dim is followed by a label, so that the piece's own dims can be put in the same order.
+unbind along the new dim. Each dim is followed by a label, so that the slice's own dims can be put in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
 
 Label = int | Literal["piece", "one"]
-"""The piece's own dim, the dim that counts pieces, or a dim of size one that was put in."""
+"""The slice's own dim, the dim that counts slices, or a dim of size one that was put in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Piece:
     labels: tuple[Label, ...] = ()
 
     def arranged(self, draft: TracedGraph, product: fx.Node) -> fx.Node:
-        """The product of this piece, with its dims as the node has had them."""
+        """Return the matmul of this slice, with its dims as the node has had them."""
         if self.shape is None:
             return product
         module = self.node.meta["module"]
@@ -48,7 +48,7 @@ class Piece:
 
 
 def pieces_of(output: fx.Node) -> list[Piece] | None:
-    """The pieces that a packed output is taken apart into; None where something reads it otherwise."""
+    """Return the slices of a packed output; None if something reads it otherwise."""
     users = list(output.users)
     if len(users) == 1 and users[0].target in (aten.view.default, aten.reshape.default):
         return _pieces_of_view(output, users[0])
@@ -64,7 +64,7 @@ def pieces_of(output: fx.Node) -> list[Piece] | None:
 
 
 def _sections(output: fx.Node, user: fx.Node) -> list[Piece] | None:
-    """The pieces that one split, chunk or slice takes."""
+    """Return the slices that one split, chunk or slice takes."""
     last, size = len(shape_of(output)) - 1, shape_of(output)[-1]
     if user.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes):
         if arguments(user)["dim"] % (last + 1) != last or any(u.target is not operator.getitem for u in user.users):
@@ -83,7 +83,7 @@ def _sections(output: fx.Node, user: fx.Node) -> list[Piece] | None:
 
 
 def _pieces_of_view(output: fx.Node, view: fx.Node) -> list[Piece] | None:
-    """The pieces of a view that makes them a dim, permutes, and then selects."""
+    """Return the slices of a view that makes them a dim, permutes, and then selects."""
     before, after = shape_of(output), shape_of(view)
     leading = len(before) - 1
     if len(after) <= len(before) or after[:leading] != before[:leading] or after[leading] < 2:
@@ -108,7 +108,7 @@ def _pieces_of_view(output: fx.Node, view: fx.Node) -> list[Piece] | None:
 
 
 def _taken(node: fx.Node, labels: list[Label]) -> list[tuple[fx.Node, int]] | None:
-    """(piece, its index), where all users of `node` select from the dim that counts pieces."""
+    """Return (slice, its index) if all users of `node` select from the dim that counts slices."""
     dim, found = labels.index("piece"), []
     for user in node.users:
         if user.target not in (aten.select.int, aten.unbind.int) or arguments(user)["dim"] % len(labels) != dim:

@@ -1,7 +1,7 @@
-"""Matrix products in the form that shards: batch and sequence apart, and one product per piece of a packed weight.
+"""Matmuls in the form that shards: batch and sequence apart, and one matmul per slice of a packed weight.
 
 A packed projection (query, key and value in one weight) splits its output at places that a sharded dim does not know:
-half of the packed outputs is all of the query and half of the key. One product per piece has dims that mean one thing.
+half of the packed outputs is all of the query and half of the key. One matmul per slice has dims that mean one thing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def flat_projections_to_batched(draft: TracedGraph) -> None:
 
 
 def packed_projections_to_separate(draft: TracedGraph) -> None:
-    """A product whose output is only taken apart along its last dim becomes one product per piece of its weight."""
+    """Replace a matmul whose output is only sliced along its last dim by one matmul per slice of its weight."""
     for node in draft.calls(aten.linear.default, aten.matmul.default, *BY_EXPERTS):
         packed = _packed_experts(node) if node.target in BY_EXPERTS else _packed(node)
         if packed is None:

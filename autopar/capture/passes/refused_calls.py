@@ -1,4 +1,4 @@
-"""Calls that no plan can hold, refused by name where they are met, and calls that need another form to be kept.
+"""Calls that no plan can hold, refused by name, and calls that need another form to be kept.
 
 A graph has one shape for all values, its gradients are dense, and each of its tensors lies in memory of its own.
 """
@@ -94,7 +94,7 @@ def not_evaluated(target: Callable[..., Any], module: str, error: Exception) -> 
     text = str(error).strip().splitlines()
     return NeedsValuesError(
         f"{target} in {where(module)} cannot be traced without the values of its tensors "
-        f"({type(error).__name__}: {text[0] if text else 'no more is said'}); compute it outside of the model and pass "
+        f"({type(error).__name__}: {text[0] if text else 'no message'}); compute it outside of the model and pass "
         "it as an input, or use operations whose shapes are known beforehand."
     )
 

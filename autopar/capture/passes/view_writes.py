@@ -35,7 +35,7 @@ def _strides(node: fx.Node) -> tuple[int, ...]:
 
 
 def _write_piece(draft: TracedGraph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
-    """Return the parent's value after a write to one piece of split, chunk or unbind, as `written_parent` does."""
+    """Return the parent's value after a write to one output of split, chunk or unbind, as `written_parent` does."""
     pieces, index = view.args
     assert isinstance(pieces, fx.Node) and isinstance(index, int)
     dim = arguments(pieces)["dim"]

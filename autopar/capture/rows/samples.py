@@ -89,7 +89,7 @@ class _Lifting:
         self.apart[node], self.leading[node] = new, leading
 
     def _lift(self, node: fx.Node, leading: tuple[int, ...]) -> None:
-        """Put a call beside one on what is apart, if it treats every token alone."""
+        """Add a copy of a call on separated samples, if it treats every token alone."""
         target, source = node.target, node.args[0]
         if target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == (*leading, *shape_of(source)[1:]):
             node.replace_all_uses_with(self.apart[source])

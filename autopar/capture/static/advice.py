@@ -19,7 +19,7 @@ MAX_ELEMENTS = 2**16
 def static_advice(arguments: Arguments, forward: Callable[..., Any], works: Callable[[Arguments], bool]) -> str:
     """Return a sentence that names arguments which, made static, let the model be traced; "" if there are none.
 
-    `works` tells whether it can be traced for arguments. Of those that help together, each is needed.
+    `works` tells whether it can be traced for arguments. Each of those that help together is needed.
     """
     args, kwargs = arguments
     named = {name: value for name, value in (*named_args(args, forward), *kwargs.items()) if name}

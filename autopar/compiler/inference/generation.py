@@ -1,8 +1,8 @@
-"""The loop that makes tokens: transformers' `generate` reads what was asked for, and this takes the place of its loop.
+"""The loop that makes tokens: transformers' `generate` reads the options, and this takes the place of its loop.
 
 All tokens of a prompt but the last are run at once, padded at their end to a bucket; the last one, and then each new
-one, is run alone, at the position that it has in its sample. What padding has written behind a prompt is written over
-before it is seen. The first rank of the mesh chooses tokens, and tells the others.
+one, is run alone, at the position that it has in its sample. Entries that padding wrote behind a prompt are overwritten
+before they are read. The first rank of the mesh chooses tokens, and tells the others.
 """
 
 from __future__ import annotations

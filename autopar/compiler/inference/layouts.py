@@ -1,4 +1,4 @@
-"""Choice of the cache's layout: the one with the fastest plan of a token, among all ways to shard the cache."""
+"""Choice of the cache's layout: the one with the fastest plan of a token, among all layouts."""
 
 from __future__ import annotations
 

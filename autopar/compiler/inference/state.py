@@ -1,4 +1,4 @@
-"""The cache of keys and values as a state of fixed sizes with a layout: its bytes, its parts, the ways to divide it."""
+"""The cache of keys and values as a state of fixed sizes with a layout: its bytes, its parts, its possible layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.module.parameters import placements_of
 
 NAME = "autopar_cache"
-"""The argument that holds it, which a forward takes beside the model's own."""
+"""Argument that holds it, which a forward takes in addition to the model's own."""
 DIMS: Mapping[str, int] = {"a0": 0, "h": 1, "t": 2}
 """Factors of the rule of a write → the dims of a cache that they are: samples, heads, positions."""
 WORDS = ("samples", "heads", "positions")
@@ -70,7 +70,7 @@ def as_dtensors(parts: Sequence[Tensor], layout: Layout, mesh: DeviceMesh) -> li
 
 
 def layout_said(program: Program, said: Sequence[Annotation], mesh: Mesh) -> Layout | None:
-    """The layout in which what was said of writes has the cache lie; None where nothing was said of them."""
+    """Return the layout of the cache that annotations of its writes require; None if there are none."""
     writes = {f"{NODE}{node.name}" for node in program.graph.nodes if node.target is WRITE_CACHE}
     found = [dict(each.axes) for each in said if each.pattern in writes]
     if not found:

@@ -72,7 +72,7 @@ class Transfer:
     unpacked: int = 0
     """The same behind it."""
     ahead: bool = False
-    """True if it begins long before its result is needed: it runs beside computing, and waits for no host."""
+    """True if it begins long before its result is needed: it overlaps with compute, and waits for no host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Hardware profiles by name or path, read from JSON (`profiles/` beside this file) and checked."""
+"""Hardware profiles by name or path, read from JSON (`profiles/` next to this file) and checked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WORDS = {"name": Text(), "algorithm": Text()}
 
 @dataclass(frozen=True, slots=True)
 class _Sourced:
-    """A number of some kind, bare or as the value beside its source."""
+    """A number of some kind, bare or given together with its source."""
 
     kind: Schema
 
     def __str__(self) -> str:
-        return f"{self.kind}, bare or as the value beside its source"
+        return f"{self.kind}, bare or given together with its source"
 
     def check(self, found: Any, where: str) -> None:
         try:
@@ -59,7 +59,7 @@ _WHOLE = ("host_memory_bytes", "host_devices", *RESERVED[1:])
 
 
 def _numbers_of(cls: type) -> Record:
-    """The fields of a class that are numbers, of which any may be said."""
+    """Return the schema of a class's numeric fields, all of them optional."""
     return Record({}, optional={each.name: _NUMBER for each in fields(cls) if each.name not in _WORDS})
 
 
@@ -183,7 +183,7 @@ def _read(path: Path) -> Any:
 
 
 def parse(profile: Mapping[str, Any]) -> Hardware:
-    """A Hardware from the JSON of a profile, whose numbers may be bare or stand beside their source.
+    """A Hardware from the JSON of a profile, whose numbers may be bare or given together with their source.
 
     Raises PlanError, which names the field, for what it lacks and for what makes no sense.
     """
@@ -249,7 +249,7 @@ def _number(found: Mapping[str, Any], key: str) -> float:
 
 
 def _value(found: Mapping[str, Any], key: str) -> Any:
-    """Return what is stated, bare or as the value beside its source."""
+    """Return the stated value, bare or given together with its source."""
     return found[key]["value"] if isinstance(found[key], Mapping) else found[key]
 
 

@@ -40,7 +40,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The forward, which weights are gathered beside, and the backward, which their gradients are reduced beside."""
+    """The forward that weights' all-gathers overlap with, and the backward that gradients' reductions overlap with."""
 
     forward: Pass = Pass()
     backward: Pass = Pass()
@@ -64,7 +64,7 @@ NOTHING = Beside()
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The message that carries a parameter with others, in a program that computes beside it."""
+    """The message that carries a parameter with others, and the program that it overlaps with."""
 
     num_parameters: int
     weight_bytes: int = 1

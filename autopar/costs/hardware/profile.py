@@ -156,7 +156,7 @@ class Hardware:
     dtensor_s: float = 0.0
     """Seconds of the host for each parameter that is a DTensor in an optimizer's step, beyond those of a plain one."""
     communication_share: float = 1.0
-    """Share of the device that a running collective takes from what is computed beside it; 1: nothing is gained."""
+    """Share of the device that a running collective takes from overlapped compute; 1: overlap gains nothing."""
     product_efficiency: float = 1.0
     """Share of the peak FLOP/s that large products reach, differentiated; 1: the peak was measured so."""
     product_wave: float = 0.0
@@ -171,7 +171,7 @@ class Hardware:
     attention_head: float = 0.0
     """Features of a head at which fused attention reaches half of its share; 0: it does not depend on them."""
     host_link_bytes_per_s: float = 0.0
-    """Between a device and its host, in each direction; 0: not said, as the two below, and nothing is offloaded."""
+    """Between a device and its host, in each direction; 0 (as for the two below): unspecified, no offload."""
     host_memory_bytes_per_s: float = 0.0
     """Read plus written by the host, whose devices share it where they all step there."""
     host_memory_bytes: int = 0

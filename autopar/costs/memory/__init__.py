@@ -1,4 +1,4 @@
-"""Bytes per device: what is held, when, and the peak.
+"""Bytes per device: resident tensors over time, and the peak.
 
 Decides how much memory choices take at every moment of a step. Knows nothing of limits or solvers.
 """

@@ -1,15 +1,15 @@
 """Memory and once-a-step work of a stage that runs several micro-batches a step, beyond one micro-batch's own.
 
-    weights      moved (gathered, cast) once a step, and held so all the time, unless they are gathered again in the
+    weights      moved (gathered, cast) once a step, and resident so all the time, unless gathered again in the
                  backward: those are moved for each micro-batch
     gradients    added up in the layout in which the calls use the weight, in float32 or wider, and reduced once at the
                  end of the step, when they are there as they are stored, too; of weights that are gathered again for
                  the backward, and with `reduce_each` of all that one message gathers from where they are stored, in the
                  layout from which they are gathered, and besides those that one backward has reduced, until it ends
-    in flight    all that a micro-batch keeps for its backward, for each that waits
+    in flight    all that a micro-batch saves for its backward, for each that waits
     buffers      for what micro-batches in flight receive: tensors from the stage before, until their backward, and
                  gradients of those sent, while it runs
-    sent         tensors are held by the sender until their backward
+    sent         tensors stay resident on the sender until their backward
 
 Approximations: A shared reshard holds its weight once and accumulates its gradient once; so does each consumer for
 which the weight is moved again. A cast is resident in the layout in which it is used. The tensor it was made from is
@@ -37,7 +37,7 @@ ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
 
 
 class Accumulation:
-    """Bytes of decisions and wires on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
+    """Bytes of decisions and edges on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, microbatches: Microbatches) -> None:
         self.tensors, self.lifetimes, self.microbatches = tensors, lifetimes, microbatches
@@ -100,7 +100,7 @@ class Accumulation:
         return np.where(self.each_time(wire), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
 
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
-        """Seconds of a wire for one micro-batch, its share of what is done once a step."""
+        """Return the seconds of an edge for one micro-batch: its share of what is done once a step."""
         if not self.holds(wire):
             return seconds
         each = self._seconds_of_each(wire)
@@ -222,7 +222,7 @@ class Accumulation:
         return self.tensors.times(one, inputs if name == RECEIVED else gradients)
 
     def sent(self, wire: Wire) -> Modes | None:
-        """Bytes of what one micro-batch has sent, until its backward, by mode; None where something else keeps it."""
+        """Return the bytes that one micro-batch has sent, until its backward, by mode; None if saved elsewhere."""
         if not self.is_sent(wire.target):
             return None
         return self.tensors.modes(
@@ -234,5 +234,5 @@ class Accumulation:
         return self.tensors.kept(wire, there)
 
     def waiting(self, kept: Modes, others: int) -> Modes:
-        """Bytes that `others` micro-batches keep, of which each keeps `kept`."""
+        """Return the bytes that `others` micro-batches save, of which each saves `kept`."""
         return tuple(self.tensors.cached(("waiting", id(array), others), lambda a=array: a * others) for array in kept)

@@ -1,6 +1,6 @@
 """Activations offloaded to the host in the mode "offload": bytes of each choice, and the seconds of their copies.
 
-    bytes      what a call or wire keeps on the device in the mode "none", less what it keeps there in "offload"
+    bytes      what a call or edge saves on the device in the mode "none", less what it saves there in "offload"
     seconds    bytes / link · (exposed forward + exposed backward)
     link       the bandwidth between a device and its host, or a device's share of the host's memory where that is less
     exposed    max(0, 1 - seconds in which the segment computes in that pass / seconds in which it is copied)
@@ -24,7 +24,7 @@ from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 
 
 class HostCopies:
-    """Bytes and seconds of what leaves for the host, by decision and wire; arrays as those of `TensorBytes`."""
+    """Bytes and seconds of offloaded activations, by decision and edge; arrays as those of `TensorBytes`."""
 
     def __init__(
         self,
@@ -35,25 +35,25 @@ class HostCopies:
         stays: Callable[[Wire], np.ndarray],
         cached: Callable[[object, Callable[[], Bytes]], Bytes],
     ) -> None:
-        """`own` and `wire` give what is kept on the device by mode, `stays` says where a wire takes no memory."""
+        """Take bytes saved on the device by mode (`own`, `wire`); `stays` is true if an edge takes no memory."""
         self.space, self.lifetimes = space, lifetimes
         self._own, self._wire, self._stays, self._cached = own, wire, stays, cached
         self._exposed: dict[str, float] = {}
 
     def bytes_of(self, number: int) -> Bytes | None:
-        """Bytes of what a call keeps by itself that leave; None where none do."""
+        """Return the offloaded bytes that a call saves by itself; None if there are none."""
         return self._leaving(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
 
     def bytes_on(self, wire: Wire) -> Bytes | None:
-        """Bytes that leave of what is kept on account of a wire; None where none do."""
+        """Return the offloaded bytes on account of an edge; None if there are none."""
         return self._leaving(self._wire(wire)) if OFFLOAD in self.lifetimes.modes else None
 
     def seconds_of(self, number: int) -> Bytes | None:
-        """Seconds of copies of what a call keeps by itself, as far as nothing hides them."""
+        """Return the exposed seconds of copies of what a call saves by itself."""
         return self._seconds(self.bytes_of(number), number)
 
     def seconds_on(self, wire: Wire) -> Bytes | None:
-        """Seconds of copies on account of a wire, as far as nothing hides them."""
+        """Return the exposed seconds of copies on account of an edge."""
         return self._seconds(self.bytes_on(wire), wire.target)
 
     @property
@@ -63,12 +63,12 @@ class HostCopies:
         return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
 
     def leaving(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Bytes of what a call keeps by itself that leave under choices and modes."""
+        """Return the offloaded bytes that a call saves by itself, under choices and modes."""
         found = self.bytes_of(number) if modes.get(self.lifetimes.segment[number]) == OFFLOAD else None
         return 0 if found is None else int(found[choices[number]])
 
     def leaving_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Bytes that leave on account of a wire under choices and modes."""
+        """Return the offloaded bytes on account of an edge under choices and modes."""
         found = self.bytes_on(wire) if modes.get(self.lifetimes.segment[wire.target]) == OFFLOAD else None
         return 0 if found is None else int(found[choices[wire.source], choices[wire.target]])
 
@@ -108,7 +108,7 @@ class HostCopies:
 
     @staticmethod
     def _most(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
-        """The bytes of the choice that splits nothing; on wires, among those that move nothing."""
+        """Return the bytes of the choice that splits nothing; on edges, among those that move nothing."""
         return 0 if num_bytes is None else int(np.where(among, num_bytes, 0).max())
 
     def _leaving(self, kept: Modes | None) -> Bytes | None:

@@ -62,7 +62,7 @@ class Lifetimes:
         found = [LATE] * len(self.space.decisions)
         for place, number in enumerate(self.calls):
             found[number] = place
-        for wire in reversed(self.space.wires):  # the wires that leave a hub lie behind the one that enters it
+        for wire in reversed(self.space.wires):  # the edges out of a shared reshard lie behind the one into it
             if self.space.decisions[wire.source].kind != "call":
                 found[wire.source] = min(found[wire.source], found[wire.target])
         return found
@@ -155,7 +155,7 @@ class Lifetimes:
         return len(self.recomputations(number))
 
     def is_inside(self, wire: Wire) -> bool:
-        """Return whether a wire lies inside a segment."""
+        """Return whether an edge lies inside a segment."""
         return self.segment[wire.source] == self.segment[wire.target]
 
     def leaves(self, number: int) -> bool:
@@ -210,7 +210,7 @@ class Lifetimes:
         """Return whether the tensor that leaves the source is counted as resident elsewhere."""
         source = self.space.decisions[wire.source]
         if source.kind != "call":
-            return True  # parameters and inputs are always held, and a hub's tensor is counted where it enters
+            return True  # parameters and inputs are always resident; the edge into a shared reshard counts its tensor
         saved = self.saved(source)
         return wire.source_output in saved.aliases or wire.source_output in saved.outputs
 

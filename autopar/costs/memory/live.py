@@ -1,8 +1,8 @@
 """Lifetimes of tensors in a program without gradients, which saves nothing for a backward.
 
-made        the outputs of a call, from the call until the last consumer takes them
-moved       a tensor as a consumer takes it, where that is another one than was made
-passed on   a tensor behind a hub or a view, which lies where it lay before, or, moved on its way there, as it has come
+made        the outputs of a call, from the call until the last consumer takes them moved       a tensor as a consumer
+takes it, where that is another one than was made passed on   a tensor behind a shared reshard or a view, which lies
+where it lay before, or, moved on its way there, as it has come
 
 Permanently resident tensors (parameters, inputs, buffers) and views of them are not counted; gathered weights are
 counted by layer (`weights`). A tensor that is moved for its last consumer is freed before that consumer runs. If
@@ -41,7 +41,7 @@ class Interval:
 
 
 class Live:
-    """The bytes of each decision and wire, by when they are there; arrays as those of `TensorBytes`, and shared."""
+    """Bytes of each decision and edge, by when they are resident; arrays as those of `TensorBytes`, and shared."""
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes) -> None:
         self.tensors, self.lifetimes, self.space = tensors, lifetimes, tensors.space
@@ -59,7 +59,7 @@ class Live:
         if decision.kind != "call":
             return []
         call, strategies, place = decision.menu.call, decision.menu.strategies, self.lifetimes.position[number]
-        assert call is not None, "a call has a menu of one"
+        assert call is not None, "a call has one candidate"
         found: list[Interval] = []
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
@@ -118,7 +118,7 @@ class Live:
         return max(map(self._arrival, self._outgoing[number, output]), default=self.lifetimes.position[number])
 
     def _begun(self, wire: Wire) -> int:
-        """Up to which place a wire's tensor is counted otherwise, as what was made or as what was passed on."""
+        """Return the position up to which an edge's tensor is counted as made or as passed on."""
         inbound = self._into(wire.source)
         if inbound is None or not self._passes(wire.source, wire.source_output):
             return -1
@@ -131,7 +131,7 @@ class Live:
             return self._last(wire.target, 0)
         if target.kind != "call" or wire.target_input != 0:
             return 0
-        assert target.menu.call is not None, "a call has a menu of one"
+        assert target.menu.call is not None, "a call has one candidate"
         outputs = range(len(target.menu.call.outputs))
         return max((self._last(wire.target, each) for each in outputs if self._passes(wire.target, each)), default=0)
 

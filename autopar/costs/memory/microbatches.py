@@ -48,7 +48,7 @@ class Microbatches:
     main_gradients: bool = False
     """True if gradients are added up, and last, also where a step has one micro-batch."""
     stashes: bool = False
-    """True if each micro-batch keeps the weights of its own forward, and is a step of the optimizer (PipeDream)."""
+    """True if each micro-batch saves the weights of its own forward, and is a step of the optimizer (PipeDream)."""
     inputs: int | None = None
     """Number of micro-batches whose received inputs are resident at once; None for those in flight."""
     gradients: int = 1

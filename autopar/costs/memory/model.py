@@ -5,8 +5,8 @@ are on the host. Between forward and backward a call holds the tensors that auto
 autograd, see `ir.program.saved_tensors`):
 
     its own outputs and hidden tensors    counted on the call
-    its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
-                                          there anyway: not moved, and held by its producer, a parameter or an input
+    its inputs                            counted on the edge, in the layout in which they arrive, unless the tensor is
+                                          there anyway: not moved, and saved by its producer, a parameter or an input
 
 Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
 (`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
@@ -42,7 +42,7 @@ from autopar.ir.sharding.operation import largest_split_input
 
 
 class MemoryModel(TensorBytes):
-    """Bytes of every decision (one entry per strategy) and wire (a matrix over the strategies at its ends).
+    """Bytes of every decision (one entry per strategy) and edge (a matrix over the strategies at its ends).
 
     Equal calls share their arrays, which must not be changed.
     """
@@ -53,7 +53,7 @@ class MemoryModel(TensorBytes):
         """`offloads`: whether what segments save for their backward may leave for the host."""
         super().__init__(space)
         self.stepping = self._stepping()
-        """Parameter → bytes that its step works on, beside what it updates: in the backward, or the most behind it."""
+        """Parameter → working bytes of its step, besides what it updates: in the backward, or the most behind it."""
         works = bool(self.stepping) and not space.optimizer.in_backward
         self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
@@ -83,7 +83,7 @@ class MemoryModel(TensorBytes):
         other.prefetch = prefetch
         return other
 
-    # What is held all the time.
+    # Permanently resident bytes.
 
     def stored(self, number: int) -> dict[str, Bytes]:
         """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
@@ -100,7 +100,7 @@ class MemoryModel(TensorBytes):
         return {"parameters": values, **older, **kept}
 
     def stepped(self, number: int) -> list[Bytes]:
-        """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""
+        """Return a decision's bytes while the optimizer steps, stored ones excluded: gradients and working memory."""
         return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
 
     def works_on(self, number: int) -> Bytes | None:
@@ -120,12 +120,12 @@ class MemoryModel(TensorBytes):
         most = sorted(working, key=working.__getitem__)[-1:]
         return working if space.optimizer.in_backward else {number: working[number] for number in most}
 
-    # What is held between forward and backward.
+    # Bytes saved between forward and backward.
 
     def own(self, number: int, with_rerun: bool = False) -> Modes | None:
-        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing.
+        """Return the saved bytes of a call's own outputs and hidden tensors, by mode; None if it saves nothing.
 
-        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their wires.
+        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their edges.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call":
@@ -176,7 +176,7 @@ class MemoryModel(TensorBytes):
         return total + self._hidden(decision, mode) if hidden else total
 
     def _hidden(self, decision: Decision, mode: int) -> Bytes:
-        """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
+        """Return the bytes that a call saves besides inputs and outputs: split as the largest input that can be."""
         call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
         strategies = self.second_forward.running_in(decision, mode)
         if not call.inputs or not (other or self.states("saved_bytes", decision)):
@@ -188,7 +188,7 @@ class MemoryModel(TensorBytes):
         return stated_or(self.stated("saved_bytes", decision, mode), found)
 
     def wire(self, wire: Wire) -> Modes | None:
-        """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
+        """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
         end = wire.target, wire.target_input
         if end not in self._wires:
             self._wires[end] = None if self.accumulation.holds(wire) else self._wire(wire)
@@ -238,7 +238,7 @@ class MemoryModel(TensorBytes):
         return self.cached(("entering", id(kept), id(again)), lambda: np.where(again, before, kept))
 
     def _kept_by_target(self, wire: Wire, there: bool) -> Bytes:
-        """Bytes of a tensor that is kept as it arrives, by those strategies of its target that keep it."""
+        """Return the bytes of a tensor saved as it arrives, by those strategies of its target that save it."""
         kept, menu = self.kept(wire, there), self.space.decisions[wire.target].menu
         bound, call, mesh = menu.bound, menu.call, self.space.mesh
         if any(s.shared for s in menu.strategies) and self.space.decisions[wire.target].kind == "hub":
@@ -263,10 +263,10 @@ class MemoryModel(TensorBytes):
         return self.cached(key, lambda: np.where(let_go[None, :], 0, kept))
 
     def working(self, number: int) -> Modes | None:
-        """Bytes that a call works on while it runs backward, by mode: its outputs, gradients of all it takes and makes.
+        """Return the working bytes of a call's backward, by mode: its outputs, gradients of all it takes and makes.
 
-        That includes what it keeps beside inputs and outputs, as the probabilities of a loss; not so gradients that its
-        forward has made.
+        That includes what it saves besides inputs and outputs, such as the probabilities of a loss. It excludes
+        gradients that its forward has made.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
@@ -277,7 +277,7 @@ class MemoryModel(TensorBytes):
         return self.modes([self.cached((*key, m), lambda m=m: self._working(decision, *tensors, m)) for m in modes])
 
     def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int], mode: int = 0) -> Bytes:
-        """The gradients of some inputs, some outputs, and what is kept beside both."""
+        """Return the bytes of some inputs' gradients, some outputs, and what is saved besides both."""
         call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
         total = self._gradients_of(decision, inputs)
         for position in outputs:

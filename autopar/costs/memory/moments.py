@@ -90,7 +90,7 @@ def _one(array: Bytes | None) -> Modes | None:
 
 
 def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
-    """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
+    """Return the bytes of an edge in a row, by the strategies at its ends; one array per mode if the mode matters."""
     if memory.live is not None:
         return _alive_on_wire(memory, wire, row, memory.live.moved(wire))
     found, place = parts_on(memory, wire), memory.lifetimes.position[wire.target]
@@ -170,7 +170,7 @@ def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: in
 
 
 def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[Interval]) -> Modes | None:
-    """Bytes of a wire in a row, in a forward alone."""
+    """Return the bytes of an edge in a row, in a forward alone."""
     weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
     gathered, on_way, arriving = weights.gathered(wire), weights.on_way(wire, True), weights.arriving(wire)
     moments: list[tuple[int, list[Modes]]] = []
@@ -188,7 +188,7 @@ def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[
 
 
 def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
-    """Bytes of a call in a row on account of rows of experts beside a share of them (see `tensor_bytes.beside`)."""
+    """Return the bytes of a call in a row for expert rows above an equal share (see `tensor_bytes.beside`)."""
     if memory.live is not None:
         return None
     rows, held = memory.space.rows[number], parts_of(memory, number)
@@ -207,7 +207,7 @@ def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes
 
 
 def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
-    """Bytes of a wire in a row on account of rows of experts beside a share of them."""
+    """Return the bytes of an edge in a row for expert rows above an equal share."""
     rows, found = memory.space.rows_on(wire), parts_on(memory, wire)
     if rows is None or found.kept is None:
         return None
@@ -272,7 +272,7 @@ class Moment:
         return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
 
     def of_modes(self, memory: MemoryModel, number: int, kept: Modes | None, rerun: Modes | None) -> Modes | None:
-        """Return what is there of what a decision keeps, by mode; `rerun` is there while its own segment runs again."""
+        """Return a decision's saved bytes that are resident, by mode; `rerun` while its own segment runs again."""
         if not self.frees(memory, number):
             return rerun
         if kept is None:

@@ -1,8 +1,8 @@
 """The live set: what a device holds while each call runs, forward and then backward, and when that is most.
 
-    forward of call t      all that is stored, what calls up to t keep for the backward, the weights of t's layer, and
+    forward of call t      all that is stored, what calls up to t save for the backward, the weights of t's layer, and
                            what t works on, if it makes its gradients in the forward
-    backward of call t     all that is stored, what calls up to t have kept (those after t have freed it), gradients of
+    backward of call t     all that is stored, what calls up to t have saved (those after t have freed it), gradients of
                            parameters that only calls after t use, weights of t's layer that are gathered again,
                            gradients that the layer's calls after t have left to be reduced, and what t works on; a
                            segment that is computed again holds all of its own, as in both passes do the segment of t
@@ -12,9 +12,9 @@
     reducing after it      for the first call of a layer that takes weights whose gradients are reduced: these as calls
                            have made them, as they are sent, and as they arrive, and what t hands on to calls before it
 
-With many micro-batches in a step (`microbatches`, `accumulation`) all moments hold besides what those keep that wait
-for their backward, weights as they were moved, and gradients that are added up. Places of later backwards are counted
-on from those of the first.
+With many micro-batches in a step (`microbatches`, `accumulation`) resident at all moments are also tensors saved by
+micro-batches that wait for their backward, moved weights, and accumulated gradients. Places of later backwards are
+counted on from those of the first.
 
 A program without gradients has its forward alone: while a call runs, all that is stored, what is alive (`live`), and
 the weights of its layer; gathering before it, for the first call of a layer that takes weights, these twice.

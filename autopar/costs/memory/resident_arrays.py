@@ -60,7 +60,7 @@ class WireParts:
 
     kept: Modes | None
     rerun: Modes | None
-    """Bytes of `kept` that are there while the segment runs again."""
+    """Bytes of `kept` that are resident while the segment runs again."""
     sent: Modes | None
     weight: WeightParts | None
     many: ManyParts | None
@@ -112,7 +112,7 @@ def _of_many(memory: MemoryModel, wire: Wire) -> ManyParts:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a decision or a wire, and the sum that they add to at a place."""
+    """Bytes of a decision or an edge, and the sum that they add to at a position."""
 
     name: str
     place: int
@@ -179,7 +179,7 @@ BY_PLACE = (
     *("kept", "whole", "weights kept", "weights whole", "born", "arrived", "fresh"),
     *("working", "working forward", "handed on", "unreduced", "sent off", "last made", "alive"),
 )
-"""Sums over the places of calls: kept for the backward by place of use, as the modes say and while its segment runs
+"""Sums over the places of calls: saved for the backward by place of use, as the modes say and while its segment runs
 again, and the gathered weights among them; gradients as they are stored, and as they are made; what calls work on and
 hand on; what is more from a place on."""
 BY_LAYER = ("gathered", "gathered again", "copied", "on way", "on way again")
@@ -193,9 +193,9 @@ NAMES = (*BY_PLACE, *BY_LAYER, *AT_ONCE)
 
 
 def sums_of(memory: MemoryModel, beside_share: bool) -> Sums:
-    """All that choices hold of a model; of rows of experts their share, or with what lies beside it.
+    """Return all that choices hold of a model; of expert rows an equal share, or with those above it.
 
-    What is there all the time has the names under which it is stored.
+    Permanently resident bytes have the names under which they are stored.
     """
     key = "sums", beside_share
     if key not in memory.parts:
@@ -269,7 +269,7 @@ def _received(memory: MemoryModel, number: int) -> Iterator[Part]:
 
 
 def brings_weight(space: Space, wire: Wire) -> bool:
-    """Return whether a parameter arrives over a wire, also by way of shared reshards."""
+    """Return whether a parameter arrives over an edge, also by way of shared reshards."""
     while space.decisions[wire.source].kind == "hub":
         wire = space.inbound[wire.source, 0]
     return space.is_weight(wire.source)

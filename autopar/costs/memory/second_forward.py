@@ -1,7 +1,7 @@
 """Calls, and the collectives that bring their inputs, that run again in the backward, by mode.
 
     call    its forward; in the mode full with the collectives that it runs itself, in other modes never if it has any
-    wire    its collectives, if something that runs again, or a backward, needs the tensor: in the modes selective and
+    edge    its collectives, if something that runs again, or a backward, needs the tensor: in the modes selective and
             full if they enlarge it, so that the smaller one is saved; in the mode full always inside a segment
 
 A gather that runs again is waited for when its value is first used. If only the backward of its target uses it, and no
@@ -10,7 +10,7 @@ call that runs again, all that precedes this backward in the segment hides it, b
 A call that gathers its input itself, and whose result the mode selective saves, runs as the variant that gathers again
 in its backward (`Implementation.regathering`): `running` is the strategy that runs.
 
-Of rows of experts a wire's collectives that run again move an equal share of them, however uneven the rows are.
+An edge's collectives that run again move an equal share of expert rows, however uneven the rows are.
 
 Moves of weights never run again: `costs.pricing.reshard` says which weights are gathered again. Where what a segment
 saves leaves for the host, seconds are those of its copies (`host_copies`).
@@ -34,7 +34,7 @@ SELECTIVE_MODE, FULL_MODE = MODES.index(SELECTIVE), MODES.index(FULL)
 
 
 class SecondForward:
-    """Seconds of what runs again by decision and wire; arrays as those of `TensorBytes`."""
+    """Seconds of what runs again, by decision and edge; arrays as those of `TensorBytes`."""
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, host_copies: HostCopies) -> None:
         self.tensors, self.lifetimes, self.host_copies, self.space = tensors, lifetimes, host_copies, tensors.space
@@ -119,7 +119,7 @@ class SecondForward:
         return found if found.any() else None
 
     def moves_again(self, wire: Wire, mode: int) -> np.ndarray | None:
-        """Return between which strategies a wire's collectives run again in a mode; None if between none."""
+        """Return between which strategies an edge's collectives run again in a mode; None if between none."""
         key = wire.target, wire.target_input, mode
         if key not in self._again:
             found = self._moves_again(wire, mode) if self._needs_again(wire, mode) else None
@@ -141,7 +141,7 @@ class SecondForward:
         return self.tensors.cached(("moves again", inside, mode, self.space.kind(wire)), make)
 
     def seconds_on(self, wire: Wire) -> Modes | None:
-        """Return the seconds of what runs again on account of a wire, by mode; None if there are none in any mode."""
+        """Return the seconds of what runs again on account of an edge, by mode; None if there are none in any mode."""
         copying = self.host_copies.seconds_on(wire)
         again = [self.moves_again(wire, mode) for mode in range(self.lifetimes.num_modes(wire.target))]
         if copying is None and all(each is None for each in again):
@@ -162,7 +162,7 @@ class SecondForward:
         )
 
     def _travels(self, wire: Wire, mode: int) -> bool:
-        """Return whether no call that runs again takes what a wire brings."""
+        """Return whether no call that runs again takes the tensor of an edge."""
         return not self.lifetimes.reruns(wire.target, mode)
 
     def at(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> float:
@@ -171,7 +171,7 @@ class SecondForward:
         return 0.0 if again is None else float(again[self.lifetimes.mode_of(number, modes)][choices[number]])
 
     def at_wire(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> float:
-        """Return the seconds of what runs again on account of a wire under choices and modes."""
+        """Return the seconds of what runs again on account of an edge under choices and modes."""
         if modes.get(self.lifetimes.segment[wire.target], MODES[0]) == MODES[0]:
             return 0.0
         again = self.seconds_on(wire)
@@ -191,7 +191,7 @@ class SecondForward:
     def collectives_on(
         self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]
     ) -> tuple[tuple[Transfer, float], ...]:
-        """Return the collectives of a wire that run again, each with its exposed share."""
+        """Return the collectives of an edge that run again, each with its exposed share."""
         mode = self.lifetimes.mode_of(wire.target, modes)
         again = self.moves_again(wire, mode)
         if again is None or not again[choices[wire.source], choices[wire.target]]:
@@ -203,7 +203,7 @@ class SecondForward:
         return tuple(found)
 
     def travels(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> bool:
-        """Return whether a gather that runs again brings what a wire does while its segment goes on."""
+        """Return whether a gather that runs again brings an edge's tensor while its segment runs."""
         running = self.collectives_on(wire, choices, modes)
         return bool(running) and self.space.path(wire, choices).moves[-1].gathers
 

@@ -25,7 +25,7 @@ from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import MODES
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R
 
-SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
+SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor relates in memory to its source
 Bytes = np.ndarray
 Modes = tuple[Bytes, ...]
 """An array per mode of recomputation; one array where the mode does not matter."""
@@ -122,7 +122,7 @@ class TensorBytes:
     # Bytes.
 
     def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
-        """Bytes on one device of a wire's tensor, per strategy of its source and of its target."""
+        """Return the bytes on one device of an edge's tensor, per strategy of its source and of its target."""
         shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
         return (
             self.local(shape, self.space.source_layouts(wire), size),
@@ -171,7 +171,7 @@ class TensorBytes:
         return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
 
     def kept_by_optimizer(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
-        """Bytes that the optimizer keeps of so many elements of a parameter, by what they are."""
+        """Return the bytes of optimizer state for so many elements of a parameter, by name."""
         optimizer, found = self.space.optimizer, {}
         for name, size in optimizer.kept(info, matrix).items():
             make = partial(optimizer.kept_bytes, name, info, elements, matrix)
@@ -184,7 +184,7 @@ class TensorBytes:
         return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
 
     def kept(self, wire: Wire, there: bool) -> Bytes:
-        """Bytes of a tensor that is kept as it arrives; where it is not moved, it may be `there` anyway."""
+        """Return the bytes of a tensor that is saved as it arrives; if it is not moved, it may be `there` anyway."""
         return self.cached(("kept", there, self.space.kind(wire)), lambda: self._kept(wire, there))
 
     def _kept(self, wire: Wire, there: bool) -> Bytes:
@@ -256,9 +256,9 @@ def excess(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
 
 
 def beside(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
-    """Return the bytes of the busiest device beside its share of the rows of experts, for each mode.
+    """Return the bytes of the busiest device above an equal share of expert rows, for each mode.
 
-    They are excess · bytes of a share, rounded up; a dim in front stands for the strategies of the counts' decision.
+    They are `excess` · bytes of a share, rounded up; a leading dim stands for the strategies of the counts' decision.
     """
     shares = excess(tensors, rows)
     return tuple(

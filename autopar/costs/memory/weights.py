@@ -31,7 +31,7 @@ FAR_OFF = 1 << 40  # from every layer
 
 
 class MovedWeights:
-    """Bytes of wires that bring a weight; arrays as those of `TensorBytes`, and shared."""
+    """Bytes of edges that bring a weight; arrays as those of `TensorBytes`, and shared."""
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, accumulation: Accumulation) -> None:
         self.tensors, self.lifetimes, self.accumulation = tensors, lifetimes, accumulation
@@ -97,15 +97,15 @@ class MovedWeights:
         return found
 
     def gathered(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire while its layer runs: the gathered weight, where it is not kept."""
+        """Return the bytes of a parameter's edge while its layer runs: the gathered weight, unless it is kept."""
         return self._of_weight("gathered", wire, self._gathered)
 
     def gathered_again(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire as it is gathered again for the backward; None where it never is."""
+        """Return the bytes of a parameter's edge as it is gathered again for the backward; None if it never is."""
         return self._of_weight("gathered again", wire, self._gathered_again) if wire.tensor.regather else None
 
     def copied_out(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire in the message from which it is copied, as it is gathered again."""
+        """Return the bytes of a parameter's edge in the message from which it is copied, as it is gathered again."""
         return self._of_weight("copied out", wire, self._copied_out) if wire.tensor.regather else None
 
     @cached_property
@@ -114,7 +114,7 @@ class MovedWeights:
         return self._by_layer(min, lambda _: True)
 
     def arriving(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire in the message from which it is copied, before its layer's forward."""
+        """Return the bytes of a parameter's edge in the message from which it is copied, before its layer's forward."""
         return self._of_weight("arriving", wire, self._arriving)
 
     def _arriving(self, wire: Wire) -> Bytes:
@@ -122,7 +122,7 @@ class MovedWeights:
         return np.where(moved, self.tensors.wire_ends(wire)[1][None, :], 0)
 
     def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
-        """Bytes of a parameter's wire on their way, ahead of its layer: the whole weight, and the part that is sent."""
+        """Return the bytes of a prefetched parameter's edge: the whole weight, and the part that is sent."""
         if forward:
             return self._of_weight("on way", wire, lambda wire: self._on_way(wire, self.tensors.communicated(wire)))
         if not wire.tensor.regather:
@@ -135,15 +135,15 @@ class MovedWeights:
         return any(each is not None and each[choices[w.source], choices[w.target]] for each, w in found)
 
     def unreduced(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire, after its call's backward to the end of the layer's: the gradient to reduce."""
+        """Return the bytes of a parameter's edge between its call's backward and the layer's: its gradient."""
         return self._of_weight("unreduced", wire, self._unreduced, True) if wire.tensor.requires_grad else None
 
     def last_made(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire while its layer's gradients are reduced, its own the last: beside `unreduced`."""
+        """Return the bytes of a parameter's edge, besides `unreduced`, if its gradient is its layer's last."""
         return self._of_weight("last made", wire, self._last_made, True) if wire.tensor.requires_grad else None
 
     def sent_off(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire while its layer's gradients are reduced: the gradient as it is sent to others."""
+        """Return the bytes of a parameter's edge while its layer's gradients are reduced: its gradient as sent."""
         return self._of_weight("sent off", wire, self._sent_off, True) if wire.tensor.requires_grad else None
 
     def _of_weight(

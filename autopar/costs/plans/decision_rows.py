@@ -44,7 +44,7 @@ class PlanRow:
     recompute_seconds: float = 0.0
     """Compute of the forward that is run again in the backward, or copies to the host and back that nothing hides."""
     saved_bytes: int = 0
-    """Bytes per device kept from the forward to the backward on account of this decision."""
+    """Bytes per device saved from the forward to the backward on account of this decision."""
     stored_bytes: int = 0
     """Bytes per device that a parameter takes with its gradient, optimizer state and master copy."""
     segment: str = ""

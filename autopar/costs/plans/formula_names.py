@@ -5,7 +5,7 @@
 "last_host_over_dp"                              the seconds for which its ranks wait for the last host
 "exposed3x1_all_reduce_over_dp"                  the share of them that computing does not hide, of messages of three
                                                  parameters, moved once, by the `part` of each that moves
-"forward_computing", … (`BESIDE`)                what computes and moves beside one another, which such shares name
+"forward_computing", … (`BESIDE`)                compute and moves that overlap, which such shares name
 "whole"                                          a list of what must be whole
 "fixed: heads"                                   no formula: the reason why a symbol cannot vary
 """
@@ -61,7 +61,7 @@ def rate_of(name: str) -> tuple[str, str, int, int]:
 
 
 def public(formulas: Mapping[str, str]) -> list[str]:
-    """The names under which formulas are asked for."""
+    """Return the names under which formulas are requested."""
     return [name for name in formulas if name != WHOLE and not name.startswith(FIXED) and not is_rate(name)]
 
 

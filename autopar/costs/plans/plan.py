@@ -92,7 +92,7 @@ class Plan:
     reduce_each: bool = False
     """True if each micro-batch reduces the gradients of sharded weights (ZeRO-2), and not the step (ZeRO-1)."""
     dealing: tuple[str, ...] = ()
-    """Axes that deal positions by zigzag where they split them: causal attention divides its queries over such."""
+    """Axes that zigzag-shard positions if they split them: causal attention divides its queries over such."""
     offload: Offloaded = "none"
     """Data on the host.
 
@@ -170,7 +170,7 @@ class Plan:
         return implementations_of(self.choices.values())
 
     def layout_of(self, decision: str) -> Layout:
-        """The layout of a decision that is no call: of a parameter, an input, an output or a hub.
+        """Return the layout of a decision that is no call: of a parameter, an input, an output or a shared reshard.
 
         Raises PlanError for a decision that the plan has not.
         """
@@ -179,7 +179,7 @@ class Plan:
         return layout_named(self.choices[decision])
 
     def with_formulas(self) -> Plan:
-        """The plan with its symbols and formulas, which are made when they are asked for."""
+        """Return the plan with its symbols and formulas, which are built on request."""
         return view("Plan.with_formulas")(self)
 
     def formula(self, name: str) -> Any:
@@ -273,9 +273,9 @@ class Plan:
         return view("Plan.explain")(self, name, alternatives)
 
     def timeline(self) -> Timeline:
-        """The predicted step as a timeline, simulated: what runs beside what, where `seconds` is a sum.
+        """Return the simulated timeline of the predicted step: it shows overlap, while `seconds` is a sum.
 
-        Of several micro-batches, that of one. Raises PlanError for a plan that was loaded.
+        With several micro-batches, it is that of one. Raises PlanError for a plan that was loaded.
         """
         return view("Plan.timeline")(self)
 
@@ -284,7 +284,7 @@ class Plan:
         return view("Plan.diff")(self, other)
 
     def what_if(self, *said: str | Annotation, **options: Any) -> Plan:
-        """The plan with something more said about the model, as by `annotate(model, pattern, **options)`.
+        """Return the plan with one more annotation on the model, as by `annotate(model, pattern, **options)`.
 
         >>> plan.what_if("layers.*.mlp.down_proj", tp="row")  # doctest: +SKIP
         """
@@ -302,7 +302,7 @@ class Plan:
         return view("Plan.beside")(self, others)
 
     def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
-        """A loaded plan with its model, so that it can be asked; options as `autopar.plan` had them (see `attach`)."""
+        """Return a loaded plan with its model, so that its methods work; options as for `autopar.plan`."""
         return view("Plan.attach")(self, model, example_inputs, **options)
 
     def tp_plan(self, axis: str | None = None) -> TensorParallelPlan:

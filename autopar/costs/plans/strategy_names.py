@@ -3,7 +3,7 @@
 "o -"           a call: factor o on the first axis, nothing on the second
 "s - via ring"  the same by an implementation that is not the first of its rule
 "S(0) I kept"   a parameter: its layout, gathered once and kept for the backward (ZeRO-2)
-"S(1) together" a hub: its layout, from which its consumers gather the tensor once for all of them
+"S(1) together" a shared reshard: its layout, from which its consumers gather the tensor once for all of them
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.ir.sharding.rule import VIA
 
 _KEPT = " kept"
 MOVED_TOGETHER = " together"
-"""Ends the layout of a hub from which all consumers move a tensor together."""
+"""Suffix of the layout of a shared reshard, from which all consumers take the tensor."""
 
 
 def strategy_name(choices: Sequence[str], kept: bool, implementation: str = "") -> str:
@@ -38,5 +38,5 @@ def is_kept(name: str) -> bool:
 
 
 def layout_named(name: str) -> Layout:
-    """The layout that a strategy of a tensor (a parameter, an input, an output, a hub) is called by."""
+    """Return the layout that names a strategy of a tensor (a parameter, an input, an output, a shared reshard)."""
     return Layout.parse(name.removesuffix(_KEPT).removesuffix(MOVED_TOGETHER))

@@ -1,7 +1,7 @@
 """The one seam between plans and what shows or questions them: method of a plan → the function that answers.
 
-A plan is a value and lies below all that is made of it. Its methods ask here, so that no file of this package imports
-from above it; the module is imported when it is first asked. Every function takes the plan before the method's own
+A plan is a value and lies below all that is made of it. Its methods look views up here, so that no file of this package
+imports from above it; a view's module is imported on first use. Every function takes the plan before the method's own
 arguments.
 """
 

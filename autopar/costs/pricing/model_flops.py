@@ -1,8 +1,8 @@
 """The model FLOPs of a step, and the samples and tokens of its batch, from the captured program.
 
 Counted are products (matrix products, convolutions, attention, experts), forward and backward: in the backward as much
-for each operand that needs a gradient, or as a rule says. What is computed again is not counted, as MFU has it (PaLM,
-appendix B), nor are biases.
+for each operand that needs a gradient, or as a rule says. Recomputation is not counted, as in MFU (PaLM, appendix B),
+nor are biases.
 """
 
 from __future__ import annotations

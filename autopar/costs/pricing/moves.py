@@ -63,8 +63,10 @@ class MovedTensor:
     regather: bool = False
     """A parameter that the backward needs: gathered again there, and not kept in between."""
     viewed: bool = False
-    """A weight that is used through views, as pieces of it: to be freed after use it is gathered for these as they take
-    it, and not in another way, in which it would be kept."""
+    """A weight that is used through views, such as slices.
+
+    To be freed after use, it is gathered in the layout of the views: in another layout it would stay resident.
+"""
     view: bool = False
     """Such a view: the weight is gathered before it is taken, never its views."""
     alone: bool = False

@@ -5,7 +5,7 @@
             weight behind                                       bytes / the device's share of host memory's bandwidth
     up      the weight                                                      bytes / the link's bandwidth
 
-A GPU's copies overlap with the host's step on other pieces of parameters, and they use host memory bandwidth, too. A
+A GPU's copies overlap with the host's step on other blocks of parameters, and they use host memory bandwidth, too. A
 step takes as long as the longest of the three parts. If the device is the host itself, the parts run one after another.
 Gradients that are offloaded in the backward (`Optimizer.sends_gradients`) are copied down then, and not in the step. If
 the device is the host, their copies still take the same time.
@@ -30,7 +30,7 @@ STAGING, ACTIVATIONS, GRADIENTS = "staging", "activations", "gradients"
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """Seconds of an element on its way down, on the host, and on its way up; whether these pass beside each other."""
+    """Seconds of an element on its way down, on the host, and on its way up; whether these overlap."""
 
     before: float
     """Seconds of the gradient's copy to the host, if it is offloaded in the backward."""

@@ -8,7 +8,7 @@ memory bounds all of them), and the peak is what large matmuls reach of it by th
 which fused attention reaches the share that the hardware states, FLOPs being counted as in `product_efficiency`, which
 says what is lost to small shapes; forward once, backward as `backward_share` says: a matmul has one
 matmul for each input that needs a gradient. A tensor of several uses has its gradients summed.
-What a call moves, and whose share of the peak it reaches, its rule says, or the implementation that runs it.
+The rule of a call, or the implementation that runs it, states its moved bytes and its efficiency.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """State that an optimizer keeps per parameter and the bytes it moves, including float32 master copies if requested.
 
-adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 beside master copies
+adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 with master copies
 adamw-8bit   two moments of one byte, a float32 scale per block of 256 and a table of its values (Dettmers et al., ICLR
              2022; torchao's); AdamW's where a device has few elements, or a block would not be full
 sgd          nothing (torch.optim.SGD without momentum)
@@ -30,7 +30,7 @@ Elements = npt.NDArray[np.int64]
 NAMES = ("adamw", "sgd", "adamw-8bit", "muon", "galore", "none")
 BLOCK = 256  # elements that share a scale: bitsandbytes' and torchao's optimizers
 SMALLEST = 4096  # elements on a device that these keep in 8 bits
-VALUES_BYTES = 256 * 4  # what a byte stands for, in float32, beside each moment
+VALUES_BYTES = 256 * 4  # table of a byte's values, in float32, one per moment
 MASTER_BYTES = 4  # float32
 RANK = 128  # of GaLore's reference implementation
 
@@ -142,12 +142,12 @@ class Optimizer:
         return moment * self.rank * (short + 2 * long) / (short * long)
 
     def kept(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
-        """Bytes of one element of a parameter that it keeps, on the device or the host, by what they are."""
+        """Return the bytes of state per element of a parameter, on the device or the host, by name."""
         each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
         return {name: size for name, size in each.items() if size}
 
     def kept_bytes(self, name: str, info: TensorInfo, elements: Elements, matrix: bool = False) -> Elements:
-        """Bytes that a device keeps of what `kept` calls `name`, of a parameter of which it has so many elements."""
+        """Return the bytes on a device of the state `name` (see `kept`), for so many elements of a parameter."""
         found = np.ceil(elements * self.kept(info, matrix)[name]).astype(np.int64)
         if self.name != "adamw-8bit" or name != "optimizer":
             return found

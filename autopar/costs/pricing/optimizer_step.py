@@ -60,9 +60,9 @@ def step_peak(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> flo
 
 
 def step_working_bytes(info: TensorInfo, optimizer: Optimizer, matrix: bool) -> int:
-    """The most bytes that a step of a matrix has at once beside what stays, whatever its layout.
+    """Return the peak working bytes of a step of a matrix, resident ones excluded, whatever its layout.
 
-    muon     6 sl + 4 s², s ≤ l: the matrix whole three times in bfloat16, beside two squares
+    muon     6 sl + 4 s², s ≤ l: the matrix whole three times in bfloat16, plus two squares
     galore   a renewal: the gradient whole, as it is and in float32, and two factors in float32, sl and s²
     """
     if not matrix:
@@ -103,7 +103,7 @@ def _each(layout: Layout, long: int, on_long: Placement, on_short: Placement) ->
 def _gathers(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: Mesh, after: Layout | None = None
 ) -> tuple[Transfer, ...]:
-    """All-gathers, the inner axis first, of a matrix that no axis splits afterwards, if nothing is said."""
+    """Return the all-gathers, the inner axis first, of a matrix that by default no axis splits afterwards."""
     target = Layout(I for _ in layout) if after is None else after
     return _changes(shape, dtype, layout, target, mesh, range(len(layout) - 1, -1, -1))
 

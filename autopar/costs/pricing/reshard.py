@@ -3,7 +3,7 @@
 A move changes the placement of one mesh axis (the table in the module docstring of `layout` and its transposes).
 One path says what it costs, forward and backward, and which nodes the rewrite inserts.
 Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
-Paths are the shortest by their messages. What a device rearranges for these is priced on top: no path goes by way of
+Paths are the shortest by their messages. The device's copies for these are priced on top: no path goes by way of
 another dim, and moves more, to save a copy.
 
 In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
@@ -110,8 +110,8 @@ class ReshardTable:
     def reduction_seconds(self) -> np.ndarray:
         """Seconds in which gradients are reduced behind the one gather of each path in buckets.
 
-        0 where a path does not run in buckets, or has another number of gathers. What is summed before it is gathered
-        is left out: it is summed once, as it is stored.
+        0 where a path does not run in buckets, or has another number of gathers. Tensors summed before they are
+        gathered are left out: they are summed once, as stored.
         """
         found = np.zeros(self.seconds.shape)
         if self._together is None:
@@ -187,7 +187,7 @@ class ReshardTable:
 def reshard_table(
     tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, dealt: frozenset[int] = frozenset()
 ) -> ReshardTable:
-    """The table of a kind of tensor that splits `dims`, or deals some by zigzag; cached by value."""
+    """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value."""
     layouts = _layouts(tensor, dims, dealt, mesh)
     local = _local_parts(layouts, tensor, mesh)
     alone = np.full((len(layouts), len(layouts)), np.inf)
@@ -245,7 +245,7 @@ def _leading_ones(shape: Sequence[int]) -> int:
 
 
 def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
-    """Every layout of the tensor that splits only `dims` and deals only those of `dealt`."""
+    """Return every layout of the tensor that splits only `dims` and zigzag-shards only those of `dealt`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
     placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(dealt)))
     candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
@@ -328,7 +328,7 @@ def _all_pairs(seconds: np.ndarray) -> _Ways:
 
 
 def _led_by(leading: np.ndarray, on: _Ways) -> _Ways:
-    """Return the ways whose first move has other seconds than those `on` from there."""
+    """Return the paths whose first move has other seconds than those `on` from there."""
     distance, leading = np.full_like(leading, np.inf), leading.copy()
     np.fill_diagonal(distance, 0.0)
     np.fill_diagonal(leading, np.inf)  # to stay is no move

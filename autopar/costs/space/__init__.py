@@ -1,4 +1,4 @@
-"""The search space: a menu of strategies per decision, and wires between decisions.
+"""The search space: candidate strategies per decision, and edges between decisions.
 
 Decides what may be chosen. Knows nothing of pins, memory limits or solvers.
 """

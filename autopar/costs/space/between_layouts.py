@@ -26,7 +26,7 @@ def notes_on_moves(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
 
 
 def _consumer(space: Space, wire: Wire) -> int:
-    """Return the first decision behind the shared reshards that a wire leads to."""
+    """Return the first decision behind the shared reshards that an edge leads to."""
     number = wire.target
     while space.decisions[number].kind == "hub":
         number = next(each.target for each in space.wires if each.source == number)

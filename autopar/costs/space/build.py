@@ -1,7 +1,8 @@
 """One walk over a program that lays out its space of plans.
 
-A tensor moved to one layout for several consumers is moved once, in the cost and in the graph: its consumers hang on a
-hub. Consumers that are the same operation (query, key and value) share a second hub when others stand beside them.
+A tensor moved to one layout for several consumers is moved once, in the cost and in the graph: they take it from a
+shared reshard. Consumers that are the same operation (query, key and value) have a second shared reshard if the tensor
+has others.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ def build_space(
     dealing: Collection[str] | None = None,
     beside: Beside | None = None,
 ) -> Space:
-    """Lay out every decision and wire.
+    """Lay out every decision and edge.
 
-    `returned` says in which layouts the user gets the outputs; `input_layouts` (placeholder → layout) says which
-    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
-    many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
-    `asked` the names of implementations that are offered on demand, `num_devices` those of all stages,
-    `conventions` what a framework holds in memory. Axes of `dealing` deal positions of causal attention by zigzag;
-    None: all axes. `beside` is what computes beside moves of weights, if not the program's (or the whole's) own.
+    `returned` says in which layouts the user gets the outputs; `input_layouts` (placeholder → layout) says which inputs
+    arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how many times
+    its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of, `asked` the
+    names of requested implementations that are offered on demand, `num_devices` those of all stages, `conventions` what
+    a framework holds in memory. Axes of `dealing` zigzag-shard positions of causal attention; None: all axes. `beside`
+    is the compute that overlaps with moves of weights, if not the program's (or the whole's) own.
     """
     others = optimizer, imbalance, whole, asked, num_devices, conventions
     beside = beside or beside_of(whole or program, hardware)
@@ -116,7 +117,7 @@ class _Builder:
         self.padded = Padding.of(self.roled).dims
         sizes = [space.mesh.size(axis) for axis in space.dealing]
         self.dealt = dealt(self.roled, sizes) if whole is None else dealt_in_stage(self.program, whole, sizes)
-        """The dims that are dealt by zigzag where axes that deal split them."""
+        """Dims that are zigzag-sharded if axes of `dealing` split them."""
         if not self.dealt.dims:
             space.dealing = ()
         self.rows: set[Value] = set()
@@ -205,8 +206,8 @@ class _Builder:
     def _outputs(self) -> None:
         """Add one sink per tensor the graph returns; mutated buffers are equal everywhere.
 
-        A cache that is written into stays as it lies, and what is made beside one, logits of the next token, is whole.
-        What goes to the next stage is free to be split, whatever the layouts of the user's outputs.
+        A cache that is written into keeps its layout; outputs next to one, such as logits of the next token, are whole.
+        Outputs for the next stage may be split, whatever the layouts of the user's outputs.
         """
         sent = self.program.num_sent
         mesh = self.space.mesh
@@ -234,13 +235,13 @@ class _Builder:
         return self.input_layouts.get(cache.name, replicated(self.space.mesh.ndim))
 
     def _dealt_layouts(self, value: Value, info: TensorInfo, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        """The layouts with Z(d) in place of S(d) of the dims that are dealt, on axes that deal."""
+        """Return the layouts with Z(d) in place of S(d) for zigzag-sharded dims, on axes of `dealing`."""
         of_axes = [self.dealt.of(value) if name in self.space.dealing else () for name in self.space.mesh.names]
         found = (Layout(map(dealt_in, layout, of_axes)) for layout in layouts)
         return tuple(layout for layout in found if layout.divides(info.shape, self.space.mesh.sizes))
 
     def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
-        """Connect a tensor with its consumers, through hubs where there are several."""
+        """Connect a tensor with its consumers, through shared reshards if there are several."""
         name, position = key
         info = self.roled.infos[key]
         number = self.space.index[name]
@@ -279,7 +280,7 @@ class _Builder:
             return
         suffix = f":{position}" if position else ""
         hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
-        if regather:  # on the way to the hub
+        if regather:  # on the way to the shared reshard
             tensor = replace(tensor, regather=False, viewed=False, view=True)
         tensor = replace(tensor, alone=weight)
         groups: dict[object, list[_Use]] = defaultdict(list)
@@ -313,7 +314,7 @@ class _Builder:
     def _is_regathered(self, weight: fx.Node) -> bool:
         """Return whether a sharded weight may be gathered again for the backward, which needs it there.
 
-        It has one consumer, or all consumers take views of it, such as the pieces of a packed weight.
+        It has one consumer, or all consumers take views of it, such as the slices of a packed weight.
         """
         if weight not in self._regathered:
             uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
@@ -323,7 +324,7 @@ class _Builder:
         return self._regathered[weight]
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Return whether a call takes a view of a weight, such as a piece of it."""
+        """Return whether a call takes a view of a weight, such as a slice of it."""
         found = self.roled.calls.get(node.name)
         if found is None or not (found.learned and found.weight_only):
             return False
@@ -337,10 +338,10 @@ class _Builder:
 def _hub_layouts(
     tensor: MovedTensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
 ) -> tuple[Layout, ...]:
-    """The layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
+    """Return the layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
 
-    A weight goes on only in layouts that a consumer takes, and never as a partial sum, which would save nothing: hubs
-    of packed weights and biases stay small.
+    A weight goes on only in layouts that a consumer takes, and never as a partial sum, which would save nothing: shared
+    reshards of packed weights and biases stay small.
     """
     wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
     if tensor.bucketed:
@@ -377,7 +378,7 @@ def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer:
 
 
 def _auxiliary(menu: Menu) -> Menu:
-    """The menu of a call that depends on no parameter (a mask, positions, shifted labels): whole, unless it is large.
+    """Return candidates of a call without parameters (a mask, positions, shifted labels): whole, unless large.
 
     Such calls feed every layer; deciding on them would tie all layers together for next to no time.
     """

@@ -1,9 +1,9 @@
-"""Over which axes positions are dealt by zigzag: those over which some causal attention divides its queries.
+"""Axes that zigzag-shard positions: those over which some causal attention divides its queries.
 
 Plans are searched for with all axes that pins let a causal attention divide its queries over. If the best plan leaves
 some of them to other factors, such as heads, it is searched for once more with positions in order there, which needs no
-copies: it is as good or better. That is left out where it changes nothing: no tensor of the plan is dealt, and so many
-samples lie on each device that collectives copy in any order.
+copies: it is as good or better. That is left out where it changes nothing: no tensor of the plan is zigzag-sharded, and
+so many samples lie on each device that collectives copy in any order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def deals(space: Space, choices: Sequence[int]) -> frozenset[str]:
 
 
 def is_worth_another_search(space: Space, choices: Sequence[int], needed: Collection[str]) -> bool:
-    """Return True if a plan in which only the `needed` axes deal may differ from the one of these choices."""
+    """Return True if a plan in which only the `needed` axes zigzag-shard may differ from the one of these choices."""
     others = {name for name in space.dealing if name not in needed}
     samples = RoledProgram.of(space.program).samples
     return any(
@@ -46,7 +46,7 @@ def is_worth_another_search(space: Space, choices: Sequence[int], needed: Collec
 
 
 def _deals(space: Space, choices: Sequence[int], axis: str) -> bool:
-    """Return True if some tensor is dealt over an axis."""
+    """Return True if some tensor is zigzag-sharded over an axis."""
     place = space.mesh.names.index(axis)
     chosen = (each.menu.strategies[choice] for each, choice in zip(space.decisions, choices, strict=True))
     return any(layout[place].zigzag for each in chosen for layout in (*each.inputs, *each.outputs))

@@ -37,6 +37,6 @@ def _note(space: Space, number: int, choice: int) -> str:
         return ""
     return (
         f"positions of causal attention are split in order over {', '.join(axes)}, and the last device computes up to "
-        f"{2 - 1 / parts:.2f} times its share of the scores: {positions} positions do not divide into {pieces} pieces, "
-        f"to be dealt by zigzag. Pad the sequences to {-(-positions // pieces) * pieces}."
+        f"{2 - 1 / parts:.2f} times its share of the scores: {positions} positions do not divide into {pieces} chunks, "
+        f"to be zigzag-sharded. Pad the sequences to {-(-positions // pieces) * pieces}."
     )

@@ -1,8 +1,8 @@
-"""The menu of one call: every strategy it may run by on a mesh, with seconds and the collectives it runs itself.
+"""The candidate strategies of one call on a mesh, with seconds and the collectives that each runs itself.
 
-A strategy takes one choice of the call's rule per mesh axis, and one of the ways to run what is then split: the ATen
-call, or an implementation of the rule. A factor is split into whole parts, or, where it comes from a parameter alone
-(the vocabulary), padded to equal ones.
+A strategy takes one choice of the call's rule per mesh axis, and one implementation of the split call: the ATen call,
+or an implementation of the rule. A factor is split into whole parts, or, where it comes from a parameter alone (the
+vocabulary), padded to equal ones.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Menu:
 
 @functools.lru_cache(maxsize=4096)
 def whole_menu(layouts: tuple[Layout, ...]) -> Menu:
-    """A menu without a call, one strategy per layout of its only tensor (inputs, hubs, outputs); free of charge."""
+    """Return candidates without a call, one per layout of the only tensor (inputs, reshards, outputs); at no cost."""
     strategies = tuple(Strategy((str(layout),), (layout,), (layout,)) for layout in layouts)
     return Menu(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
 
 
 @functools.lru_cache(maxsize=4096)
 def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
-    """The menu of a hub; from `shared` layouts all consumers move the tensor together."""
+    """Return the candidates of a shared reshard; from `shared` layouts all consumers move the tensor together."""
     plain = whole_menu(layouts)
     if not shared:
         return plain
@@ -73,7 +73,7 @@ def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
 
 @functools.lru_cache(maxsize=4096)
 def gathered_or_kept(menu: Menu) -> Menu:
-    """The menu of a weight with every strategy that splits it twice: gathered again in the backward, or kept for it."""
+    """Return a weight's candidates, each that splits it twice: gathered again in the backward, or kept for it."""
     split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
     order = [*range(len(menu.strategies)), *split]
     strategies = (*menu.strategies, *(replace(menu.strategies[i], kept=True) for i in split))
@@ -117,11 +117,11 @@ def menu_of(
     summed: tuple[int, ...] = (),
     dealing: tuple[str, ...] = (),
 ) -> Menu:
-    """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
+    """Return the candidates of a call: those of the ATen call and of the implementations of its rule.
 
-    Of implementations on demand those whose names are `asked` for, but none of a call on weights alone.
+    Implementations on demand are included if `asked` names them, but never for a call on weights alone.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
-    multiplied with them. `dealt` are the dims of inputs, and of outputs, that axes of `dealing` deal by zigzag.
+    multiplied with them. `dealt` are the dims of inputs, and of outputs, that axes of `dealing` zigzag-shard.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.
     `summed` are the positions of inputs whose gradient is added to that of later uses.
     """
@@ -185,7 +185,7 @@ class _Offer:
 
     choices: tuple[Choice, ...]
     dealt: tuple[Choice, ...]
-    """The same on an axis that deals."""
+    """The same on an axis that zigzag-shards."""
     paddable: frozenset[str]
 
     @classmethod
@@ -194,14 +194,14 @@ class _Offer:
         return cls(in_order, in_order if dims is None else tuple(_dealt(each, dims) for each in choices), paddable)
 
     def on(self, numbers: Sequence[int], deals: Sequence[bool]) -> list[Choice]:
-        """The choice of each axis, some of which deal."""
+        """Return the choice of each axis, some of which zigzag-shard."""
         return [
             (self.dealt if dealing else self.choices)[number] for number, dealing in zip(numbers, deals, strict=True)
         ]
 
 
 def _dealt_apart(op: OpRule, bound: BoundRule, dealt: DealtDims) -> frozenset[str]:
-    """The choices of implementations alone that deal another factor than their first, which an axis cannot."""
+    """Return choices of implementations alone that zigzag-shard a factor other than their first: an axis cannot."""
     terms, found = (*bound.rule.inputs, *bound.rule.outputs), set[str]()
     for choice in (choice for each in op.implementations for choice in each.choices):
         made = _dealt(choice, dealt)
@@ -251,7 +251,7 @@ def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardw
 
 
 def _dealt(choice: Choice, dims: DealtDims) -> Choice:
-    """The choice with Z(d) in place of S(d) of the dims that are dealt."""
+    """Return the choice with Z(d) in place of S(d) of zigzag-sharded dims."""
 
     def placed(placements: Sequence[Placement], of: Sequence[frozenset[int]]) -> tuple[Placement, ...]:
         return tuple(map(dealt_in, placements, of))
@@ -260,7 +260,7 @@ def _dealt(choice: Choice, dims: DealtDims) -> Choice:
 
 
 def _zigzag(choices: Sequence[Choice]) -> frozenset[str]:
-    """The factors that some choice deals by zigzag."""
+    """Return the factors that some choice zigzag-shards."""
     dealt = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
     return frozenset(factor for choice in dealt for factor in choice.factors)
 

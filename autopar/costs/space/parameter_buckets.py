@@ -33,7 +33,7 @@ REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
 MOST_RUNNING = 2  # messages of gradients: each holds what it sends until it is waited for
 
 End = tuple[int, int]
-"""(decision, input position) where a wire ends."""
+"""(decision, input position) where an edge ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +202,6 @@ def _layers(space: Space) -> dict[str, str]:
 
 
 def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:
-    """The layer of the parameter that a wire moves."""
+    """Return the layer of the parameter that an edge moves."""
     source = space.decisions[wire.source].name
     return layers[space.weight_casts.get(source, source)]

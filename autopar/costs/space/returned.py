@@ -69,9 +69,9 @@ AS_PLANNED, WHOLE = Returned("dtensor"), Returned("full")
 
 
 def output_menu(info: TensorInfo, wanted: Layout | None, free: bool, mesh: Mesh, hardware: Hardware) -> Menu:
-    """Return the menu of an output that the user gets as `wanted`, or that a plan leaves in any layout if `free`.
+    """Return the candidates of an output that the user gets as `wanted`, or in any layout if `free`.
 
-    A loss may stay partial: its gradient does not depend on the sum, which the runtime makes beside the backward.
+    A loss may stay partial: its gradient does not depend on the sum, which the runtime overlaps with the backward.
     """
     if not info.shape and info.requires_grad:
         return _loss_menu(mesh, hardware)

@@ -1,7 +1,7 @@
-"""The space of plans of a program: every decision with its menu, and the wires along which layouts must meet.
+"""The space of plans of a program: every decision with its candidates, and the edges that reshard tensors.
 
-Decisions are the calls, the parameters (their storage layout), the inputs, the outputs, and a hub for every tensor
-with several consumers. `build` makes the space of a program.
+Decisions are the calls, the parameters (their storage layout), the inputs, the outputs, and a shared reshard (kind
+"hub") for every tensor with several consumers. `build` makes the space of a program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.strategies.roles import Roles
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """Something to be decided: which strategy of its menu a node of the graph takes."""
+    """A decision: which of its candidate strategies a node of the graph takes."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """The inputs and outputs of a call, or of a hub, that are rows of experts."""
+    """Inputs and outputs of a call, or of a shared reshard, that are rows of experts."""
 
     inputs: frozenset[int]
     outputs: frozenset[int]
@@ -79,7 +79,7 @@ class ExpertRows:
 
 @dataclass(slots=True)
 class Space:
-    """All decisions and wires of a program on a mesh."""
+    """All decisions and edges of a program on a mesh."""
 
     program: Program
     mesh: Mesh
@@ -97,17 +97,17 @@ class Space:
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     inbound: dict[tuple[int, int], Wire] = field(default_factory=dict)
-    """(decision, input position) → the wire that ends there."""
+    """(decision, input position) → the edge that ends there."""
     weight_casts: dict[str, str] = field(default_factory=dict)
     """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
     dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
     """(node name, output position) → roles of its dims."""
     rows: dict[int, ExpertRows] = field(default_factory=dict)
-    """Calls and hubs that rows of experts pass."""
+    """Calls and shared reshards that rows of experts pass."""
     dealing: tuple[str, ...] = ()
-    """Mesh axes that deal positions by zigzag where they split them; the others have them in order."""
+    """Mesh axes that zigzag-shard positions if they split them; the others have them in order."""
     rebuild: Callable[[Collection[str]], Space] | None = field(default=None, repr=False)
-    """Lays the space out anew with other axes that deal."""
+    """Lays the space out anew with other zigzag-sharding axes."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
 
@@ -150,7 +150,7 @@ class Space:
         return replace(self, optimizer=optimizer, decisions=decisions)
 
     def dealing_over(self, axes: Collection[str]) -> Space:
-        """Return the space in which these axes deal positions by zigzag, and no others."""
+        """Return the space in which these axes zigzag-shard positions, and no others."""
         if set(axes) == set(self.dealing):
             return self
         assert self.rebuild is not None, "a space that was not built"
@@ -181,7 +181,7 @@ class Space:
         return self.optimizer.takes(self.program.parameter_names[node.name], node.meta["tensor"])
 
     def rows_on(self, wire: Wire) -> ExpertRows | None:
-        """The rows at the end of a wire that brings some."""
+        """Return the expert rows at the end of an edge, if it brings any."""
         rows = self.rows.get(wire.target)
         return rows if rows is not None and wire.target_input in rows.inputs else None
 
@@ -208,7 +208,7 @@ class Space:
         return 1.0 + self.excess(rows, choices, imbalance)
 
     def table(self, wire: Wire, kept: bool = False) -> ReshardTable:
-        """The reshard table that holds every layout either end of the wire may have.
+        """Return the reshard table with every layout that either end of the edge may have.
 
         `kept` is the table of a parameter that is not gathered again in the backward.
         """
@@ -218,7 +218,7 @@ class Space:
         return reshard_table(tensor, dims, self.mesh, self.hardware, dealt)
 
     def reshard_seconds(self, wire: Wire) -> np.ndarray:
-        """Seconds of the reshard for every pair of strategies at the two ends of a wire."""
+        """Return the seconds of the reshard for every pair of strategies at the two ends of an edge."""
         table = self.table(wire)
         rows = [table.index[layout] for layout in self.source_layouts(wire)]
         columns = [table.index[layout] for layout in self.target_layouts(wire)]
@@ -233,9 +233,9 @@ class Space:
         return seconds
 
     def forward_seconds(self, wire: Wire, travelling: bool = False) -> np.ndarray:
-        """Seconds of the forward collectives of an activation's wire, by the strategies at its ends.
+        """Return the seconds of the forward collectives of an activation's edge, by the strategies at its ends.
 
-        `travelling`: a gather at its end runs beside computing, which loses the share of the device that it takes.
+        `travelling`: a gather at its end overlaps with compute, which loses the share of the device that it takes.
         """
         table = self.table(wire)
         rows = [table.index[layout] for layout in self.source_layouts(wire)]
@@ -246,7 +246,7 @@ class Space:
         return found - (1 - self.hardware.communication_share) * table.last_gather_seconds[np.ix_(rows, columns)]
 
     def _moved_together(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
-        """Seconds between a hub and a consumer, where either all of its consumers move a tensor together, or none."""
+        """Return the seconds between a shared reshard and a consumer; its consumers move a tensor together or never."""
         source, target = (self.decisions[end].menu.strategies for end in (wire.source, wire.target))
         if not any(each.shared for each in (*source, *target)):
             return seconds
@@ -262,13 +262,13 @@ class Space:
         return [s.inputs[wire.target_input] for s in self.decisions[wire.target].menu.strategies]
 
     def path(self, wire: Wire, choices: Sequence[int]) -> ReshardPath:
-        """The reshard along a wire under the choices at its two ends."""
+        """Return the reshard along an edge under the choices at its two ends."""
         source = self.decisions[wire.source].menu.strategies[choices[wire.source]]
         target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
         return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
 
     def kind(self, wire: Wire) -> int:
-        """A number that wires have in common which move alike: same menus and places at both ends, same tensor."""
+        """Return a number shared by edges that move alike: same candidates and positions at both ends, same tensor."""
         end = wire.target, wire.target_input
         if end not in self._kinds:
             menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
@@ -283,9 +283,9 @@ class Space:
 
 @functools.lru_cache(maxsize=16384)
 def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple[frozenset[int], frozenset[int]]:
-    """The dims that some strategy at either end splits in order, and those that one deals by zigzag.
+    """Return the dims that some strategy at either end splits in order, and those that one zigzag-shards.
 
-    Menus are shared by equal calls and hashed by identity.
+    Candidates are shared by equal calls and hashed by identity.
     """
     layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
     split = {placement for layout in layouts for placement in layout if placement.is_split}
@@ -301,9 +301,9 @@ def stores_dtensors(space: Space, choices: Sequence[int]) -> bool:
 
 
 def without_gradient(space: Space) -> frozenset[int]:
-    """Decisions that no gradient comes back to: where a scalar is returned, the backward begins there and only there.
+    """Return decisions that no gradient comes back to: if a scalar is returned, only its backward runs.
 
-    Among them are other outputs, and all that only these are made of, as a router's logits beside a loss.
+    Among them are other outputs, and all that only these are made of, as a router's logits returned with a loss.
     """
     outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
     infos = [space.decisions[number].node.meta["tensor"] for number in outputs]

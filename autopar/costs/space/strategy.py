@@ -27,7 +27,7 @@ class Strategy:
     transfers: tuple[Transfer, ...] = ()
     """The collectives that the implementation runs itself."""
     zigzag: frozenset[str] = frozenset()
-    """The factors that are dealt by zigzag, of those that are split."""
+    """The zigzag-sharded factors, of those that are split."""
     waits: tuple[float, ...] = ()
     """Seconds of each of them, as far as computing does not hide them."""
     shared: bool = False
@@ -82,7 +82,7 @@ class Strategy:
         return found
 
     def dealt_by(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-        """Factors that are dealt by zigzag → the names of the mesh axes that deal them, outer first."""
+        """Return zigzag-sharded factors → the names of the mesh axes that shard them, outer first."""
         found: dict[str, tuple[str, ...]] = {}
         for axis, (name, choice) in enumerate(zip(mesh.names, self.choices, strict=True)):
             if any(layout[axis].zigzag for layout in (*self.inputs, *self.outputs)):

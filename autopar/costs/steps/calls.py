@@ -1,7 +1,8 @@
 """Computation and communication of calls themselves, as tasks.
 
-What a call's own implementation moves beside its computing runs beside it; what is begun ahead of it is issued in front
-of the forward, and waited for here. A loss that ranks have parts of is summed beside the backward, which does not wait.
+Collectives that a call's implementation overlaps with its compute run in parallel with it. Those begun ahead of it are
+issued in front of the forward, and waited for here. The sum of a loss over ranks overlaps with the backward, which does
+not wait.
 """
 
 from __future__ import annotations

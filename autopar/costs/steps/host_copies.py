@@ -14,7 +14,7 @@ from autopar.costs.steps.tasks import Tasks
 from autopar.ir.program.recompute_segments import OFFLOAD
 
 DOWN, UP = "device to host", "host to device"
-"""Streams of the two ways."""
+"""Streams of the two directions."""
 
 
 class HostCopies:

@@ -71,7 +71,7 @@ class _Walk:
         self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
         self.entries: list[Entry] = []
         self.there: set[int] = set()
-        """Calls and hubs that have been emitted."""
+        """Calls and shared reshards that have been emitted."""
         self.begun: set[int] = set()
         """Buckets, by their `id`."""
         self.paths: dict[object, ReshardPath] = {}
@@ -111,7 +111,7 @@ class _Walk:
             self.entries.append(Moved(wire, path, layer))
 
     def _value(self, number: int, layer: int | None) -> None:
-        """Have what a decision gives; a hub is emitted when it is first asked for, as are casts of weights."""
+        """Provide a decision's output; shared reshards and casts of weights are emitted when first used."""
         decision = self.space.decisions[number]
         if decision.name in self.space.weight_casts:
             self._call(number)

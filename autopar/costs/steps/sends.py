@@ -1,9 +1,9 @@
-"""A micro-batch of a pipeline's stage beside what the stage sends to others.
+"""A micro-batch of a pipeline's stage, overlapped with the stage's sends.
 
 While a stage runs forward, the gradient that it made last is on its way to the stage before it; while it runs backward,
 the output that it made last is on its way to the stage after it, as in the steady state of 1F1B. Both share the ports
 of the links that they cross with the stage's collectives: they slow these, and are slowed by them. So do the reductions
-of gradients that run beside the stage's last backward.
+of gradients that overlap with the stage's last backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSeconds:
-    """Seconds of a stage's forward and backward, and of what it sends beside them."""
+    """Seconds of a stage's forward and backward, and of the sends that overlap with them."""
 
     forward: float
     backward: float
@@ -40,7 +40,7 @@ class MicrobatchSeconds:
 
 @dataclass(frozen=True, slots=True)
 class ReductionSeconds:
-    """Seconds of the reductions of summed gradients, beside a stage's last backward and behind it."""
+    """Seconds of the reductions of summed gradients, during a stage's last backward and behind it."""
 
     slowing: float = 0.0
     """Seconds by which they lengthen the last backward."""
@@ -53,7 +53,7 @@ class ReductionSeconds:
 
 
 def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: Send) -> MicrobatchSeconds:
-    """Return the seconds of a micro-batch's tasks beside what its stage sends.
+    """Return the seconds of a micro-batch's tasks, overlapped with its stage's sends.
 
     Args:
         tasks: The tasks of the micro-batch, those of the forward first.
@@ -72,9 +72,9 @@ def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: S
 def reduced_beside(
     tasks: Sequence[Task], share: float, forward: Send, backward: Send, of_weights: float | None = None
 ) -> ReductionSeconds:
-    """Return the seconds of a stage's last reductions, beside its backward and what it sends.
+    """Return the seconds of a stage's last reductions, overlapped with its backward and its sends.
 
-    The gradient of the last micro-batch travels behind its backward, beside what is left of the reductions.
+    The gradient of the last micro-batch is sent behind its backward, overlapped with the remaining reductions.
 
     Args:
         tasks: The tasks of the step's last micro-batch, with its reductions of sums.
@@ -82,7 +82,7 @@ def reduced_beside(
         forward: What the stage sends to the stage after it.
         backward: What it sends to the stage before it.
         of_weights: The share of the backward's computing that makes gradients of weights, if a schedule makes them
-            apart: then reductions run beside that alone, and the gradient travels beside it.
+            apart: then reductions overlap with that alone, and so does the gradient's send.
     """
     alone: dict[str, float] = defaultdict(float)
     for each in tasks:

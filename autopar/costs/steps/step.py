@@ -5,15 +5,15 @@ forward     calls in their order; what moves activations is waited for, as are g
 backward    the same the other way: a segment is computed again when a backward first needs something of it, gathers
             that run again are waited for when a call uses their value, weights are gathered again where a call kept
             them, gradients are reduced as soon as the last of a message is there, and left running
-host        what a segment saves leaves beside the calls behind it, and is waited for when the segment after the next
-            begins; it comes back when the backward of the segment behind it begins
+host        what a segment saves is offloaded during the calls behind it, and is waited for when the segment after the
+            next begins; it comes back when the backward of the segment behind it begins
 optimizer   behind all of these; if any parameter is split, all are DTensors, which take longer (`Hardware.dtensor_s`).
-            On a host beside the device, copies down, steps and copies up run on streams of their own. Gradients that
-            are taken in the backward are as soon as they are there, for which reductions are waited for
+            On a host parallel to the device, copies down, steps and copies up run on streams of their own. Gradients
+            that are taken in the backward are as soon as they are there, for which reductions are waited for
 
-What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
-collective what it takes alone; messages of weights take what all their bytes take at once. A view takes what any call
-takes at least where the device launches its calls itself. It is the step of one micro-batch.
+Collectives that a call's implementation overlaps with its compute run in parallel with it. A call takes what the
+planner says, and a collective what it takes alone; messages of weights take what all their bytes take at once. A view
+takes what any call takes at least where the device launches its calls itself. It is the step of one micro-batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[st
 def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[float, float]:
     """Seconds of the forward and of the backward of one of several micro-batches, without what a step does once.
 
-    Once are casts and moves of weights that are held, the reduction of their gradients, and the optimizer.
+    Once are casts and moves of resident weights, the reduction of their gradients, and the optimizer.
     """
     return forward_and_backward(microbatch_tasks(memory, choices, modes), memory.space.hardware.communication_share)
 
@@ -65,7 +65,7 @@ def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping
 
 
 def last_microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
-    """The same of the last micro-batch, and the reductions of gradients `of_sums` that run beside its backward."""
+    """Return the same of the last micro-batch, and the reductions of gradients `of_sums` during its backward."""
     return _Step(memory, choices, modes, "last").run()
 
 
@@ -320,7 +320,7 @@ class _Step:
         return found
 
     def _held_at(self, number: int) -> int:
-        """Return the place at which what a call keeps is held: at the end of its segment, if it runs again."""
+        """Return the position from which a call's saved tensors are resident: its segment's end, if it runs again."""
         segment = self.memory.lifetimes.segment
         if not self.memory.second_forward.is_rerun(number, self.choices, self.modes):
             return self.places[number]

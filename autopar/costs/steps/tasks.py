@@ -51,10 +51,10 @@ class Tasks:
         launches: int = 1,
         of_sums: bool = False,
     ) -> int:
-        """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds.
+        """Issue a collective that overlaps with later tasks; return the number to wait for.
 
-        What the device rearranges for it is left out. What is left of one that has `begun` is not checked again.
-        Several that follow one another are one task of so many `launches`.
+        It takes `times` its own seconds, without what the device rearranges for it. The rest of one that has `begun` is
+        not checked again. Several that follow one another are one task of so many `launches`.
         """
         alone = collective_seconds(transfer.collective, transfer.num_bytes, self.mesh, transfer.axis, self.hardware)
         seconds = float(alone) * times
@@ -101,8 +101,8 @@ class Tasks:
     ) -> None:
         """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
 
-        What the device rearranges for them is computed before and behind each.
-        `exposed` is the share of them that nothing hides: what runs beside computing waits for hosts beside it, too.
+        The device's copies for them are computed before and behind each.
+        `exposed` is their exposed share: collectives overlapped with compute also overlap their waits for hosts.
         """
         for transfer in transfers:
             late = lateness(self.mesh, transfer.axis, self.hardware) * exposed

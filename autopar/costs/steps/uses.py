@@ -10,7 +10,7 @@ from autopar.costs.space.space import Wire
 
 
 class Uses:
-    """The wires of a space read forwards; `places` says where calls stand in the order in which they run."""
+    """The edges of a space read forwards; `places` has the positions of calls in the order in which they run."""
 
     def __init__(self, memory: MemoryModel, places: Mapping[int, int]) -> None:
         self.memory, self.places = memory, places
@@ -19,7 +19,7 @@ class Uses:
             self.outgoing[wire.source].append(wire)
 
     def keepers(self, wire: Wire) -> Iterator[int]:
-        """The calls that keep what a wire brings for their backward, through views and hubs."""
+        """Yield the calls that save an edge's tensor for their backward, through views and shared reshards."""
         target = self.memory.space.decisions[wire.target]
         saved = self.memory.lifetimes.saved(target) if target.kind == "call" else None
         if saved is not None and wire.target_input in saved.inputs:
@@ -29,7 +29,7 @@ class Uses:
                 yield from self.keepers(each)
 
     def is_made_again(self, number: int, modes: Mapping[str, str]) -> bool:
-        """Return whether something that a call keeps for its backward is made by calls or gathers that run again."""
+        """Return whether something that a call saves for its backward is made by calls or gathers that run again."""
         lifetimes, space = self.memory.lifetimes, self.memory.space
         mode, saved = lifetimes.mode_of(number, modes), lifetimes.saved(space.decisions[number])
         if lifetimes.reruns(number, mode) and (saved.outputs or saved.other_bytes):
@@ -46,7 +46,7 @@ class Uses:
         return inside and lifetimes.reruns(wire.source, mode)
 
     def takers(self, wire: Wire) -> Iterator[int]:
-        """The calls that take what a wire brings, through hubs."""
+        """Yield the calls that take an edge's tensor, through shared reshards."""
         if self.memory.space.decisions[wire.target].kind != "hub":
             yield wire.target
             return

@@ -1,7 +1,7 @@
 """The messages of weights: gathered for use, gathered again for the backward, their gradients reduced.
 
-What is issued ahead, and what is left running, is as `runtime.rewrite.prefetch`, `runtime.collectives.regather` and
-`runtime.collectives.gradient_buckets` have it.
+Collectives are issued ahead, and left running, as in `runtime.rewrite.prefetch`, `runtime.collectives.regather` and
+`runtime.collectives.gradient_buckets`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Regathered:
     layer: int
     row: str
     last: int
-    """The place in the order of the last call that has kept one of them: the backward begins there."""
+    """Position of the last call that saved one of them: the backward begins there."""
     issued: int | None = None
     there: bool = False
 

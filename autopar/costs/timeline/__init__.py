@@ -1,4 +1,4 @@
 """Tasks on streams, and when each runs: the simulated timeline of a step.
 
-Decides what runs beside what. Knows nothing of programs, plans or torch.
+Decides which tasks overlap. Knows nothing of programs, plans or torch.
 """

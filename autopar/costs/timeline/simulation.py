@@ -16,11 +16,12 @@ whatever mesh axes they run over, and all of them take their share of the device
 Tasks that run `beside` take nothing of the device, but share the ports of the links that they load: what is sent from
 stage to stage of a pipeline.
 
-With a share of 0 collectives pass beside computing, and with 1, as where a host's own cores move the bytes, nothing is
-gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream.
+With a share of 0 collectives overlap with compute entirely, and with 1, as if a host's own cores move the bytes,
+overlap gains nothing: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one
+stream.
 
-Seconds that computing loses are put down to what it waits for, as long as that takes alone. What that takes longer,
-since others load its links, is put down to these, and what slows computing down to all that runs, in equal parts.
+Seconds that computing loses are put down to what it waits for, as long as that takes alone. The delay of a collective
+by others on its links is attributed to these, and the slowdown of compute to all that runs, in equal parts.
 """
 
 from __future__ import annotations

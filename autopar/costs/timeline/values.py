@@ -127,7 +127,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Seconds of collectives that pass beside computing, or beside each other."""
+        """Return the seconds of collectives that overlap with compute, or with each other."""
         return self.communicating - sum(each.waited for each in self.events if each.is_collective)
 
     @property

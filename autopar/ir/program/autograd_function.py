@@ -36,7 +36,7 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
 
 
 class _WithoutValues(torch.autograd.Function):
-    """Results of a Function by their shapes; its inputs count as kept for the backward."""
+    """Results of a Function by their shapes; its inputs count as saved for the backward."""
 
     @staticmethod
     def forward(ctx: Any, results: Callable[..., Any], *args: Any) -> Any:

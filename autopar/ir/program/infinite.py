@@ -27,7 +27,7 @@ PASSING = frozenset(
         *("constant_pad_nd", "pad", "sum", "amax", "amin", "flip", "roll", "_to_copy", "concat", "index_put"),
     )
 )
-"""Operations besides views whose outputs are infinite where an input is."""
+"""Operations, views excepted, whose outputs are infinite where an input is."""
 
 
 def may_be_infinite(program: Program) -> frozenset[str]:

@@ -41,7 +41,7 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 MAX_ITEMS = 1000
 """Maximum size of a container or array whose contents are watched.
 
-Of a longer container only identity and length are watched, of a larger array only identity.
+Longer containers are watched by identity and length only, larger arrays by identity only.
 """
 
 

@@ -1,4 +1,4 @@
-"""Segments, the units of recomputation and offload, and what each mode computes again, keeps and sends to the host.
+"""Segments, the units of recomputation and offload, and what each mode computes again, saves and offloads.
 
 A segment is a contiguous run of calls whose module path begins alike, up to its first number ("model.layers.3").
 

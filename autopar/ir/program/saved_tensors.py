@@ -35,13 +35,13 @@ Strides = tuple[int, ...]
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 DROPOUT_AT = [each.name for each in ATTENTION._schema.arguments].index("dropout_p")
 DEVICE_DECIDES = frozenset({ATTENTION})
-"""Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
+"""Calls that save other tensors on another device: on the meta device attention saves its whole scores."""
 
 
 LOSSES = frozenset({torch.ops.aten.cross_entropy_loss.default, CROSS_ENTROPY})
 """Calls whose first input are logits."""
 DRAWN_AGAIN = frozenset({torch.ops.aten.dropout.default})
-"""Calls that keep a mask in PyTorch, and in autopar draw it again."""
+"""Calls that save a mask in PyTorch, and in autopar draw it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _saved_in(program: Program) -> dict[fx.Node, Saved]:
 
 
 def _unless_contiguous(strides: Strides | None, node: fx.Node) -> Strides | None:
-    """None where that is what the strides say: most questions are then asked once."""
+    """Return None if the strides are contiguous: most nodes then share one cached answer."""
     sizes = node.meta["tensor"].shape[:0:-1]
     return None if strides == tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1] else strides
 
@@ -126,11 +126,11 @@ def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strid
 def saved_otherwise(
     saved: Mapping[fx.Node, Saved], dropout_masks: bool, loss_in_place: bool
 ) -> Mapping[fx.Node, Saved]:
-    """Return what calls keep in a framework with other kernels.
+    """Return what calls save in a framework with other kernels.
 
     Args:
-        saved: What each call keeps here.
-        dropout_masks: Dropout keeps a byte per element, and does not draw again.
+        saved: What each call saves here.
+        dropout_masks: Dropout saves a byte per element, and does not draw again.
         loss_in_place: Cross-entropies make probabilities, and then the gradient, in the memory of their logits.
     """
     found = dict(saved)
@@ -199,7 +199,7 @@ def _saved_on(question: _Question, on_meta: bool) -> Saved:
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # held, so that no other gets its address
+        kept[storage._cdata] = storage  # kept alive, so that no other gets its address
         return tensor
 
     device = torch.device("meta" if on_meta else "cpu")

@@ -1,5 +1,5 @@
 """The vocabulary of sharding: mesh, layout, rule, operation, annotation.
 
-Decides what can be said about where a tensor lies and how an operation may be split. Knows no operation by name, and
+Decides how layouts of tensors and splits of operations are written down. Knows no operation by name, and
 nothing of costs or of how anything is chosen.
 """

@@ -12,7 +12,7 @@ from 0 on
 
 A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. For
 such a node, and for operations, an annotation may also name a factor of the rule, or several that are split together:
-tp="factor:h", ep="factor:a0+x". The form "factor:+x" stands for all ways to split x together with another. A suffix
+tp="factor:h", ep="factor:a0+x". The form "factor:+x" stands for all splits of x together with another factor. A suffix
 " via " names the implementation, if the rule has several: cp="factor:s+t via ring_self_attention".
 """
 
@@ -30,7 +30,7 @@ ROLES = ("data", "column", "row", "sequence", "expert", "replicated")
 NODE = "%"
 """Begins a pattern that is the name of one node."""
 FACTOR = "factor:"
-"""Begins what is said where it is the name of a factor."""
+"""Prefix of a user-specified role that is the name of a factor."""
 
 Said = str | int | None
 """A role, a dim, None (replicated), or "factor:" with the name of a factor, or several joined by "+"."""
@@ -47,7 +47,7 @@ class Annotation:
 
     pattern: str
     axes: tuple[tuple[str, Said], ...] = ()
-    """Mesh axis → what is said about it."""
+    """Mesh axis → the user-specified role or layout on it."""
     slices: Slices | None = None
     storage: tuple[str, ...] = ()
     regather: bool | None = None
@@ -64,8 +64,8 @@ class Annotation:
             )
         if not self.says_layouts and self.stage is None:
             raise AnnotationError(
-                f'{self}: nothing is said; name a mesh axis, as in tp="column", or slices=((2, 1), …), storage="dp", '
-                "regather=True, or stage=1."
+                f'{self}: the annotation is empty; name a mesh axis, as in tp="column", or slices=((2, 1), …), '
+                'storage="dp", regather=True, or stage=1.'
             )
         for axis, said in self.axes:
             self._check_said(axis, said)
@@ -80,12 +80,12 @@ class Annotation:
 
     @property
     def says_layouts(self) -> bool:
-        """True if the annotation says anything besides the stage."""
+        """Return True if the annotation specifies more than the stage."""
         return bool(self.axes or self.slices is not None or self.storage or self.regather is not None)
 
     @property
     def implementations(self) -> frozenset[str]:
-        """The names of those that are asked for."""
+        """Names of requested implementations."""
         return frozenset(said.partition(VIA)[2] for _, said in self.axes if isinstance(said, str) and VIA in said)
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ def said_of(value: object, where: str) -> Said:
         return None
     if isinstance(value, Placement):
         raise AnnotationError(
-            f'{where}: {value} cannot be asked for; a sum over an axis comes from the role "row", '
+            f'{where}: {value} cannot be requested; a sum over an axis comes from the role "row", '
             "a split from Shard(dim), a whole tensor from Replicate()."
         )
     return value  # type: ignore[return-value]

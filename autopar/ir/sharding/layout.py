@@ -5,13 +5,13 @@ A tensor has one placement per mesh axis. Each placement says both, so that the 
 
     placement   the value on the axis's ranks    its gradient
     S(d)        dim d split                      split the same way
-    Z(d)        dim d dealt by zigzag            dealt the same way
+    Z(d)        dim d zigzag-sharded             zigzag-sharded the same way
     I           equal everywhere                 equal everywhere
     R           equal everywhere                 partial: to be summed
     P           partial: to be summed            equal everywhere
 
 When several axes split one dim, the earlier mesh axis is the outer one, as in DTensor.
-By zigzag, rank r of n has pieces r and 2n-1-r of 2n: parts of positions of which later ones do more work, all alike.
+If zigzag-sharded, rank r of n has chunks r and 2n-1-r of 2n: this balances positions of which later ones do more work.
 A dim that does not divide is padded at its end to equal local sizes; only dims that come from a parameter may be.
 """
 
@@ -77,7 +77,7 @@ def S(dim: int) -> Placement:
 
 @functools.cache
 def Z(dim: int) -> Placement:
-    """The placement that deals dim `dim` by zigzag: never of a parameter, and in whole pieces only."""
+    """Return the placement that zigzag-shards dim `dim`: never of a parameter, and in equal chunks only."""
     if dim < 0:
         raise LayoutError(f"Z({dim}): the dim of a split counts from 0.")
     return Placement("S", dim, zigzag=True)
@@ -150,11 +150,11 @@ class Layout(tuple[Placement, ...]):
         return math.prod(sizes[axis] for axis in self.axes_of(dim))
 
     def is_dealt(self, dim: int) -> bool:
-        """Return whether some axis zigzag-shards `dim`, so that each rank has two whole pieces."""
+        """Return whether some axis zigzag-shards `dim`, so that each rank has two whole chunks."""
         return any(placement.zigzag and placement.dim == dim for placement in self)
 
     def num_pieces(self, dim: int, sizes: Sequence[int]) -> int:
-        """Return the number of equal pieces of `dim`, of which its size is a multiple unless it is padded."""
+        """Return the number of equal chunks of `dim`, of which its size is a multiple unless it is padded."""
         return self.num_parts(dim, sizes) * (2 if self.is_dealt(dim) else 1)
 
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

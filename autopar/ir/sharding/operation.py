@@ -40,7 +40,7 @@ class Collective:
 LocalSizes = Mapping[str, int]
 """The size on one device of every factor of a rule.
 
-Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is dealt by zigzag: 1
+Under "+x" stands the number of parts of x that go with those of another factor; under "~s" how s is zigzag-sharded: 1
 by all axes that split it, 2 by some of them.
 """
 ZIGZAG = "~"
@@ -195,9 +195,9 @@ class OpRule:
     head_size: int = 0
     """Features of a head of fused attention; 0: none, or they do not matter."""
     elementwise_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its forward reads and writes in elementwise operations, beside its products."""
+    """Bytes on one device that its forward reads and writes in elementwise operations, its matmuls excluded."""
     backward_bytes: Callable[[Call, LocalSizes], int] | None = None
-    """Bytes on one device that its backward works on beside inputs, outputs, their gradients and what is kept."""
+    """Bytes on one device that its backward works on besides inputs, outputs, their gradients and saved tensors."""
     only_together: frozenset[str] = frozenset()
     """Factors that an axis splits only together with another one, as one of `choices` says."""
     choices: tuple[Choice, ...] = ()

@@ -1,6 +1,6 @@
-"""The user's calls: `annotate` and `annotate_plan` say something about a model, `constrain` about a value in a forward.
+"""The user's calls: `annotate` and `annotate_plan` constrain a model, `constrain` a value in a forward.
 
-An annotation is remembered on the module it was said about and becomes a pin (autopar/planning/annotations/pins.py)
+An annotation is stored on the annotated module and becomes a pin (autopar/planning/annotations/pins.py)
 when a plan is made.
 """
 
@@ -72,7 +72,7 @@ def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
 
 
 def annotations_of(model: nn.Module) -> tuple[Annotation, ...]:
-    """Everything that was said about a model and about modules inside it, outermost module first."""
+    """Return all annotations of a model and of modules inside it, outermost module first."""
     return tuple(
         dataclasses.replace(annotation, within=name)
         for name, module in model.named_modules()
@@ -93,7 +93,9 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
     said = ", ".join(f"{axis}={value}" for axis, value in axes.items())
     where = f"constrain({list(x.shape)}{', ' if said else ''}{said})"
     if not axes:
-        raise AnnotationError(f"{where}: nothing is said; name a mesh axis and a dim, as in constrain(x, dp=0).")
+        raise AnnotationError(
+            f"{where}: the annotation is empty; name a mesh axis and a dim, as in constrain(x, dp=0)."
+        )
     dims = [_dim_of(said_of(value, where), x.ndim, axis, where) for axis, value in axes.items()]
     return CONSTRAIN(x, list(axes), dims)
 

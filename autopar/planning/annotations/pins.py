@@ -29,15 +29,15 @@ from autopar.planning.annotations.offered import is_weighted, offered_roles, off
 
 Mode = Literal["auto", "semi_auto", "manual"]
 Mask = np.ndarray
-"""True for every strategy of a menu that is allowed."""
+"""True for every candidate strategy that is allowed."""
 
 
 def pins_of(
     annotations: Sequence[Annotation], space: Space, mode: Mode, storage: Mapping[str, Layout]
 ) -> dict[int, Mask]:
-    """The pins of a space: decision → mask over its strategies; decisions that nothing was said about are absent.
+    """Return the pins of a space: decision → mask over its strategies; decisions without annotations are absent.
 
-    What says nothing but a stage is left to autopar/planning/pipeline/stages/pins.py.
+    Annotations of a stage only are left to autopar/planning/pipeline/stages/pins.py.
     `storage` fixes the layout in which parameters, by name, are stored already.
     An annotation that matches nothing is an error in the modes "semi_auto" and "manual", a UserWarning in "auto".
 
@@ -83,14 +83,14 @@ def regather_pins(annotations: Sequence[Annotation], space: Space, storage: Mapp
 
 
 class _Pins:
-    """The pins so far, with who asked for them."""
+    """Pins so far, with the annotations that requested them."""
 
     def __init__(self, space: Space, fixed: frozenset[str]) -> None:
         self.space = space
         self.fixed = {space.index[space.program.parameters[name]] for name in fixed if name in space.program.parameters}
         self.masks: dict[int, Mask] = {}
         self.sources: dict[int, list[tuple[str, Mask]]] = defaultdict(list)
-        """Decision → what was asked of it: the text of the annotation, and its mask."""
+        """Decision → its requests: the text of each annotation, and its mask."""
         self.known_roles: dict[object, np.ndarray] = {}
         self.known_masks: dict[object, Mask] = {}
 
@@ -98,7 +98,7 @@ class _Pins:
         """Everything an annotation says about what it matches."""
         for axis, said in annotation.axes:
             if self.space.mesh.size(axis) == 1:
-                continue  # an axis of one device splits nothing, whatever is said
+                continue  # an axis of one device splits nothing, whatever is requested
             if isinstance(said, str) and said.startswith(FACTOR):
                 self._factor(annotation, found, axis, said.removeprefix(FACTOR))
             elif isinstance(said, str):
@@ -197,7 +197,7 @@ class _Pins:
     def regather(self, annotation: Annotation, found: Found) -> None:
         """Parameters whose weight the backward does not need have no such choice, nor those that several calls share.
 
-        Unless all of these take views, such as the pieces of a packed weight.
+        Unless all of these take views, such as the slices of a packed weight.
         """
         matched = {self._decision(number).name for number in found.parameters}
         casts = [self.space.index[cast] for cast, weight in self.space.weight_casts.items() if weight in matched]
@@ -252,7 +252,7 @@ class _Pins:
                 sizes = self.space.mesh.sizes
                 whole = Layout(I if size == 1 else placement for size, placement in zip(sizes, layout, strict=True))
                 mask = _mask(self._decision(number), lambda strategy, wanted=whole: strategy.outputs[0] == wanted)
-                assert mask.any(), f"{name} is stored as {layout}, which its menu lacks"
+                assert mask.any(), f"{name} is stored as {layout}, which is no candidate of it"
                 self.masks[number] = mask
 
     def _add(self, number: int, asking: Annotation | str, mask: Mask) -> None:
@@ -273,7 +273,7 @@ class _Pins:
         self.sources[number].append((text, mask))
 
     def _mask_of(self, number: int, key: tuple[object, ...], allowed: Callable[[Strategy], bool]) -> Mask:
-        """A mask over a decision's menu, made once for the equal decisions of all layers."""
+        """Return a mask over a decision's candidates, built once for the equal decisions of all layers."""
         menu = self._decision(number).menu
         if (id(menu), *key) not in self.known_masks:
             self.known_masks[id(menu), *key] = _mask(self._decision(number), allowed)

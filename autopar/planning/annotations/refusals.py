@@ -188,7 +188,7 @@ def _not_dealt(space: Space, decision: Decision) -> str:
     if size is None:
         return ""
     return (
-        "Positions of causal attention are dealt by zigzag, two pieces to each device of the axes that split them: for "
+        "Positions of causal attention are zigzag-sharded, two chunks on each device of the axes that split them: for "
         f"all axes pad its {size} positions to {-(-size // pieces) * pieces}. "
     )
 

@@ -3,7 +3,7 @@
 A style says where a module's weight is split; the reductions and gathers around it follow from the layouts, so styles
 that only place a collective (of an output, of a gradient) say nothing here.
 
-Hugging Face's styles of matrices are those of nn.Linear [out, in]: "rowwise" splits the last dim. Of experts whose
+Hugging Face's styles of matrices are those of nn.Linear [out, in]: "rowwise" splits the last dim. For experts whose
 matrices are [in, out] that is a column; a plan shows it by packing gate and up, which are outputs, "packed_rowwise".
 """
 

@@ -1,1 +1,1 @@
-"""Plans within a memory limit: where the limit is met, which plan is the best there, and the least that any takes."""
+"""Plans within a memory limit: the moments at which it binds, the best plan within it, and the least peak of any."""

@@ -115,7 +115,7 @@ def without_idle_modes(
 
 
 def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
-    """An answer and the smaller choices that are known beside it, with what they take by a model of memory."""
+    """Yield an answer and the smaller choices known with it, with their bytes by a model of memory."""
     count = len(memory.space.decisions)
     own = choices_of_nodes(answer.choices, answer.modes.values())
     for number, known in enumerate((own, *answer.smaller)):
@@ -174,7 +174,7 @@ class Places:
     def add_mixed(self, mixture: Mixture) -> bool:
         """Add moments at which choices are over the limit on average, a few times; whether there are any.
 
-        What is found without a row there is over the limit, too, or its price is the wrong one. Nothing is added where
+        Answers found without a row there exceed the limit, too, or their price is wrong. Nothing is added where
         they are over it at a moment that has a row: then no prices are the best, and mostly nothing fits.
         """
         if not mixture or not self.times_left:

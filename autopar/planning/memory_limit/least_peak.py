@@ -3,8 +3,8 @@
     min_x max_m bytes_m(x)  =  min_x max_w Σ_m w_m bytes_m(x)  ≥  max_w min_x Σ_m w_m bytes_m(x)      Σ w = 1,  w ≥ 0
 
 Each min over x is a problem without a limit, which elimination solves. The weights of moments that prove most are found
-by cutting planes (Kelley 1960): every answer met says what it takes at every moment, and the next weights are the best
-against all answers so far, a small linear program. What the bound leaves open is closed by fixing: choices that cost
+by cutting planes (Kelley 1960): every visited answer gives its bytes at every moment, and the next weights are the best
+against all answers so far, a small linear program. The remaining gap is closed by fixing: choices that cost
 more than what is open are in no smaller plan, and an ILP with a row for each moment decides over the rest.
 """
 
@@ -137,7 +137,7 @@ class _Search(Moments):
         self.formulation, self.pins, self.modes = formulation, pins, modes
         self.deadline, self.enough, self.is_brief = deadline, enough, is_brief
         self.points: list[tuple[int, ...]] = []
-        """Choices that were met, of decisions and segments."""
+        """Visited choices, of decisions and segments."""
         self.best, self.best_point = 2**62, -1
         self.least, self.weights = 0, MemoryRow(())
         """The best bound, and the weights that prove it."""

@@ -4,19 +4,19 @@ The bytes at one moment are one row of the problem, and the limit on one moment,
 condition that every plan within the limit meets: the best choice under it is a lower bound (a surrogate relaxation,
 Glover 1965), and if it is within the limit at every other moment too, it is the best plan. So:
 
-1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
-   solving dear, and may not matter: solve it without. Look where the plan is fullest.
+1. Solve with the limit where the backward begins, the fullest moment of most plans. At high treewidth the limit makes
+   solving expensive, and may not matter: solve without it. Find the plan's fullest moment.
 2. Solve with a row for each of the moments that an answer, or what prices mix, was over the limit at (`several_rows`).
    Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out;
-   what is not near enough then is made anew of pieces of all choices that were met (`pieced`).
+   what is not near enough then is solved again by a restricted master problem over all visited choices (`pieced`).
 3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
-   answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
-   limit of the row: so answers are found that fit, and cost little more.
+   answers so far exceed the most (Karwan & Rardin 1979). The bytes by which the answer exceeds the limit somewhere are
+   subtracted from the limit of the row: so answers are found that fit, and cost little more.
 4. When no sum of moments closes in, further answers are those to two harder questions: with the limit on the largest
-   bytes of each choice, and with tighter limits on the sum. The best of them is taken; how far it may be from the best
-   of all is said. Where there is none, it is looked what the least is that any plan takes (`least_peak`).
+   bytes of each choice, and with tighter limits on the sum. The best of them is taken; its optimality gap is reported.
+   If there is none, the least peak of any plan is computed (`least_peak`).
 
-Once the time is over, the best answer that fits is taken, or it is said that none was found.
+Once the time is over, the best answer that fits is returned, or an error says that none was found.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at 
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 FEW_CALLS = 256  # of a model that is planned to the end: rows for all its moments are no more than the search takes
-ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
-WIDELY = 5e-3  # of the seconds: how far from the best an answer may be where the graph is wide, if nothing was said
+ENOUGH = 1e-3  # of the seconds: default optimality gap if a smaller one is expensive
+WIDELY = 5e-3  # of the seconds: default optimality gap at high treewidth
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
-FAR = 2e-3  # of the seconds: an answer further from the best is no help; on a wide graph what is nearer is a good start
+FAR = 2e-3  # of the seconds: an answer further from the best is no help; at high treewidth a nearer one is a good start
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 
@@ -73,14 +73,14 @@ def best_within(
     hurried: bool = False,
     cutoff: float = math.inf,
 ) -> Answer:
-    """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
+    """Return the fastest choice whose peak is at most `limit` bytes (None: any); `modes` None excludes recomputation.
 
-    Without a gap the best is looked for, of many calls what is within a thousandth of it where more is dear: where
-    elimination takes seconds, and counts of equal parts longer than that (five, where a graph is wide). Where it is not
-    proven to be within one, its bound is below its seconds, and a RuntimeWarning says so. `hurried`: none counts long.
-    InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
-    was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
-    than that, or none is within the limit: what pays nothing for memory is an answer.
+    Without a gap the optimum is searched. For many calls a choice within a thousandth of it suffices if a smaller gap
+    is expensive: if elimination takes seconds, and counts of equal parts take longer (five thousandths at high
+    treewidth). If that is not proven, the bound is below the seconds, and a RuntimeWarning says so. `hurried`: none
+    counts long. InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError
+    where none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to
+    be faster than that, or none is within the limit: what pays nothing for memory is an answer.
     """
     is_rough = gap is None and (hurried or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
     enough, far, widely = (ENOUGH, FAR, WIDELY) if is_rough else (gap or 0.0,) * 3
@@ -149,7 +149,7 @@ class _Search(Pieced):
         fits = limit is None or found.peak_bytes <= limit
         if limit and fits and share(found):
             found = self.solve(None, limit, modes)
-        # What the time ended is asked again where there is more.
+        # A search that the deadline ended is repeated if there is more time.
         is_near = share(found) <= (self.gap if fits else self.far)
         is_kept = is_near and self.prepared and is_wide(self.prepared[None].elimination)
         return self.kept(found, limit, modes) if is_kept else found
@@ -190,7 +190,7 @@ class _Search(Pieced):
             if self._is_dear(first) and not found.is_proven(self.enough):
                 found.fitting += self.by_pieces(found, limit, modes, HALF * self.enough * found.proof.bound)
         self.check(found.proof.bound)
-        # Of a wide graph sums prove no more than all rows did.
+        # At high treewidth sums prove no more than all rows did.
         near = self.enough if first.row is not None or not self.enough else max(self.enough, WIDELY)
         if found.is_proven(max(near, ROUGHLY)) or (found.fitting and self._is_dear(first)):
             return found.best
@@ -212,12 +212,12 @@ class _Search(Pieced):
         return found.best
 
     def of_fewer_bytes(self, answer: Answer, limit: int) -> list[Answer]:
-        """The fastest that fits of the smaller choices that are known beside an answer; [] if none does."""
+        """Return the fastest fitting one of the smaller choices known with an answer; [] if none fits."""
         fitting = (each for each in smaller_ones(answer, self.formulation.memory) if each.peak_bytes <= limit)
         return list(itertools.islice(fitting, 1))
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
-        """The best with the limit at the last call; None without one, if no price may be paid, or that is dear."""
+        """Return the best with the limit at the last call; None if there is no limit, price or cheap search."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
         if limit is None or last < 0 or self.solver != "auto" or self.cutoff <= 0:
             return None
@@ -370,7 +370,8 @@ class _Search(Pieced):
     def by_tighter_limits(self, loose: Answer, limit: int, modes: Modes | None, count: int) -> list[Answer]:
         """Answers with less than the limit at the moments where `loose` has the limit, which takes more elsewhere.
 
-        What an answer takes too much somewhere is taken off the limit; where that is too tight, half of it.
+        The bytes by which an answer exceeds the limit somewhere are subtracted from the limit; half of them if that is
+        too tight.
         """
         if loose.row is None:
             return []

@@ -1,7 +1,7 @@
 """Searches with many rows in what one row leaves of a problem, where elimination of the whole takes seconds.
 
-What the bound of one row leaves within a thousandth of it is soon searched, however many rows are added; where nothing
-is found there, what is left within more is. No choices are proven to be nearer than that then.
+Choices within a thousandth of the bound of one row are searched fast, however many rows are added; if nothing is found
+there, a larger margin is searched. No choices are proven to be nearer than that then.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Narrowed:
         return not self._wider and self._cut is not None and self._cut.limit < known
 
     def _widened(self, known: float) -> Cut:
-        """The next cut, no wider than what is better than is known."""
+        """Return the next fixings, at a margin no larger than the gap to the incumbent."""
         cut = self._cuts().within(self._wider.pop(0), known)
         if known <= cut.limit:
             self._wider.clear()

@@ -79,7 +79,7 @@ class Asked:
         return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
 
     def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
-        """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
+        """Return the smallest choices found, as an answer without a proof; `met` is the least peak visited."""
         least = f"the least that was found is {format_bytes(met)}"
         try:
             smallest = self.smallest(self.pins, modes, limit)

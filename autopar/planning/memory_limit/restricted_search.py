@@ -1,8 +1,9 @@
-"""Choices within the limit at every moment, made of pieces of choices that are not, or that cost more.
+"""Choices within the limit at every moment, recombined from choices that are not, or that cost more.
 
 While the backward of a layer runs, that layer takes most: where layers fill a device, each of them has a moment that is
-over the limit. A row for each makes all layers different, and a search with all rows takes long on anything but pieces
-of what is known (`residual.pieces`): there it takes little, and moments get their row once something is over the limit.
+over the limit. A row for each makes all layers different, and a search with all rows takes long. On a restricted master
+problem (`solver.remaining.restricted_master`) it takes little, and moments get their row once a solution exceeds the
+limit.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ EFFORT = 2.0  # CP-SAT's deterministic seconds of each search: with a quarter of
 
 @dataclass(frozen=True, slots=True)
 class Pieced(Asked):
-    """A search that makes choices of pieces of others."""
+    """A search that recombines visited choices by a restricted master problem."""
 
     def by_pieces(self, found: Found, limit: int, modes: Modes | None, tolerance: float) -> list[Answer]:
-        """An answer that fits, made of pieces of those that are known; [] if none is found that is faster.
+        """Return an answer that fits, recombined from known ones; [] if none is found that is faster.
 
-        What may be faster by a tolerance (in seconds) is not looked for.
+        Answers that are faster by less than a tolerance (in seconds) are not looked for.
         """
         fitting = sorted(found.fitting, key=lambda each: each.seconds)
         known = [choices_of_nodes(each.choices, each.modes.values()) for each in fitting]

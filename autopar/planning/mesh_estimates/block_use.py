@@ -8,11 +8,11 @@ ends      the first block of a stage waits for its weights, which no block befor
           What a block takes more where it is simulated alone is added to stages that begin or end with it
 bytes     of one device, by block
 
-    stored       parameters, what the optimizer keeps, and weights that are held as they were moved, all the time
+    stored       parameters, optimizer state, and weights that are resident as they were moved, all the time
     gradients    as they are added up
     reduced      the same as they are stored, at the end of a step
     saved        for the backward of one micro-batch
-    transient    beside these at the fullest moment of the block, what it saves itself included
+    transient    in addition, at the fullest moment of the block, what it saves itself included
 
 A stage of blocks i .. j with f micro-batches in flight takes, while block b runs backward,
 
@@ -74,9 +74,9 @@ class BlockUse:
     step: Floats
     """Simulated seconds of each block in a step of one micro-batch, including all work done once a step."""
     rest: float
-    """Seconds of that step beside its blocks: what it waits for behind the last."""
+    """Seconds of that step outside its blocks: what it waits for behind the last."""
     rest_of_each: float
-    """Seconds of a micro-batch beside its blocks."""
+    """Seconds of a micro-batch outside its blocks."""
     stored: Floats
     gradients: Floats
     reduced: Floats
@@ -129,7 +129,7 @@ class StageBytes:
     saved: Floats
     """Bytes that one micro-batch saves for its backward."""
     running: Floats
-    """At the fullest moment of a backward, beside what is stored, added up and saved for other micro-batches."""
+    """At the fullest moment of a backward, besides what is stored, accumulated and saved for other micro-batches."""
     accumulates: bool
 
     def peak(self, in_flight: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Candidates of `mesh="auto"`: plans in one piece and in stages, compared by the step of all their micro-batches."""
+"""Candidates of `mesh="auto"`: plans without and with a pipeline, compared by the step of all their micro-batches."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def _again(recompute: Mapping[Any, str]) -> str:
 
 
 def saying(plan: Plan, count: int) -> Plan:
-    """Return the plan with how it has to be asked for: of one micro-batch it does not say how many there are."""
+    """Return the plan with the options to request it: with one micro-batch, their number is left out."""
     note = f"the batch fits in {count} micro-batches: give microbatches={count}, and train with model.train_step"
     return replace(plan, notes=(*plan.notes, note))

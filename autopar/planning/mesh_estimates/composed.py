@@ -2,8 +2,8 @@
 
 Stages are cut so that the slowest takes least. A step takes what `planning.pipeline.stages.cuts` says of a schedule's
 kind; a schedule that makes the gradients of weights apart fills a part of the bubble with them. Memory is that of every
-rank with the micro-batches in flight of its stages. Where a rank has no room for the fastest plan of its blocks, a
-share of its blocks, as small as fits, is as in another plan.
+rank with the micro-batches in flight of its stages. If the fastest plan of a rank's blocks does not fit, the smallest
+share of them that makes it fit follows another plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_SIMULATED = 2048
 """Stages times stages of a rank times micro-batches of a schedule that is simulated: PyTorch takes seconds to lay out
 larger ones."""
 MOST_CHUNKS = 12
-"""Stages of a rank, where none are said: for more PyTorch takes minutes to lay a schedule out."""
+"""Most stages of a rank by default: for more, PyTorch takes minutes to lay a schedule out."""
 SIMULATED = 4
 """Schedules of a candidate, the best by the formula, that are simulated."""
 SIMPLER = 5e-3
@@ -95,8 +95,8 @@ class InStages:
     """Steps of a pipeline's schedules, by one plan of its blocks or mixed of two on each rank.
 
     Args:
-        schedules: Those that are compared.
-        mesh, axis, hardware: What messages between stages cross.
+        schedules: Schedules to compare.
+        mesh, axis, hardware: Mesh axis and devices that messages between stages cross.
     """
 
     def __init__(self, schedules: Iterable[Schedule], mesh: Mesh, axis: str, hardware: Hardware) -> None:
@@ -218,7 +218,7 @@ class Staged:
     def _reducing(self, reductions: Floats, behind: Floats, backward: Floats) -> Floats:
         """Return the seconds for which the reductions of each rank run on behind its last backward.
 
-        That is that of its first stage; those of others are reduced beside the backwards of stages before them.
+        These are those of its first stage; others overlap with the backwards of the stages before them.
         """
         others = reductions[self.ranks].sum(axis=1) - backward[self.ranks[:, :-1]].sum(axis=1)
         return np.maximum(behind[self.ranks[:, 0]], others) if self.ranks.shape[1] > 1 else behind[self.ranks[:, 0]]
@@ -235,7 +235,7 @@ def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
         bubble = max(ranks * (seconds**2).sum() / seconds.sum() - paces / chunks, 0.0)
     else:
         work, bubble = seconds.sum(), (count - 1) / chunks * paces
-    # What a rank sends arrives beside what others compute, but for the first micro-batch and the last.
+    # Transfers overlap with other ranks' compute, except for the first micro-batch and the last.
     return float(work + FILLED.get(schedule.name, 1.0) * bubble + sending.sum())
 
 

@@ -121,7 +121,7 @@ class Estimates:
     def _near(self) -> list[Candidate]:
         """Return the neighbours of the best candidates that are not estimated, the likeliest first.
 
-        Those of the best come first, with its own mesh before others. One of many axes takes as long as several of
+        Neighbours of the best come first, with its own mesh before others. One of many axes takes as long as several of
         few: it comes with those of the candidate that is LATER places behind.
         """
         found: dict[Candidate, tuple[int, bool]] = {}
@@ -181,7 +181,7 @@ class Estimates:
         return [each for each in range(1, samples + 1) if samples % each == 0]
 
     def _first(self) -> Iterator[Candidate]:
-        """Yield for every length of a pipeline data parallelism alone, and beside tensor parallelism in hosts.
+        """Yield, for every length of a pipeline, data parallelism alone and with tensor parallelism inside hosts.
 
         Data parallelism is over no more devices than there are samples, where other meshes are known.
         """

@@ -5,10 +5,10 @@ The shorter model is planned without a memory limit, but for a price of bytes wh
     seconds + price * bytes
 
 first at next to nothing, so that of equally fast plans the smaller one is taken, then at more (`PRICES`): parameters
-are stored in ever smaller parts, and gathered once a step or again for every backward. That is asked for with gradients
-that are reduced once a step (ZeRO-1, 3), and by every micro-batch (ZeRO-2). A price is that of the whole model: layers
-that were taken out would cost and save as much each as those that remain. What recomputation costs and saves follows
-from the choices of each: nothing is searched for again.
+are stored in ever smaller parts, and gathered once a step or again for every backward. This is planned both with
+gradients reduced once a step (ZeRO-1, 3) and with every micro-batch (ZeRO-2). A price is that of the whole model:
+layers that were taken out would cost and save as much each as those that remain. The cost and savings of recomputation
+follow from the choices of each: nothing is searched again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Level:
 
 @dataclass(slots=True)
 class Inner:
-    """Plans of a shorter model on the devices of a stage, made as they are asked for."""
+    """Plans of a shorter model on the devices of a stage, built on request."""
 
     request: PlanRequest
     short: Shortened
@@ -86,9 +86,9 @@ class Inner:
     """Plans of the same model in another form; the overlap of moves of weights is priced once for both."""
     _space: Space | None = None
     _dealing: frozenset[str] = frozenset()
-    """Axes over which attention divides its queries, so that positions are dealt by zigzag."""
+    """Axes over which attention divides its queries, so that positions are zigzag-sharded."""
     _stated: dict[frozenset[str], tuple[Statements, Pins]] = field(default_factory=dict)
-    """The problems of the space in which these axes deal positions by zigzag, and its pins."""
+    """Problems of the space in which these axes zigzag-shard positions, and its pins."""
     _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
 
     def levels(self, limit: float) -> Iterator[Iterator[Level]]:
@@ -149,7 +149,7 @@ class Inner:
         return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
 
     def _laid_out(self) -> tuple[Statements, Pins]:
-        """Return the problems of the space in which the axes of `_dealing` deal positions by zigzag, and its pins."""
+        """Return the problems of the space in which the axes of `_dealing` zigzag-shard positions, and its pins."""
         if self._space is None:
             program = self.short.program
             here = program.placeholders()
@@ -167,7 +167,7 @@ class Inner:
 
     def _pins_of(self, space: Space) -> Pins:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say is said of the whole model
+            warnings.simplefilter("ignore")  # warnings are issued for the whole model
             said = self.request.annotations_about(space.program, self.mesh)
             return pins_of(said, space, self.request.mode, {})
 

@@ -1,12 +1,13 @@
 """Spaces of many mesh axes, narrowed to the choices that plans on fewer axes make.
 
-With n choices for each axis a call has n ** axes strategies, and a wire the square of that. Plans on one and on two
+With n choices for each axis a call has n ** axes strategies, and an edge the square of that. Plans on one and on two
 axes make few of these choices. On three axes a call has all combinations of those, and of none, over its axes:
 
     on two axes     data | column,  data | expert         of data, column, row, expert, sequence, partial, none
     on three        {data, column, expert, none} ** 3     instead of 7 ** 3
 
-Equal calls share their menus, and so what any of them has chosen. What is not known of fewer axes has all strategies.
+Equal calls share their candidates, and so what any of them has chosen. Calls not planned on fewer axes have all
+strategies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.ir.sharding.rule import NONE
 from autopar.planning.formulation import Pins
 
 CHOOSING = ("call", "parameter")
-"""Kinds of decisions that are narrowed; hubs follow them."""
+"""Kinds of decisions that are narrowed; shared reshards follow them."""
 ALWAYS = frozenset((NONE, repr(I)))
 
 
@@ -61,7 +62,7 @@ class Choices:
         return replace(space, decisions=decisions)
 
     def _offered(self, space: Space) -> dict[int, np.ndarray]:
-        """Return which strategies of menus are of choices that were made by any decision with that menu."""
+        """Return which candidate strategies use choices that any decision with the same candidates made."""
         words: dict[int, set[str]] = defaultdict(set)
         menus: dict[int, Decision] = {}
         for decision in space.decisions:
@@ -85,7 +86,7 @@ def _only(menu: Menu, mask: np.ndarray) -> Menu:
 
 
 def _of_hubs(space: Space, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return which strategies of hubs are of layouts that are left at either end."""
+    """Return which strategies of shared reshards have layouts that are left at either end."""
     consumers: dict[int, list[Wire]] = defaultdict(list)
     for wire in space.wires:
         consumers[wire.source].append(wire)

@@ -1,14 +1,14 @@
 """A model with fewer of its equal layers: a program that is planned in a fraction of the time, and stands for all.
 
 The blocks of a model (`planning.pipeline.stages.blocks`) are numbered by their kinds; equal kinds differ in the names
-of nodes alone. Of a run of a repeated pattern three remain: the first two, and the last. The one in the middle has an
+of nodes alone. Three copies of a repeated pattern remain: the first two, and the last. The one in the middle has an
 equal neighbour on both sides and stands for all that were taken out:
 
     kinds      0 1 1 1 1 1 1 2          or      0 1 2 1 2 1 2 1 2 3
     remain     0 1 1         1 2                0 1 2 1 2     1 2 3
     origin     0 1 2 2 2 2 3 4                  0 1 2 3 4 3 4 5 6 7
 
-What the last one takes of the one before it, it takes of the second. Patterns whose values are read elsewhere, too
+The last one takes from the second what it took from the one before it. Patterns whose values are read elsewhere, too
 (states of every layer that a model returns), remain as they are.
 """
 
@@ -56,7 +56,7 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
     Args:
         program: The whole program.
         blocks: Its blocks.
-        said: What the user has said of nodes, by name; blocks of which different things are said are of unlike kinds.
+        said: The user's annotations of nodes, by name; blocks with different annotations are of unlike kinds.
     """
     outside = [_taken(block) for block in blocks]
     kinds = _numbered(_described(program, blocks, said))

@@ -32,7 +32,7 @@ def meshes_of(
     if pipeline in AXIS_NAMES:
         raise MeshError(
             f'pipeline={pipeline!r} is one of the axes that mesh="auto" arranges ({", ".join(AXIS_NAMES)}); '
-            'call the axis of the pipeline otherwise, as in pipeline="pp".'
+            'rename the axis of the pipeline, as in pipeline="pp".'
         )
     name = hardware.name if isinstance(hardware, Hardware) else hardware or Mesh({"dp": 1}).hardware
     inner = [

@@ -14,10 +14,10 @@ time      all share a part of the time limit; what is left is for those that may
           proven first; each has half of it, at least twice as much as before: until any plan is found all of it
 pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
 
-The clock decides nothing but what is not tried, and how far a plan is proven, when the time limit passes. What has no
-plan is listed with the reason.
+The clock decides nothing but what is not tried, and how far a plan is proven, when the time limit passes. Meshes
+without a plan are listed with the reason.
 
-Two arrangements whose plans take the same time and memory are one plan, with its mesh written in two ways (data
+Two arrangements whose plans take the same time and memory are one plan, whose mesh has two forms (data
 parallelism over dp=64 and over dp=2 × tp=32): they are one line of the table, and the simplest mesh stands for them.
 """
 
@@ -53,7 +53,7 @@ MOST_PIPELINES = 4
 
 
 class Found(Protocol):
-    """The plan of a mesh, in one piece or in stages."""
+    """The plan of a mesh, with or without a pipeline."""
 
     @property
     def mesh(self) -> Mesh: ...

@@ -88,9 +88,10 @@ def boundary_bytes(whole: PlannedWhole, node: fx.Node) -> int:
 
 
 def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
-    """The layout in which a value goes from stage to stage: the one in which the whole plan has it behind its maker.
+    """Return the layout in which a value goes from stage to stage: the one behind its maker in the whole plan.
 
-    That of its hub, or of its maker, or of its only user; equal everywhere on axes where none of them has it whole.
+    It is that of its shared reshard, or of its maker, or of its only user; equal everywhere on axes where none of them
+    has it whole.
     """
     space, choices = whole.space, whole.choices
     made, position = source_of(node)
@@ -123,13 +124,13 @@ def crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int,
 
 
 def block_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
-    """Return the block of every decision: of its call, of the call before a hub or output, or of the first use.
+    """Return the block of every decision: of its call, of the call before a reshard or output, or of the first use.
 
-    A value is sent in the layout of its hub: the stage that makes it has moved it there.
+    A value is sent in the layout of its shared reshard: the stage that makes it has moved it there.
     """
     place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     found: list[int | None] = [place.get(d.node) if d.kind == "call" else None for d in space.decisions]
-    for wire in reversed(space.wires):  # the wires that leave a hub lie behind the one that enters it
+    for wire in reversed(space.wires):  # the edges out of a shared reshard lie behind the one into it
         target = found[wire.target]
         if space.decisions[wire.source].kind in ("hub", "parameter") and target is not None:
             before = found[wire.source]

@@ -1,5 +1,7 @@
-"""The plans of the stages of a cut, from what the search for it knows: a stage that has been asked for is not solved
-again, and stages of equal structure take each other's choices, by the place of calls and segments in their graphs.
+"""The plans of the stages of a cut, from results of its search.
+
+A stage solved before is not solved again. Stages of equal structure take each other's choices, by the position of calls
+and segments in their graphs.
 """
 
 from __future__ import annotations

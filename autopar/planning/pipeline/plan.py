@@ -150,7 +150,7 @@ class PipelinePlan:
 
         It is proven of the formula by which a model is cut (`stages.cuts`), not of the simulated step: with tensors
         that go from stage to stage as they do in the plan of the whole, of whose seconds a stage takes no less than the
-        share of its blocks; and, where several stages share the memory of a rank, with the parts that were dealt to
+        share of its blocks; and, where several stages share the memory of a rank, with the parts that were assigned to
         them. A stage's timeline is as far above the least that it can be as the sum of its seconds is proven to be.
         """
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
@@ -234,7 +234,7 @@ class PipelinePlan:
         return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 
     def beside(self, *others: Any) -> PipelinePlan:
-        """The plan with other plans next to its candidates; see `Plan.beside`."""
+        """Return the plan with other plans added to its candidates; see `Plan.beside`."""
         return view("PipelinePlan.beside")(self, others)
 
     def to_json(self) -> str:

@@ -46,7 +46,7 @@ class PlannedBlocks:
         return boundary_layout(self.whole, self.nodes[name])
 
     def places(self) -> dict[int, int]:
-        """Block → its stage, where the user says it or its parameters have been dealt out before."""
+        """Return block → its stage, if the user specified it or its parameters were assigned before."""
         asked = self.request
         ranges = allowed(self.blocks, asked.annotations, asked.wanted.pipeline.split_points, asked.schedule.num_stages)
         said = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
@@ -106,7 +106,7 @@ def _among(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
 
 
 def _pinned(request: PipelineRequest, dealing: Collection[str] = ()) -> tuple[Space, Pins]:
-    """The whole model's space in which these axes deal positions, and its pins; what there is to say is said once."""
+    """Return the whole model's space in which these axes zigzag-shard positions, and its pins; warn only once."""
     space = replace(request, dealing=tuple(dealing)).space(request.program, {})
     with warnings.catch_warnings():
         if dealing:

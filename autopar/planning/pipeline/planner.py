@@ -2,8 +2,8 @@
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
 cuts      `stages.cuts` cuts it where a step of the schedule is shortest; under a limit, stages that it thinks of are
-          planned within their rank's memory (`rooms`), with as many micro-batches in flight as the schedule has there
-          (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
+          planned within their rank's memory budget (`rooms`), with as many micro-batches in flight as the schedule has
+          there (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """
@@ -164,7 +164,7 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
 
 
 def _rooms_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[Room, ...]]:
-    """Yield rooms in which the stages of a cut are known to fit: by the fastest of their plans, and by their least."""
+    """Yield memory budgets in which the stages of a cut are known to fit: by fastest plans, then by smallest."""
     schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
     search.rooms = (Room(memory, memory),) * schedule.num_stages
     found: list[Sample] = []
@@ -193,9 +193,9 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
 
 
 def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
-    """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best.
+    """Return the best cut whose stages fit into their memory budgets; warn if it is not proven to be nearly the best.
 
-    Of cuts whose stages were planned, or are like some that were, the simulation has the last word.
+    Cuts whose stages, or equal ones, were planned are compared by simulation.
     """
     costs = StageCosts(
         search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met

@@ -23,7 +23,7 @@ ONE_DEVICE = "dp"
 
 
 def pipeline_axis(mesh: Mesh, asked: str | None) -> str | None:
-    """The pipeline axis of a mesh: the one that was asked for, or the one called "pp"; None where there is none."""
+    """Return the pipeline axis of a mesh: the requested one, or the one called "pp"; None if there is none."""
     if asked is not None and asked not in mesh.axes:
         raise PipelineError(
             f'pipeline="{asked}" is no axis of the mesh, whose axes are {", ".join(map(repr, mesh.names))}; '
@@ -58,7 +58,7 @@ class PipelineRequest:
     strategies: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Decision → the strategies, by name, that are looked at; of others all are."""
     dealing: tuple[str, ...] = ()
-    """Axes that deal positions by zigzag in every stage."""
+    """Axes that zigzag-shard positions in every stage."""
 
     @classmethod
     def of(
@@ -72,7 +72,7 @@ class PipelineRequest:
         storage: Mapping[str, Layout] | None = None,
         owners: Mapping[str, tuple[int, ...]] | None = None,
     ) -> PipelineRequest:
-        """The request with what is said about the program; StrategyError where the preset has no place in it."""
+        """Return the request with the program's annotations; StrategyError if the preset does not apply to it."""
         said = wanted.annotations_about(program, stage_mesh(mesh, axis), stored=bool(storage))
         return cls(
             program, wanted.named(mesh), axis, schedule, wanted, said, input_layouts or {}, storage or {}, owners or {}

@@ -39,7 +39,7 @@ class Wish:
     num_microbatches: int | None = None
     chunks: int | None = None
     among: tuple[str, ...] = RECOMMENDED
-    """Names of schedules that are chosen among where none is said."""
+    """Names of schedules to choose among if none is requested."""
 
     @classmethod
     def of(cls, request: PlanRequest) -> Wish:
@@ -59,7 +59,7 @@ class Wish:
 
 
 def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: RequestOf) -> tuple[Option, ...]:
-    """The schedules that go with a wish and with what is said of stages, best first.
+    """Return the schedules that fit a wish and the user-specified stages, best first.
 
     Raises PipelineError where none can run.
     """
@@ -95,7 +95,7 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         assert planned is not None
         try:
             places = replace(planned, request=replace(planned.request, schedule=schedule)).places()
-        except PipelineError as error:  # what is said of stages does not go with so many of them
+        except PipelineError as error:  # user-specified stages do not fit so many stages
             refused.append(error)
             return None
         cuts = best_cuts(CutProblem(tuple(costs), tuple(sent), schedule, places))

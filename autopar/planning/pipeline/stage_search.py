@@ -1,11 +1,11 @@
 """Seconds of pipeline stages within their memory budgets, searched for as few stages as the cut needs.
 
 A stage is given by its structure (its calls, without their names), its micro-batches in flight (and with them its
-receive buffers), and its memory budget: at its peak, and while other stages of its rank run (`rooms`). Stages of equal
-structure have the same choices, so that a result for one serves others:
+receive buffers), and its memory budget: at its peak, and while other stages of its rank run (`rooms`, per-rank memory
+budgets). Stages of equal structure have the same choices, so that a result for one serves others:
 
-    in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
-    in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
+    in flight f, budget M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
+    in flight f, budget M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
     does not fit in M with f                      does not fit in M' <= M with f' >= f
 
 The search for choices limits the peak alone, which gives a lower bound. If its result keeps too much while other stages
@@ -59,7 +59,7 @@ MOST_DECISIONS = 400
 STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
-"""Factor on a room: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
+"""Factor on a budget: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
 SHARE_OF_TIME = 0.06
 """Share of the remaining time for the plan of each stage, at most.
 
@@ -73,7 +73,7 @@ TIGHTER = 0.97
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A stage that was asked for: with its micro-batches in flight and so much room, its choices, if any fit."""
+    """A stage that was searched: its micro-batches in flight, its memory budget, and its choices, if any fit."""
 
     span: tuple[int, int]
     """Its first block and its end."""
@@ -90,7 +90,7 @@ class Known:
 
 @dataclass(slots=True)
 class StageSearch:
-    """Plans stages of one pipeline until a deadline; what one stage says of others is asked only once."""
+    """Planner of the stages of one pipeline until a deadline; equal stages are solved only once."""
 
     planned: PlannedBlocks
     deadline: float
@@ -141,20 +141,20 @@ class StageSearch:
         return self.until[end] - self.until[first]
 
     def seconds(self, first: int, end: int, stage: int) -> float:
-        """Seconds of one micro-batch within the stage's room; infinite where it does not fit."""
+        """Return the seconds of one micro-batch within the stage's memory budget; infinite if it does not fit."""
         known = self.find(first, end, stage) or self.ask(first, end, stage, self.roughly)
         return known.seconds
 
     def at_least(self, first: int, end: int, stage: int) -> float:
         """Return the lower bound on the seconds of a stage that was planned."""
         known = self.find(first, end, stage)
-        assert known is not None, "a stage that was not asked for"
+        assert known is not None, "a stage that was not planned"
         return known.least
 
     def closer(self, first: int, end: int, stage: int) -> bool:
-        """Plan a stage that was asked for within the tolerance; False where it is already, or is too large for that."""
+        """Plan a searched stage within the tolerance; return False if it already is, or if it is too large for that."""
         known = self.find(first, end, stage)
-        assert known is not None, "a stage that was not asked for"
+        assert known is not None, "a stage that was not planned"
         is_large = known.made is not None and len(known.made.space.decisions) > MOST_DECISIONS
         if is_large or known.is_close or known.seconds <= known.least * (1 + TOLERANCE) or is_over(self.deadline):
             return False
@@ -171,7 +171,7 @@ class StageSearch:
         return self.at_most(first, end, stage) - self.own_seconds(first, end)
 
     def fuller(self, stage: int) -> Sequence[int]:
-        """The stages with no more room and as many micro-batches in flight."""
+        """Return the stages with no larger budget and at least as many micro-batches in flight."""
         runs, room = self.runs[stage], self.rooms[stage]
         pairs = zip(self.runs, self.rooms, strict=True)
         return [s for s, (more, less) in enumerate(pairs) if runs.holds_no_more(more) and as_much(room, less)]
@@ -188,7 +188,7 @@ class StageSearch:
         neither.
         """
         runs, room = self.runs[stage], self.rooms[stage]
-        for each in reversed(self.by_structure[self.program(first, end)[1]]):  # what was asked more closely first
+        for each in reversed(self.by_structure[self.program(first, end)[1]]):  # closer results first
             if (each.runs, each.room) == (runs, room):
                 return each
             if each.made is None and each.runs.holds_no_more(runs) and as_much(each.room, room):
@@ -196,7 +196,7 @@ class StageSearch:
         return None
 
     def best_known(self, first: int, end: int, stage: int) -> Known | None:
-        """The fastest of the choices that are known to fit into the room of a stage."""
+        """Return the fastest of the choices that are known to fit into a stage's memory budget."""
         if tuple(self.kinds[first:end]) not in self.kinds_asked:
             return None
         known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
@@ -229,7 +229,7 @@ class StageSearch:
         return self.spaces[number]
 
     def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
-        """The best choices of a stage within its room, within the tolerance; InfeasibleError where there are none."""
+        """Return a stage's best choices within its budget and the tolerance; InfeasibleError if there are none."""
         space = self.space(program)
         return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
 
@@ -241,7 +241,7 @@ class StageSearch:
             return found
         made, bound, most = found, found.answer.bound, room.peak
         while (over := room.excess(held := self._held(made))) > 0 and most > room.least_kept:
-            # What it takes beside that while it runs, other choices may take, too.
+            # Other choices may need the same additional bytes while the stage runs.
             most = max(min(held.peak - over, int(TIGHTER * most)), room.least_kept)
             made = self._within(space, pins, stage, gap, most)
         if over > 0:
@@ -265,7 +265,7 @@ class StageSearch:
         return self.planned.request.space(program, received)
 
     def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE, peak: int | None = None) -> Settings:
-        """Return the settings to plan a stage, within less than its room if a peak is given.
+        """Return the settings to plan a stage, within less than its budget if a peak is given.
 
         The gap counts only under a memory limit.
         """
@@ -308,7 +308,7 @@ class StageSearch:
         return known
 
     def _fits(self, known: Known, stage: int) -> bool:
-        """Return whether choices fit into the room of a stage with its micro-batches in flight."""
+        """Return whether choices fit into a stage's memory budget with its micro-batches in flight."""
         runs, room = self.runs[stage], self.rooms[stage]
         if room is None or (runs.holds_no_more(known.runs) and as_much(room, known.room)):
             return True

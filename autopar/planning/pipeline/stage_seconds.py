@@ -86,12 +86,12 @@ def timed(
 
     Args:
         tasks: The tasks of a micro-batch.
-        last: Those of the step's last one, with the reductions beside its backward.
+        last: Tasks of the step's last micro-batch, with the reductions that overlap with its backward.
         share: The share of the device that a running collective takes.
-        sends: What the stage sends on, and back.
+        sends: Sends of the stage to the next and the previous one.
         of_weights: Seconds of a backward in which calls compute the gradients of weights.
         once: Seconds of what a step does once besides.
-        halves: Whether the schedule makes the gradients of weights apart.
+        halves: True if the schedule makes the gradients of weights apart.
     """
     each = beside_sends(tasks, share, *sends)
     weight = min(of_weights, each.backward)

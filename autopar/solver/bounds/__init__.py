@@ -1,1 +1,1 @@
-"""Graphs too wide for elimination: bounds by messages between nodes and edges, prices of memory, good solutions."""
+"""Treewidth too high for elimination: bounds by messages between nodes and edges, prices of memory, good solutions."""

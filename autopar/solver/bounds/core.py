@@ -1,4 +1,4 @@
-"""The core of a wide graph: what is left when every node is eliminated whose bag is small.
+"""The core of a graph of high treewidth: the rest after eliminating every node whose bag is small.
 
 Parameters, chains and blocks around a residual stream go, and equal layers share the work (`elimination`). Between the
 nodes of the core lie edges and messages over two to four of them; what lies between the same ones is added up.
@@ -24,7 +24,7 @@ from autopar.solver.problem import Floats, Problem
 MAX_BAG = 6_000_000  # entries of a bag
 MAX_PAIR = 200_000  # entries of what a node leaves over two others at most
 SHAPES = ((12_000, 3), (130_000, 4))  # over more: entries, and how many others; which is better, cores show
-VISIT = 6_000  # entries that are passed in the time that a message takes beside its entries
+VISIT = 6_000  # per-message overhead, as table entries that take the same time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The best bound of a wide graph at one price after the other, by messages, and what good choices take there."""
+"""The best bound at high treewidth for a sequence of prices, by messages, with the costs of good choices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autopar.solver.problem import Floats, Integers, Node, Problem
 
 DEAR_WORK = 5_000_000_000  # entries: an elimination of more takes longer than messages
 MAX_SWEEPS = 200
-WORTHWHILE = 0.02  # of what is open: a sweep that closes less is slow, if nothing is said
+WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow (default)
 PATIENCE = 3  # slow sweeps in a row until the search ends
 TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
 
 
 class Wide:
-    """The least of seconds + prices · bytes over a wide problem, at some prices after the other.
+    """Lower bounds on seconds + prices · bytes of a problem of high treewidth, for a sequence of prices.
 
     `rows` are the same problem with other bytes, which have prices of their own. Messages that fit some prices nearly
     fit the next. Where every choice is forbidden, the bound is infinite.
@@ -55,8 +55,8 @@ class Wide:
     def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
         """A bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
-        What is found by the deadline; TimeLimitError where no sweep ends by then. The search ends where some choices
-        cost no more than is `known`: no bound is above that; and at a bound that is `enough`.
+        Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
+        choices cost no more than is `known`: no bound is above that; and at a bound that is `enough`.
         """
         messages = self._messages
         if messages is None or self._pruned is None:
@@ -86,7 +86,7 @@ class Wide:
         return min(messages.bound, messages.cost), found
 
     def bound(self, *prices: float) -> float:
-        """The bound at some prices: what is known of it, if they were the last that `least` was asked for."""
+        """Return the bound at some prices; reuse the last result of `least` if the prices are the same."""
         if self._messages is None or prices != self._prices:
             return self.least(*prices)[0]
         return min(self._messages.bound, self._messages.cost)
@@ -129,7 +129,7 @@ def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
     domains = Domains(own, [edge.ends for edge in pairs], [edge.seconds for edge in pairs])
     if domains.is_empty:
         return None
-    shared: dict[tuple[int, bytes], Floats] = {}  # equal menus stay one array
+    shared: dict[tuple[int, bytes], Floats] = {}  # equal candidate lists stay one array
     menus = []
     for number, node in enumerate(problem.nodes):
         mask = domains.allowed[number]
@@ -145,7 +145,7 @@ def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
 
 
 def lower_bound(problem: Problem, multiplier: float, deadline: float = NEVER) -> float:
-    """L(λ), or where elimination would be dear what messages prove of it: a bound on the seconds of every choice.
+    """Return L(λ), a lower bound on the seconds of every choice; if elimination is expensive, the bound of messages.
 
     TimeLimitError where that takes until the deadline.
     """

@@ -2,17 +2,17 @@
 
     min Σ_v θ_v(x_v) + Σ_e θ_e(x_e)   ≥   Σ_v min θ_v + Σ_e min θ_e
 
-What a message m_ev(x_v) takes from an edge and gives to one of its nodes changes no sum, and raises the right side
-where it is chosen well. Nodes are visited in their order and back, in turns. A node collects what each of its edges
-costs at least for each strategy, and hands all of it on, in equal shares, to the edges that lead further (TRW-S,
-Kolmogorov 2006; for edges of three nodes SRMP, Kolmogorov 2015):
+A message m_ev(x_v) moves cost from an edge to one of its nodes: it changes no sum, and raises the right side if chosen
+well. Nodes are visited in their order and back, in turns. A node collects what each of its edges costs at least for
+each strategy, and hands all of it on, in equal shares, to the edges that lead further (TRW-S, Kolmogorov 2006; for
+edges of three nodes SRMP, Kolmogorov 2015):
 
     θ_v += Σ_e min_{x_e \\ x_v} θ_e,      θ_e += θ_v / max(edges from before, edges that lead further)
 
 The bound never falls, and ends near that of the ILP's linear relaxation, which without a memory row is nearly always
-the optimum itself. All this is done on the core of a graph (`core`): what is narrow is exact. Choices are read off on
-the way: each node takes the strategy that is best beside those before it and what is known of those behind it. Once
-that has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
+the optimum itself. All this is done on the core of a graph (`core`): parts of low treewidth are exact. Choices are read
+off during a sweep: each node takes the best strategy given the nodes before it and the messages of those behind it.
+Once that has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Visit:
 
 
 class Messages:
-    """The costs of a problem at prices of memory, as they are moved; every strategy must have some choices beside it.
+    """Costs of a problem at prices of memory, as messages move them; every strategy needs a compatible neighbour's.
 
     The problems are one with a memory row each: they differ in bytes and budgets. Raises TimeLimitError, after which it
     must not be used, where a sweep takes until the deadline.

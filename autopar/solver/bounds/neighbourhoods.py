@@ -1,7 +1,7 @@
-"""A good solution of a problem whose graph is too wide for elimination: large neighbourhoods, each solved exactly.
+"""A good solution if the treewidth is too high for elimination: large neighbourhoods, each solved exactly.
 
-Some nodes with many neighbours are held at one strategy, so that the rest is narrow and solved to its optimum; then one
-of them after the other is let go, all others held where they are, as long as that finds something better (large
+Some nodes with many neighbours are fixed at one strategy, so that the rest has low treewidth and is solved to its
+optimum. Then one of them after the other is freed, all others fixed, as long as that finds something better (large
 neighbourhood search, Shaw 1998). The answer is no proof; the ILP begins with it and brings the bound.
 """
 
@@ -18,10 +18,10 @@ from autopar.solver.lagrangian import Point
 from autopar.solver.presolve.reduction import with_fixed
 from autopar.solver.problem import Problem
 
-NARROW = 2_000_000  # entries of a bag while all are held
+NARROW = 2_000_000  # entries of a bag while all are fixed
 FEW = 3  # strategies of how a segment is computed again
 Solve = Callable[[Problem, float], Point | None]
-"""(narrow problem, deadline) → its best solution, None if there is none."""
+"""(problem of low treewidth, deadline) → its best solution, None if there is none."""
 
 
 def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
@@ -49,10 +49,10 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
 
 
 def separators(problem: Problem, most: int) -> tuple[int, ...]:
-    """Nodes to hold, so that the rest is narrow: with bags of so many entries at most.
+    """Return nodes to fix, so that the rest has low treewidth: bags of at most `most` entries.
 
-    Nodes are eliminated, though no table is computed, the one of the smallest bag first. Where that is large, the node
-    that has the most neighbours then is held, and how a segment is computed again (`FEW` strategies) last.
+    Nodes are eliminated, though no table is computed, the one of the smallest bag first. If that is large, the node
+    with the most neighbours is fixed; modes of segments (`FEW` strategies) come last.
     """
     sizes = [node.num_strategies for node in problem.nodes]
     around: dict[int, set[int]] = {node: set() for node in range(len(sizes))}

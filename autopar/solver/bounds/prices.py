@@ -2,7 +2,7 @@
 
     L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)]        λ ≥ 0
 
-Every x that was met bounds L from above, and the next prices lie halfway to those that are best against all of them.
+Every visited x bounds L from above, and the next prices lie halfway to those that are best against all of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from autopar.solver.lagrangian import is_closed, regions
 from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_PLANES = 60  # evaluations in search of prices
-NEARER = 0.5  # of the way from the best prices to those that are best against all solutions met
+NEARER = 0.5  # of the way from the best prices to those that are best against all visited solutions
 BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its edge
-SETTLED = 1.5  # times what is open between a bound and the choices beside it: so much more is no better price's merit
-BESIDE = 4  # evaluations beside the prices that prove most, while they find other choices and none that is good
+SETTLED = 1.5  # times the gap between a bound and its choices: a smaller gain is not due to a better price
+BESIDE = 4  # evaluations near the best prices, while they find new choices and none is good enough
 PATIENCE = 5  # evaluations in a row that prove no more
-ROUGHLY, CLOSER = 5e-3, 10.0  # of the bound: what is open at most where mixtures are asked first; growth from there
+ROUGHLY, CLOSER = 5e-3, 10.0  # of the bound: largest gap at which mixtures are first checked; growth of that threshold
 LEAST_SHARE = 1e-6  # of a mixture: smaller ones are rounding
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 
@@ -66,7 +66,7 @@ class Priced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BestPrices:
-    """Prices, the bound that they prove, the fastest solution met that is within all budgets, and all that were met.
+    """Prices, their bound, the fastest visited solution within all budgets, and all visited solutions.
 
     The best prices are those at which what is mixed of the solutions costs the same.
     """
@@ -100,15 +100,15 @@ def best_prices(
     widely: float = 0.0,
     is_over_elsewhere: OverElsewhere = nowhere,
 ) -> BestPrices:
-    """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
+    """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
-    With `constant` seconds beside all of them, one within the gap is enough. Prices are looked for within a `radius` (a
-    share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where better
-    ones could prove less than a `worthwhile` share. `met` are choices that are known: where nothing is known of prices,
-    they say where to begin. A bound as high as the `cutoff` ends the search, as does a solution that is within a gap of
-    `widely`, if that is more: at one price evaluations that are not exact go on for the gap, but no further price is.
-    From time to time it is asked of what prices near the best mix whether it is over a budget that is no row: the
-    search ends where it is, as with that row other prices are the best.
+    `constant` seconds are added to each solution; one within the gap is enough. Prices are looked for within a `radius`
+    (a share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where
+    better ones could prove less than a `worthwhile` share. `met` are choices visited earlier: without initial prices,
+    they determine the start. A bound as high as the `cutoff` ends the search, as does a solution that is within a gap
+    of `widely`, if that is more: at one price evaluations that are not exact go on for the gap, but no further price
+    is. From time to time the mixture at near-optimal prices is checked against the budgets that are not rows. The
+    search ends if it exceeds one: with that row, other prices are optimal.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
@@ -119,7 +119,7 @@ def best_prices(
     best = BestPrices(start, -np.inf, None, np.inf)
     for choices, seconds, over in seen:
         best = best.or_faster(choices, seconds, over)
-    seen = seen if best.choices is not None else seen[:1]  # what is dear and does not fit says little of prices
+    seen = seen if best.choices is not None else seen[:1]  # misfits say little about prices
     widest = math.inf if best.choices is not None else max(2 * cost, radius * scale)
     planes = _Planes(budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300), widest)
     for choices, seconds, over in seen:
@@ -166,7 +166,7 @@ def best_prices(
         known.add(seconds)
         # Where prices prove hardly more, there may be better choices at those where the best known cost the same.
         is_beside, beside = is_settled, beside - is_settled
-        # Choices that were met say nothing more: what is best against them is proven there, or others are met.
+        # Visited choices add no information: the optimum against them is proven there, or new choices are visited.
         share = 1.0 if is_beside or not (is_new or is_dear) else NEARER
         prices = tuple((share * wanted + (1 - share) * np.array(best.prices)).tolist())
     return replace(best, mixture=planes.mixture())
@@ -212,7 +212,7 @@ def filled(rows: Priced, best: BestPrices, other: Sequence[int]) -> BestPrices:
 
 
 class _Planes:
-    """The linear program over prices: each solution that was met bounds what they prove."""
+    """Linear program over prices; each visited solution is an upper bound on what they prove."""
 
     def __init__(self, budgets: np.ndarray, box: float, radius: float) -> None:
         """A full row costs no more than `box` seconds at any price, and at first no more than `radius`."""

@@ -78,7 +78,7 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
     """Choose an order and find the steps its buckets share; computes no table.
 
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
-    eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
+    eliminates what enlarges the tables least instead, which leaves shared reshards of many layers for the end.
     """
     order = elimination_order(problem, balanced, by_growth)
     assert order is not None, "an order without a limit on its buckets"
@@ -113,7 +113,7 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
 
 
 def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
-    """An order that is cheap, or the cheapest of some; None if the graph is too wide for the time or memory of all."""
+    """Return an order that is cheap, or the cheapest of some; None if the treewidth is too high for all of them."""
     last = separators(problem)
     found: list[Elimination] = []
     for balanced, by_growth, kept in (*[(True, False, last)] * bool(last), *((*each, ()) for each in ORDERS)):

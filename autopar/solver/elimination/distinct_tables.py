@@ -16,7 +16,7 @@ _Table = tuple[Floats, tuple[Integers | None, ...]]
 
 
 class Tables:
-    """The distinct tables of a problem: equal menus and equal edges are one table, whatever node they belong to.
+    """Distinct tables of a problem: equal candidate lists share one table, and so do equal edges.
 
     `others` are the same problem with other bytes: equal tables have equal bytes in all of them.
     """

@@ -1,15 +1,14 @@
 """Min-marginals: what the optimum would be if a node had to take a given strategy, for all strategies at once.
 
-The second pass of a calibrated elimination tree (Dechter 1999; Dawid 1992). All numbers are *excesses* over the
-optimum.
-With B_v the bucket of v and m_v its message to the bucket of its parent p:
+The second pass of a calibrated elimination tree (Dechter 1999; Dawid 1992). All numbers are *reduced costs*: seconds
+above the optimum. With B_v the bucket of v and m_v its message to the bucket of its parent p ("red." is "reduced"):
 
-    excess over v's neighbours    X_v = min_{rest} B_p        (0 at a root)
-    calibrated bucket             B_v = Σ tables of v − m_v + X_v
-    excess of strategy i of v     min of B_v where x_v = i
+    red. cost of neighbours        X_v = min_{rest} B_p        (0 at a root)
+    calibrated bucket              B_v = Σ tables of v − m_v + X_v
+    red. cost of strategy i of v   min of B_v where x_v = i
 
-A strategy whose excess at a multiplier is above `incumbent − bound` is in no better solution; nor is such a pair of
-strategies.
+A strategy whose reduced cost at a multiplier exceeds `incumbent − bound` is in no better solution; nor is such a pair
+of strategies.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ def excesses(
 ) -> Excesses:
     """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
 
-    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however wide the graph is.
-    What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then share
-    their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
+    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however high the treewidth
+    is. Messages from outside are rounded down to multiples of `grid` (seconds): equal layers of a long model then share
+    their buckets here too, and reduced costs are too small by up to `grid` per bucket on the way from the root.
     TimeLimitError where that takes until the deadline.
     """
     children = children_of(elimination)
@@ -109,7 +108,7 @@ class _Calibrated:
 
 
 def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float, grid: float) -> _Calibrated:
-    # Rounding leaves the optimum itself a hair off zero; an excess is never negative.
+    # Rounding leaves the optimum itself a hair off zero; a reduced cost is never negative.
     of_node = np.maximum(total.min(axis=tuple(range(1, total.ndim)), initial=np.inf), 0.0)
     alive = np.flatnonzero(of_node <= margin)
     total = total[alive]

@@ -30,8 +30,8 @@ MAX_THREADS = 8
 def least_sums(ones: Floats, others: Floats) -> Floats:
     """min_i ones[b, j, i] + others[b, k, i] as [b, j, k]; infinite where all sums are.
 
-    What each j and each k costs at least is taken out before and added again after, and what is above the least sum of
-    any pair is cut off: M is near the sums that matter, and rounds them as they would be anyhow.
+    The minima over each j and each k are subtracted before and added after, and entries above the least sum of any pair
+    are cut off: M is near the sums that matter, and rounds them as they would be anyhow.
     """
     least, least_other = _finite_minimum(ones), _finite_minimum(others)
     ones, others = ones - least, others - least_other
@@ -95,7 +95,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _alone() -> None:
-    torch.get_num_threads()  # the first call in a thread takes over what others have said, also later
+    torch.get_num_threads()  # the first call in a thread copies the global setting; later changes then do not apply
     torch.set_num_threads(1)
 
 

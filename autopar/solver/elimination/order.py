@@ -25,7 +25,7 @@ from autopar.solver.problem import Problem
 LARGE = 1 << 62
 CROWDED = 10  # neighbours of a node whose fill is not counted
 MIN_PART = 8  # nodes of a part: smaller ones are no layers
-KEPT = 32  # orders, and sets of separators, of the graphs that were asked last
+KEPT = 32  # cached orders and separator sets, of the graphs used last
 
 _Ends = tuple[tuple[int, ...], ...]
 """The nodes of each edge."""
@@ -46,7 +46,7 @@ def elimination_order(
 ) -> list[int] | None:
     """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come `last`.
 
-    None as soon as a bucket has more than `most` entries: behind it wide ones follow, which take the longest.
+    Returns None as soon as a bucket has more than `most` entries: larger ones follow, which take the longest.
     """
     sizes = tuple([node.num_strategies for node in problem.nodes])
     order = _order(sizes, _ends(problem), balanced, by_growth, frozenset(last), most)
@@ -67,7 +67,7 @@ def _order(
             if one != other:
                 around[one].add(other)
     depth = [0] * len(sizes)
-    message = [math.prod([sizes[other] for other in each]) for each in around]  # kept up: hubs have many neighbours
+    message = [math.prod([sizes[other] for other in each]) for each in around]  # current: reshards have many neighbours
     total = [sum([sizes[other] for other in each]) for each in around]
 
     def priority(node: int) -> tuple[int, ...]:

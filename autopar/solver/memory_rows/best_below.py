@@ -2,8 +2,8 @@
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
 bound is counted first, within an ε that grows from round to round, or, where that is little, too, all that is below the
-best that is known. Labels (`labels`) find good choices where there is more. What takes longer is counted only where
-nothing known is near enough.
+best that is known. Labels (`labels`) find good choices where there is more. Longer counts run only if no known solution
+is near enough.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def best_below(
     """The best of what is left that is below some seconds; its bound holds for what is left.
 
     `constant` are the seconds of what is decided, `start` prices that are near the best, and `known` seconds of choices
-    of the whole problem. Where the prices prove less than is to be found, the choices that they mix are asked whether
-    they are over a budget elsewhere: what is found here would be, too.
+    of the whole problem. If the bound of the prices is below the limit, the choices that they mix are checked against
+    the other budgets: a solution found here would exceed the same ones.
     """
     if math.isinf(constant):
         return Best(None, math.inf, tuple(start))

@@ -1,9 +1,9 @@
 """Choices made of those that prices of memory have led to: of each node no strategy but what one of them takes.
 
-Near the best prices solutions are met on both sides of the budgets. They may differ in every layer, as two ways to lay
-out all of them do. What fills the budgets has one way in some layers and the other in the rest, and pays for what is
-between them: more than a small margin leaves, and a wide one leaves too much. With few strategies a node there is
-little to look through within any margin.
+Near the best prices, solutions on both sides of the budgets are visited. They may differ in every layer, as two layouts
+of all layers do. Choices that fill the budgets take one layout in some layers and the other in the rest, and pay for
+reshards in between: too much for a small margin, while a large one leaves too many strategies. With few strategies a
+node there is little to look through within any margin.
 
 Taking what is best of several solutions is a crossover (Holland 1975), here the best of all of them: a partition
 crossover (Whitley et al. 2009) over parts that need not be apart.
@@ -30,9 +30,9 @@ MAX_WORK = 10_000_000  # entries of an elimination of what the solutions take
 def crossed(
     rows: Rows, met: Sequence[tuple[int, ...]], prices: tuple[float, ...], bound: float, known: float, gap: float
 ) -> tuple[int, ...] | None:
-    """The fastest choices within all budgets, below `known` seconds, that are made of all that were met; None: none.
+    """Return the fastest choices within all budgets, below `known` seconds, combined from visited ones; None: none.
 
-    Those that are within a gap of the bound are enough. TimeLimitError where that takes until the deadline of the rows.
+    Choices within a gap of the bound are enough. TimeLimitError where that takes until the deadline of the rows.
     """
     if len(met) < 2:
         return None

@@ -35,7 +35,7 @@ class Cut:
         return all(bool(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
     def of(self, problems: Sequence[Problem]) -> list[Problem]:
-        """A problem with a memory row each, in which other strategies are forbidden; equal menus stay one array."""
+        """Return the problems, one memory row each, without the other strategies; equal candidates stay one array."""
         shared: dict[tuple[int, int], Floats] = {}
         menus = []
         for node, kept in zip(problems[0].nodes, self.kept, strict=True):
@@ -53,8 +53,8 @@ class Cut:
 class Cuts:
     """A problem with a memory row, evaluated at a price of its bytes, and what is left of it within margins of that.
 
-    Its graph is narrow. An evaluation that a search has just ended with is taken over from it; TimeLimitError where one
-    takes until the deadline.
+    Its graph has low treewidth. An evaluation that a search has just ended with is taken over from it; TimeLimitError
+    where one takes until the deadline.
     """
 
     def __init__(self, prepared: Prepared, price: float, deadline: float = NEVER) -> None:

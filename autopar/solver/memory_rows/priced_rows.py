@@ -2,7 +2,7 @@
 
     L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)]
 
-Elimination gives L(λ) exactly (`Rows`); where the graph is too wide for that, messages bound it (`WideRows`).
+Elimination gives L(λ) exactly (`Rows`); if the treewidth is too high for that, messages bound it (`WideRows`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Rows:
     def of(
         cls, problems: Sequence[Problem], deadline: float, most: float, order: Sequence[int] | None = None
     ) -> Rows | None:
-        """None where the graph is too wide, or an evaluation takes more than so many entries.
+        """Return None if the treewidth is too high, or an evaluation takes more than so many entries.
 
         An order in which nodes are eliminated is looked for if none is given.
         """
@@ -166,7 +166,7 @@ class Rows:
 
 
 class WideRows:
-    """A problem with several memory rows whose graph is too wide for elimination: messages bound it at prices."""
+    """A problem with several memory rows, of too high treewidth for elimination: messages bound it at prices."""
 
     def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
         self.problems, self._parts = tuple(problems), Parts(problems)

@@ -4,21 +4,21 @@
 
 1. One evaluation at prices that are nearly right bounds the problem; strategies that no choices within a margin of that
    bound take are left out (`min_marginals`), and little is left.
-2. The best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the next
+2. The best prices are found by cutting planes (Kelley 1960): every visited x bounds L from above, and the next
    prices lie halfway to those that are best against all of them. Where evaluations are cheap, they are looked for on
    the whole, before anything is left out. Where they take seconds, on what is left: if these prove that nothing lies
    within the margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and
-   what is within a margin there is kept beside the rest, until something may be found.
+   strategies within a margin there are added to the rest, until the margin can contain a solution.
 3. Counts of what is left, with all rows, and labels where there is too much to count, give the best within the margin
-   (`residual.below`). Within the margin of the first step it is the best of all; else that is taken again, wider, at
-   the prices found.
+   (`remaining_choices`). Within the margin of the first step it is the best of all; else that is taken again, larger,
+   at the prices found.
 
-Where the graph is too wide for elimination, some nodes stay as they are in choices that are known, so that the rest is
-narrow (`neighbourhoods`): the best beside them is nearly the best of all, and so are its prices, found by elimination.
-From there messages bound the whole at prices (`relaxation`), which are looked for on it, by cutting planes again, where
-those to begin with are not near. What is left within a margin of the bound is narrow, if not too much is, and has
-better prices. Choices that fit are made of parts of those met on both sides of the budgets, until there are better
-ones.
+If the treewidth is too high for elimination, some nodes are fixed at their choices in a known solution, so that the
+rest has low treewidth (`neighbourhoods`). The optimum given these nodes is nearly the global one, and so are its
+prices, found by elimination. From there messages bound the whole at prices (`bounds`), which are looked for on it,
+by cutting planes again, where those to begin with are not near. Unless it is large, the rest within a margin of the
+bound has low treewidth, and better prices. Choices that fit are combined from parts of visited ones on both sides of
+the budgets, until there are better ones.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ PRICED_WORK = 100_000_000  # entries of an elimination: prices are looked for on
 ASKED_WORK = 10_000_000  # entries of an elimination: with less a search takes no longer than to add rows
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
-GROWTH = 3.0  # of a margin of a wide graph
-LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wide graph
+GROWTH = 3.0  # of a margin at high treewidth
+LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of the remaining problem at high treewidth
 RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
-LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
-PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
-HELD_BAG = 20_000  # entries of a bag beside nodes that are held: with more it takes longer, and is hardly better
-HELD_ENTRIES = 30_000_000  # that messages pass: prices are sooner found by fewer than beside held nodes
-HELD_NEAR = 2.5e-3  # of the seconds: how near the best beside held nodes is enough, as better ones are elsewhere
-HELD_EFFORT = 0.2  # CP-SAT's deterministic seconds of each count beside held nodes
-HELD_SHARE = 0.5  # of the time, at most, goes to what is beside held nodes
+LEAST_MARGIN = 1e-5  # of the bound: if the remaining problem within less has high treewidth, others solve it
+PRICED_NEAR = 1e-4  # of the bound: gains by better prices at high treewidth below which the search for them ends
+HELD_BAG = 20_000  # bag entries given fixed nodes: more take longer and are hardly better
+HELD_ENTRIES = 30_000_000  # passed by messages: with fewer, messages find prices sooner than a search with fixed nodes
+HELD_NEAR = 2.5e-3  # of the seconds: gap that suffices given fixed nodes, as better choices need other fixed nodes
+HELD_EFFORT = 0.2  # CP-SAT's deterministic seconds of each count given fixed nodes
+HELD_SHARE = 0.5  # of the time, at most, for problems with fixed nodes
 
 
 def solve_rows(
@@ -80,16 +80,16 @@ def solve_rows(
     """The best choice per node within all budgets, or better than `known` seconds.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
-    near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
-    the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
-    are choices that are known, over the budgets or not, of whose parts others may be made. A graph that `is_wide` is
+    near those of the answer. Returns the best found by the time limit, with its bound. A gap (a share of the seconds)
+    ends the search early, and so does one within `enough` if more evaluations or counts are expensive. `met` are
+    choices visited earlier, over the budgets or not; others may be combined from their parts. A graph that `is_wide` is
     not tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None:
     either is tried). A bound on the whole as high as the cut-off of `enough` ends the search. Choices of more than
     `limit` seconds are not looked for; the bound is no higher than that where they may be better than what is known.
 
-    Where a search takes long, it is first asked of the choices that the best prices mix, or nearly the best, whether
-    these are over a budget that is no row of the problems: then nothing more is searched, as one with that row is to
-    be. Where there is a cut-off, prices are first looked for to the end: they may prove as much.
+    If a search takes long, the choices that (nearly) optimal prices mix are first checked against the budgets that are
+    not rows of the problems. If they exceed one, the search stops: the problem needs that row. Where there is a
+    cut-off, prices are first looked for to the end: they may prove as much.
     """
     deadline = after(time_limit)
     pruned = prune_each(problems)
@@ -169,7 +169,7 @@ def _best_of_narrow(
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
             if is_closed(known, bound, gap) or is_over(deadline):
                 break
-            # Where counts take long, a wider margin may have choices that are near enough.
+            # If counts take long, a larger margin may have choices that are near enough.
             counting = enough if is_widest and not is_dear else replace(enough, longest=min(EFFORT, enough.longest))
             if rows is None:
                 found = Best(None, math.inf, prices)
@@ -180,7 +180,7 @@ def _best_of_narrow(
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(whole.problems[0], made, best, known)
             bound = max(bound, min(found.bound, below, known))
-            # To make choices of those that were met takes longer than to count what is near.
+            # Combining visited choices takes longer than counting near ones.
             if is_mixed and not is_closed(known, bound, gap) and not is_over(deadline):
                 made = crossed(whole, met, start, bound, known, gap)
                 best, known = _faster(whole.problems[0], made, best, known)
@@ -215,11 +215,11 @@ def _best_of_wide(
     enough: Enough,
     is_over_elsewhere: OverElsewhere,
 ) -> Best:
-    """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide.
+    """Bound the whole by messages at the best prices; solve the rest within a margin if its treewidth is low.
 
-    Before that the best beside held nodes is looked for, but not where it is only to be proven that nothing is faster
-    than a cut-off. What is left has prices of its own, at which more may be proven of the whole, and less is within a
-    margin.
+    Before that, the optimum given fixed nodes is searched, unless the task is only to prove that nothing is faster than
+    a cut-off. The remaining problem has prices of its own, at which the bound of the whole may be higher, and less is
+    within a margin.
     """
     best, bound, prices, near, last = None, -math.inf, start, gap, gap
     whole, dearest = WideRows(problems, deadline), (1 + TOLERANCE) * problems[0].dearest
@@ -242,7 +242,7 @@ def _best_of_wide(
                 return Best(None, bound, start)
             if bound >= enough.cutoff:
                 return Best(best, bound, prices, is_searched=False)
-        # Prices that prove more than the fastest choices take that were met are near the best.
+        # Prices whose bound exceeds the seconds of the fastest visited choices are near the best.
         if not (finely and bound > scale):
             scale = abs(bound) if math.isinf(scale) else scale
             priced = best_prices(
@@ -296,7 +296,7 @@ def _best_beside(
     deadline: float,
     gap: float,
 ) -> Best:
-    """The best beside some nodes that stay as in the fastest choices met, so that the rest is narrow.
+    """Return the optimum given some nodes fixed as in the fastest visited choices, so that the rest has low treewidth.
 
     Its bound is that of the rest.
     """

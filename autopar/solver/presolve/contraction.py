@@ -1,9 +1,9 @@
 """Two nodes that hardly leave each other a choice become one, whose strategies are their allowed pairs.
 
 Where edges forbid nearly every pair of two nodes (both ends of an expert dispatch make the same choice), elimination
-would still build tables over all pairs, and over those of whoever stands beside them. One node in their place has few
-strategies more than the larger of the two, and the graph is the narrower for it. Edges to others are indexed anew; what
-both have to the same other is two parallel edges.
+would still build tables over all pairs, and over the pairs of their neighbours. One node in their place has few
+strategies more than the larger of the two, and lowers the treewidth. Edges to others are indexed anew; what both have
+to the same other is two parallel edges.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Fixing by excess: what no good choice takes is dropped, and nodes that are left with one strategy are decided.
+"""Reduced-cost fixing: strategies that no good choice takes are dropped; nodes left with one strategy are decided.
 
-A strategy whose excess (`min_marginals`) is above what a solution may cost more than the bound is in no such solution.
-Most nodes of a problem are decided by that; what remains is a small problem over the others, beside a constant.
+A strategy whose reduced cost (`min_marginals`) exceeds the allowed gap above the bound is in no solution within the
+gap. This decides most nodes; a small problem over the others remains, plus a constant.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _rows(found: Excesses, limit: float) -> list[tuple[Integers, Integers]]:
 def _menus(
     problem: Problem, kept: Sequence[Integers], nodes: Sequence[int]
 ) -> tuple[dict[int, Floats], dict[int, Integers]]:
-    """Seconds and bytes of some nodes over what they have left; equal menus stay one array."""
+    """Return seconds and bytes of some nodes over their remaining strategies; equal candidate lists stay one array."""
     shared: dict[tuple[int, int], Floats | Integers] = {}
 
     def cut(array: Floats | Integers, node: int) -> Any:

@@ -41,7 +41,7 @@ class Reduction:
     kept: tuple[int, ...]
     """Position in the original problem of each node of the smaller one."""
     strategies: tuple[np.ndarray, ...]
-    """Position in the original menu of each strategy of each kept node: forbidden ones are gone."""
+    """Position of each strategy of each kept node among its original candidates; forbidden ones are gone."""
     removed: tuple[_Removed, ...]
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def reduce_problem(problem: Problem) -> Reduction:
 class _State:
     """A problem being reduced: costs per node, one merged edge per pair of neighbours, and the edges of three ends.
 
-    What equal arrays come to is one array (`_Made`), so that equal layers take the time and the memory of one.
+    Equal arrays reduce to one array (`_Made`), so that equal layers take the time and the memory of one.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -323,7 +323,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
     rows_of = {key: equal.setdefault(rows.tobytes(), rows) for key, rows in rows_of.items()}
     kept = tuple([rows_of[id(node.seconds)] for node in first.nodes])
     assert all(len(each) for each in rows_of.values()), "a node without an allowed strategy"
-    shared: dict[object, np.ndarray] = {}  # equal menus stay one array, and so do equal edges
+    shared: dict[object, np.ndarray] = {}  # equal candidate lists stay one array, and so do equal edges
 
     def cut(array: Any, rows: Sequence[Integers], is_loop: bool = False) -> Any:
         """Return the allowed part of a node's costs or a table, without the dims of decided ends."""
@@ -360,7 +360,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
 
 
 def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
-    """The problem with some nodes held at a strategy; -1 is the first that is allowed."""
+    """Return the problem with some nodes fixed at a strategy; -1 is the first that is allowed."""
     nodes = list(problem.nodes)
     for number, choice in choices.items():
         node = nodes[number]

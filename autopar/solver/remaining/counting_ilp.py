@@ -36,7 +36,7 @@ MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The ways of a step that stays apart, with a variable that counts them, and how many buckets have it."""
+    """Folded labels of a step that stays apart, with a variable that counts each, and the number of its buckets."""
 
     ways: Ways
     variables: list[cp_model.IntVar]
@@ -166,8 +166,10 @@ class _Counting:
         self.model.add(whole <= left // common)
 
     def _handed_out(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        """A choice per node: each bucket takes one of the ways that are counted for its neighbours' choices, or the one
-        that its parent's way is made with."""
+        """Return a choice per node.
+
+        Each bucket takes one of the labels counted for its neighbours' choices, or the one in its parent's label.
+        """
         left: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for step, each in self.steps.items():
             left[step] = defaultdict(list)

@@ -1,15 +1,15 @@
-"""Ways to have what is left: choices of a bag of an elimination, together with what is below them that is folded in.
+"""Folded labels of the remaining problem: choices of an elimination bag, with those of the children folded into it.
 
 Two choices of a bag that look the same from its neighbours and from its children that stay apart differ in seconds and
 bytes alone. One that has no fewer seconds than another, and no fewer bytes in any memory row, need not be looked at
-(dominance). A bag without children that stay apart thus mostly has one way for each choice of its neighbours, or a few.
-It is folded into the bag of its parent then: each choice there is taken with each way of the child that it leads to,
-and again only the ways are kept that no other dominates.
+(dominance). A bag without children that stay apart thus mostly has one folded label for each choice of its neighbours,
+or a few. It is then folded into the bag of its parent: each choice there is combined with each label of the child that
+it leads to, and again only undominated labels are kept.
 
-    ways(x) = Pareto( { choice of the bag that gives x, with a way of each child that is folded in } )
+    labels(x) = Pareto( { choice of the bag that gives x, with a label of each child that is folded in } )
 
-That is what labels are (`labels`), in every memory row, and only as long as there are few: where a child has many ways,
-it stays apart, and is left to counts (`counting_ilp`).
+These are labels (`labels`) in every memory row, as long as there are few: a child with many of them stays apart, and is
+left to counts (`counting_ilp`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopar.solver.problem import Floats, Integers
 from autopar.solver.remaining.remaining_choices import Residual, TooManyChoicesError
 
 MAX_CHOICES = 1_000_000  # of all bags together: more are not looked at
-FOLDED = 2.0  # times the ways of a bag and of the children folded into it: as many as folding one may come to
-ROUNDS = 500  # ways of a group that others are compared with, best first
+FOLDED = 2.0  # times the labels of a bag and of its folded children: the most that folding a child may give
+ROUNDS = 500  # labels of a group that others are compared with, best first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ways:
-    """The ways of a step, a row each, those of one choice of the neighbours (a group) beside each other."""
+    """Folded labels of a step, one per row; those of one choice of the neighbours (a group) are adjacent."""
 
     entries: Integers
     """Choices of the bag."""
@@ -38,11 +38,11 @@ class Ways:
     seconds: Floats
     """Seconds, including those of folded children."""
     num_bytes: Integers
-    """A row for each way, a column for each memory row."""
+    """A row for each label, a column for each memory row."""
     apart: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Children that stay apart: their step, and the axes of the bag that their neighbours are on."""
     below: tuple[tuple[tuple[int, tuple[int, ...]], Integers], ...] = ()
-    """Children that are folded in, and their way in each of these ways."""
+    """Folded children, and their label in each of these labels."""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -59,7 +59,7 @@ class Ways:
 
 
 def ways_of(residual: Residual) -> list[Ways]:
-    """The ways of every step; those of steps that are folded in wherever they are needed, too.
+    """Return the folded labels of every step, also of steps that are folded in wherever they are needed.
 
     Raises TooManyChoicesError, and TimeLimitError where that takes until the deadline.
     """
@@ -86,7 +86,7 @@ def ways_of(residual: Residual) -> list[Ways]:
 
 
 class _Groups:
-    """The ways of a step by what the neighbours take."""
+    """Folded labels of a step, by the choices of the neighbours."""
 
     def __init__(self, around: Integers, excess: Floats, outside: Floats) -> None:
         is_first = np.ones(len(around), dtype=bool)
@@ -95,7 +95,7 @@ class _Groups:
         self.starts = np.append(firsts, len(around))
         self._number = {tuple(each): number for number, each in enumerate(around[firsts].tolist())}
         self.above = excess - outside[tuple(around.T)]
-        """Cost of each way above the best way for the same neighbours, at the prices."""
+        """Cost of each label above the best label for the same neighbours, at the prices."""
 
     def of(self, around: Integers) -> Integers:
         """The group of each choice of neighbours, or -1."""
@@ -103,14 +103,14 @@ class _Groups:
         return np.array([known.get(tuple(each), -1) for each in around.tolist()], dtype=np.intp)
 
     def sizes(self, at: Integers) -> Integers:
-        """Return the number of ways in each of some groups; 0 for no group (-1)."""
+        """Return the number of labels in each of some groups; 0 for no group (-1)."""
         return np.where(at < 0, 0, np.diff(self.starts, append=0)[at])
 
 
 def _folded(
     ways: Ways, child: tuple[int, tuple[int, ...]], of_child: Ways, groups: _Groups, at: Integers, margin: float
 ) -> Ways:
-    """Each way with each of a child's that it leads to, within a margin."""
+    """Combine each label with each of a child's that it leads to, within a margin."""
     sizes = groups.sizes(at)
     rows = np.repeat(np.arange(len(ways)), sizes)
     places = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + groups.starts[at][rows]
@@ -131,7 +131,7 @@ def _folded(
 
 
 def _best(ways: Ways) -> Ways:
-    """Return the undominated ways among those that look alike to the neighbours and to the children that stay apart."""
+    """Return the undominated labels among those that look alike to neighbours and to children that stay apart."""
     seen = sorted({*range(1, ways.entries.shape[1]), *[axis for _, axes in ways.apart for axis in axes]})
     if not len(ways) or (len(seen) == ways.entries.shape[1] and not ways.below):
         return ways
@@ -140,7 +140,7 @@ def _best(ways: Ways) -> Ways:
 
 
 def _undominated(group: Integers, ways: Ways) -> Integers:
-    """Places, by group and excess; among equal ways the first."""
+    """Return the positions of undominated labels, by group and reduced cost; of equal ones, the first."""
     kept = np.lexsort((ways.excess, group))
     group, cost = group[kept], np.column_stack((ways.seconds, ways.num_bytes))[kept]
     for rank in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Labels: what the rest of a graph may take of time and memory, worked out beside each other along an elimination.
+"""Labels: the seconds and bytes that the rest of a graph can take together, computed along an elimination.
 
 Under a memory row a message (`elimination`) is no longer one number for each choice of the neighbours, but a set of
 labels, (seconds, bytes): those of which no other has less of both (Pareto labels, as of shortest paths with resources,
@@ -6,11 +6,10 @@ Desrochers & Soumis 1988). Bags add the labels of what is below them up, and uni
 
     labels(neighbours) = Pareto( ∪_v  own(v, neighbours) + Σ_children labels_child )
 
-Labels whose excess (`min_marginals`) at the price of memory is above a margin are left out. The margin is what the
-limit leaves, or where there are too many labels within it a smaller one, which then is all that is proven. Of large
-sets only some are kept, evenly over their seconds: what the best of all may be faster on that account is known.
-Several memory rows count as one, added up at their prices, which bounds; the fastest that meets each of them is the
-answer.
+Labels whose reduced cost (`min_marginals`) at the price of memory exceeds a margin are left out. The margin is what the
+limit leaves, or where there are too many labels within it a smaller one, which then is all that is proven. Large sets
+are thinned, evenly over their seconds; the possible loss of the optimum is known. Several memory rows count as one,
+added up at their prices, which bounds; the fastest that meets each of them is the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TIGHTER = 0.75  # of a margin within which there are too many
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Labels:
-    """Labels of a step, those of a group (choice of the neighbours) beside each other, of rising excess."""
+    """Labels of a step; those of a group (choice of the neighbours) are adjacent, by rising reduced cost."""
 
     starts: Integers
     """Start of each group, followed by the end of the last one."""
@@ -125,7 +124,7 @@ class _Labelling:
 
     @property
     def _reached(self) -> float:
-        """Seconds of whatever has an excess above the margin, at least."""
+        """Return a lower bound on the seconds of labels whose reduced cost exceeds the margin."""
         return self.residual.limit - (self.residual.margin - self.margin)
 
     def _add(self, step: int) -> float | None:

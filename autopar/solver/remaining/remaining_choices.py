@@ -25,7 +25,7 @@ from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
 FEW = 5_000  # choices of all bags together that are soon counted
-FACTORS = (0.5, 2.0, 0.0, 4.0)  # of the price of one row: prices beside the best
+FACTORS = (0.5, 2.0, 0.0, 4.0)  # of the price of one row: prices near the best
 ROUNDING = 1e-12  # of all that is added up: what sums in another order may differ by
 
 
@@ -108,8 +108,8 @@ class Residual:
     def sharpened(self) -> Residual:
         """The same without choices that are in no good enough solution at other prices, either.
 
-        What the best prices leave at a hair, others may leave out: halved, doubled, … for one row after the other, as
-        with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
+        Choices that the best prices barely leave in may be excluded at others: halved, doubled, … for one row after the
+        other, as with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
         """
         found = copy(self)
         for prices in self._others():
@@ -159,7 +159,7 @@ class Residual:
         return entries, whole[tuple(entries.T)]
 
     def _whole(self, step: int) -> Floats:
-        """The excess of every choice of the bag of a step."""
+        """Return the reduced cost of every choice of the bag of a step."""
         message = self.weighted[self.elimination.num_tables + step]
         base = np.where(np.isfinite(message), message, 0.0)
         return bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]

@@ -1,14 +1,13 @@
-"""Choices made of pieces of others: each piece of a graph as one of those that are known has it, or an equal piece.
+"""Restricted master problem: choices recombined, part by part, from known ones.
 
-What prices mix is within all budgets on average alone. The choices that are mixed differ in most layers, and at every
-price equal layers choose alike: which of them are to have one way, and which another, prices do not say. Here it is
-asked of pieces in place of nodes. What is undecided between the known choices falls apart where a single node separates
-parts (`order.separators`); each part, and each such node, is a piece, and what any of the known choices takes in it, or
-in a piece of equal nodes, is a way to have it. So a problem of thousands of nodes is one of a few hundred with a few
-strategies each, which the plain ILP solves with many memory rows.
+The mixture at the best prices is within all budgets only on average. The mixed choices differ in most layers, and at
+every price equal layers choose alike: prices do not tell which layers should follow which choices. This problem decides
+it for blocks in place of nodes. Nodes on which the known choices differ split where a single node separates parts
+(`order.separators`). Each part, and each such node, is a block. Its columns are the strategies that any known choices
+take in it, or in a block of equal nodes. A problem of thousands of nodes becomes one of a few hundred with a few
+columns each, which the plain ILP solves with many memory rows.
 
-With the known choices as columns, and layers as what they are made for, that is a restricted master heuristic (Joncour
-et al. 2010).
+This is a restricted master heuristic (Joncour et al. 2010), with known choices as columns.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from autopar.solver.ilp import solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
 
-MAX_PAIRS = 100_000  # of ways to have pieces beside each other: more take the ILP minutes
+MAX_PAIRS = 100_000  # pairs of columns of adjacent blocks: with more, the ILP takes minutes
 
 _Sums = dict[tuple[int, ...], np.ndarray]
-"""Pieces → what they cost together, by the ways to have each."""
+"""Blocks → their joint cost, by the column of each."""
 
 
 class Pieces:
-    """Restricted master problem: choices recombined from pieces of known choices, within memory rows.
+    """Restricted master problem: choices recombined from blocks of known choices, within memory rows.
 
     Rows are added one after the other. The problems of rows are equal except for their bytes and budgets, and for the
     edges that these lie on.
@@ -66,8 +65,8 @@ class Pieces:
     def best(self, effort: float, tolerance: float, start: Sequence[int] | None = None) -> tuple[int, ...] | None:
         """The fastest choices within all budgets that are found with so much effort (`solve_ilp`); None: none.
 
-        What may be faster by no more than a tolerance (in seconds) is not looked for. `start` are known choices, from
-        which it is looked for better ones.
+        Choices that are faster by no more than a tolerance (in seconds) are not looked for. `start` are known choices,
+        from which it is looked for better ones.
         """
         first, *others = self._problems()
         if self._is_full or sum(edge.seconds.size for edge in first.edges) > MAX_PAIRS:
@@ -97,7 +96,7 @@ class Pieces:
         return remaining_of_each(problems, found, 0.0)
 
     def _ways_of(self, known: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[Integers]:
-        """Return the known choices of each piece's nodes, a row each, including those of equal pieces."""
+        """Return the columns of each block, a row each: known choices of its nodes and of equal blocks."""
         left = np.array([self._left.restrict(choices) for choices in known], dtype=np.intp)
         kinds = [tuple([self._kinds[self._left.undecided[node]] for node in nodes]) for nodes in parts]
         of_kind: dict[tuple[int, ...], list[Integers]] = defaultdict(list)
@@ -107,15 +106,15 @@ class Pieces:
         return [ways[kind] for kind in kinds]
 
     def _ways_in(self, known: Sequence[int]) -> list[int]:
-        """Return the row in `_ways` that known choices have for each piece."""
+        """Return the column in `_ways` that known choices take in each block."""
         left = np.array(self._left.restrict(known), dtype=np.intp)
         each = zip(self._parts, self._ways, strict=True)
         return [int((ways == left[nodes]).all(axis=1).argmax()) for nodes, ways in each]
 
     def _summed(self, problem: Problem, cost: Callable[[Node | Edge], np.ndarray | None]) -> _Sums:
-        """Return the cost of each piece, and of pieces together, by the ways to have each."""
+        """Return the cost of each block, and the joint cost of blocks, by their columns."""
         sums: _Sums = {}
-        made: dict[object, np.ndarray] = {}  # of equal parts: equal pieces have the same ways
+        made: dict[object, np.ndarray] = {}  # of equal parts: equal blocks have the same columns
         nodes = ((node, (number,)) for number, node in enumerate(problem.nodes))
         for part, ends in itertools.chain(nodes, ((edge, edge.ends) for edge in problem.edges)):
             array = cost(part)
@@ -133,7 +132,7 @@ class Pieces:
         return sums
 
     def _problems(self) -> list[Problem]:
-        """Build one problem per memory row, with a node for each piece, and its ways as strategies."""
+        """Build one problem per memory row, with a node for each block, and its columns as strategies."""
         together = dict.fromkeys(itertools.chain(self._seconds, *(held for held, _ in self._rows)))
         shapes = {pieces: [len(self._ways[piece]) for piece in pieces] for pieces in together}
         seconds = {pieces: self._seconds.get(pieces, np.zeros(shape)) for pieces, shape in shapes.items()}
@@ -156,7 +155,7 @@ def _kinds_of(problem: Problem) -> list[int]:
 
 
 def _members(problem: Problem) -> list[list[int]]:
-    """The nodes of each piece: parts that single nodes separate, and these."""
+    """Return the nodes of each block: parts that single nodes separate, and these."""
     apart = separators(problem)
     graph = nx.Graph()
     graph.add_nodes_from(range(len(problem.nodes)))

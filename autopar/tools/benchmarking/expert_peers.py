@@ -4,8 +4,8 @@ transformers-ep         own samples on every rank, tokens to their experts and h
 transformers-ep-reduce  the whole batch on every rank, what its own experts give summed by all-reduce
 ep-by-hand              transformers-ep with torchtitan's dispatch: sort, all-to-all, sort by expert, grouped products
 
-Experts are split over all ranks; where ranks have own samples, DDP sums the gradients of everything else. What is split
-are modules with transformers' names and shapes of stacked experts.
+Experts are split over all ranks; where ranks have own samples, DDP sums the gradients of everything else. They split
+modules with transformers' names and shapes of stacked experts.
 """
 
 from __future__ import annotations

@@ -93,14 +93,14 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def peak_bytes(step: Callable[[], object], clear: Callable[[], object], held: Callable[[], Iterable[Tensor]]) -> int:
-    """Bytes of tensors at the highest moment of an eager step on the CPU: what is held before it, and what it makes.
+    """Bytes of tensors at the highest moment of an eager step on the CPU: bytes resident before it, and those it makes.
 
     Args:
         step: one step of training that leaves its gradients.
         clear: lets the gradients go, as the next step begins with.
         held: parameters, buffers, gradients and optimizer state, which exist already.
 
-    What a kernel allocates and frees inside is not seen, nor is what compiled code makes.
+    Memory that a kernel allocates and frees inside is not seen, nor is that of compiled code.
     """
     live = LiveBytes(held())
     clear()

@@ -1,4 +1,4 @@
-"""The ways to train one model on one mesh: autopar's plan, its presets, and the peers, each from equal weights."""
+"""Trainers of one model on one mesh: autopar's plan, its presets, and the peers, each from equal weights."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: s
     innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
     taken = stamp.number(
         1 - timer.hidden_share(device_mesh.get_group(innermost)),
-        f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
+        f"all_reduce of {format_bytes(effort.message_bytes[-1])} overlapped with matmuls that take as long",
     )
     profile = {
         "name": name,
@@ -231,7 +231,7 @@ def _level(place: str, axes: Mapping[str, Level], mesh: Mesh, timer: Timer) -> _
 
 
 def _others(mesh: Mesh, axis: str) -> str | None:
-    """The axes of more than one rank beside this one, or these joined ones; None where there are none."""
+    """Return the other axes of more than one rank, given this one or these joined ones; None if there are none."""
     taken = mesh.positions(axis)
     left = [position for position, size in enumerate(mesh.sizes) if size > 1 and position not in taken]
     name = joined_name(mesh.names, left)
@@ -256,7 +256,7 @@ def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) ->
 
 
 def _link(level: _Level, name: str, protocols: Sequence[str], stamp: Stamp, devices: int | None) -> Profile:
-    """The JSON of a link; how far each collective is from the fit stands beside it."""
+    """Return the JSON of a link, with the deviation of each collective from the fit."""
     how = f"fit of {', '.join(level.samples)} over {level.axes}, {level.name}"
     return {
         "name": name,

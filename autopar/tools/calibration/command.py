@@ -74,7 +74,7 @@ def summary(profile: Profile) -> str:
             start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
             rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
         rows += [(f"  {what}", _percents(written[field])) for field, what in PER_COLLECTIVE.items() if field in written]
-    rows.append(("a running collective", f"takes {hardware.communication_share:.0%} of what computes beside it"))
+    rows.append(("a running collective", f"takes {hardware.communication_share:.0%} of overlapped compute"))
     source = profile["op_latency_s"]["source"].removeprefix("measured: ").rpartition(":")[0]
     return f"{source}\n{tabulate(rows, tablefmt='plain')}"
 

@@ -70,7 +70,7 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
         "attention_efficiency": stamp.number(
             min(1.0, reached / flops[dtype_name(timer.effort.dtype)]["value"]),
             f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
-            f"features){', causal' * timer.effort.causal}, forward and backward, beside matmuls, {each}",
+            f"features){', causal' * timer.effort.causal}, forward and backward, overlapped with matmuls, {each}",
         ),
         "attention_length": stamp.number(length, f"the same beside {SHORTER} times as few queries, {each}"),
         "memory_bytes_per_s": stamp.number(stepping, f"{step}, in {dtype_name(timer.effort.dtype)}, {each}"),

@@ -1,8 +1,8 @@
 """Timings of this machine as a training step meets it: on the ranks that call them together, and in medians.
 
-What a machine can do at its best is not what a step gets. A collective comes between computations: the other ranks are
+A step does not get a machine's best speed. A collective comes between computations: the other ranks are
 not there yet, the library's threads sleep, the caches hold something else, and ranks that share cores wait for each
-other. So a collective is timed as the runtime runs it, copies included, after a piece of computation on every rank:
+other. So a collective is timed as the runtime runs it, copies included, after some computation on every rank:
 
     seconds of a collective = median over repetitions of (computation and collective) - (the computation alone)
 
@@ -12,9 +12,8 @@ Every number is that of the slowest rank over several calls in a row, which begi
 calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
 repetitions in turns over all that is timed together, so that a disturbance does not hit all repetitions of one.
 
-What a device computes is timed there without the host, which launches it: on CUDA a step is recorded as a graph and
-replayed. What the host takes for each call has a number of its own (`launch_s`), since a device that has enough to do
-does not wait for it.
+Device compute is timed there without the host, which launches it: on CUDA a step is recorded as a graph and replayed.
+The host's seconds for each call have a number of their own (`launch_s`), since a busy device does not wait for it.
 
 Groups that do not hold all ranks are kept in step by a reduction of a few numbers over the other axes, after a second
 computation, as the axes of a mesh take turns in a training step: else one group would compute while another waits.
@@ -267,8 +266,8 @@ class Timer:
     def collectives(self, axis: Axis, others: Axis | None = None) -> dict[tuple[str, int], float]:
         """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.
 
-        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the axes of the
-        mesh beside this one.
+        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the other axes
+        of the mesh.
         """
         sizes = [_fitting(num_bytes, axis.size) for num_bytes in self.effort.message_bytes]
         cases = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]
@@ -311,7 +310,9 @@ class Timer:
             compute()
             work.wait()
 
-        moving, computing, together = self.median_seconds([move, compute, both], "reduction beside matmuls", 0.0)
+        moving, computing, together = self.median_seconds(
+            [move, compute, both], "reduction overlapped with matmuls", 0.0
+        )
         return min(1.0, max(0.0, (moving + computing - together) / min(moving, computing)))
 
 

@@ -10,7 +10,7 @@
                      activations that leave for the host
     memory           bytes per device at the fullest moment, and "memory/activations" … (see `views.formulas.memory`)
     forward_computing, forward_latency, weight_size, num_weights …
-                     what computes, and is moved, beside one another, whole, on one device (see
+                     overlapped compute and moves, whole, on one device (see
                      `costs.hardware.overlap`)
     whole            what must be whole numbers for the plan to fit: dims, and their parts
 
@@ -112,7 +112,7 @@ class _Work:
 
 
 class _Ledger:
-    """The sums of one plan, filled by one walk over its decisions and one over its wires."""
+    """Sums of one plan, filled by one walk over its decisions and one over its edges."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Ledger:
             self.stored["host_bytes"].add(each.num_bytes)
 
     def _same_decision(self, number: int) -> Hashable:
-        """Equal for decisions whose terms are equal; equal menus, shapes and counts are one object each."""
+        """Return a key, equal for decisions with equal terms; equal candidates and shapes are one object each."""
         decision = self.space.decisions[number]
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
@@ -303,7 +303,7 @@ class _Ledger:
         return f"Max(({computing})/{operations.peak_flops(call, op, hardware)!r}, ({moved})/{speed!r})"
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
-        """Equal for wires whose terms are equal."""
+        """Return a key, equal for edges with equal terms."""
         ends = ((wire.source, wire.source_output), (wire.target, wire.target_input))
         menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_wire(wire)

@@ -44,7 +44,7 @@ class LocalSizes:
         return self._shapes[key]
 
     def of_wire(self, wire: Wire) -> tuple[int, ...]:
-        """The global shape of the tensor on a wire: a hub passes on that of the decision it hangs on."""
+        """Return the global shape of an edge's tensor: a shared reshard passes on that of its source."""
         while self._space.decisions[wire.source].kind == "hub":
             wire = self._space.inbound[wire.source, 0]
         return self._shapes[self._space.decisions[wire.source].node.name, wire.source_output]

@@ -60,13 +60,13 @@ def memory_formulas(
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Calls and wires that run again in the backward."""
+    """Calls and edges that run again in the backward."""
 
     calls: frozenset[int] = frozenset()
     communicating: frozenset[int] = frozenset()
     """Calls whose own collectives run again."""
     wires: Mapping[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
-    """Exposed shares of the collectives that run again on a wire, by its target and input position."""
+    """Exposed shares of the collectives that run again on an edge, by its target and input position."""
     regathering: frozenset[int] = frozenset()
     """Calls that the variant runs that gathers again in the backward."""
 
@@ -161,7 +161,7 @@ class _Moment:
         return {name: Polynomial.sum(each) for name, each in parts.items()}
 
     def _add(self, name: str, num_bytes: Size | Polynomial, count: Polynomial, rows: ExpertRows | None = None) -> None:
-        """Count bytes; of rows of experts also those beside a share of them."""
+        """Count bytes; of expert rows also those above an equal share."""
         self._found[name, Polynomial.of(num_bytes), count] += 1
         if rows is not None and isinstance(num_bytes, Size):
             self._found[name, self._beside(num_bytes, rows).polynomial, count] += 1
@@ -254,7 +254,7 @@ class _Moment:
         self._add("working set", beside, self.repetition.of_decision(number))
 
     def _beside(self, num_bytes: Size, rows: ExpertRows) -> Size:
-        """Bytes of rows beside a share that has so many."""
+        """Return the bytes of expert rows above an equal share, given the bytes of a share."""
         value = math.ceil(self.space.excess(rows, self.choices) * num_bytes)
         share = self.sizes.share(rows, self.choices)
         return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
@@ -298,7 +298,7 @@ class _Moment:
         return self.modes.get(self.memory.lifetimes.segment[number]) == OFFLOAD
 
     def _kept_on(self, wire: Wire, kept: int) -> Size:
-        """Return the size of a tensor of which a wire keeps so many bytes, as it arrives or as it was before."""
+        """Return the size of a tensor of which an edge keeps so many bytes, as it arrives or as it was before."""
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
         unmoved = self.memory.kinds(wire)[self.choices[wire.source], self.choices[wire.target]] <= SLICED
         before, after = (
@@ -308,7 +308,7 @@ class _Moment:
         return before if unmoved or before == kept != after else after
 
     def _hidden(self, number: int, num_bytes: int) -> Size:
-        """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input that can be."""
+        """Return the bytes per device that autograd saves besides inputs and outputs, split as the largest input."""
         decision = self.space.decisions[number]
         call, strategy = decision.menu.call, decision.menu.strategies[self.choices[number]]
         if call is None or not call.inputs:

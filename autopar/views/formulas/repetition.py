@@ -105,7 +105,7 @@ class Repetition:
         return _ONCE if here == 1 else self._each
 
     def _wire(self, wire: Wire) -> tuple[int | None, Hashable, bool]:
-        """The layer a wire belongs to, its name, and whether it stands between two layers of one stack."""
+        """Return the layer of an edge, its name, and whether it lies between two layers of one stack."""
         source, target = self._places[wire.source], self._places[wire.target]
         ends = (wire.source_output, wire.target_input)
         if target.layer is None:
@@ -131,11 +131,11 @@ class Repetition:
             kind = (prefix, inside, decision.menu.call.name if decision.menu.call else decision.kind)
             counts[kind, layer] += 1
             self._places[number] = _Place(layer, (prefix, kind, counts[kind, layer]))
-        for number in reversed(hubs):  # a hub's consumers first, which may be hubs themselves
+        for number in reversed(hubs):  # a shared reshard's consumers first, which may be shared reshards
             self._places[number] = self._of_hub(number)
 
     def _of_hub(self, number: int) -> _Place:
-        """A hub stands where its consumers do, if that is one layer; else where the tensor was made."""
+        """Return the place of a shared reshard: its consumers' if that is one layer, else where the tensor was made."""
         wires = self._targets[number]
         places = [self._places[wire.target] for wire in wires]
         inside = all(place.layer is not None for place in places)

@@ -1,6 +1,6 @@
 """A plan's formulas as sympy expressions, and the plan at another batch, sequence, depth or mesh, without a model.
 
-What a collective costs is looked up again where an axis has another size, as that may take it over other links.
+The cost of a collective is looked up again if an axis has another size, as that may take it over other links.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def joined(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where:
 
 
 def cut(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """The sizes of the pieces along one dim make the whole."""
+    """State that the sizes of the slices along one dim add up to the whole."""
     dim = call["dim"] % len(inputs[0])
     pieces = tuple(dims[dim] for dims in outputs)
     if sum(equations.numbers[piece] for piece in pieces) == equations.numbers[inputs[0][dim]]:

@@ -15,7 +15,7 @@ from autopar.ir.program.folding import folded
 def difference(before: Plan, after: Plan) -> Difference:
     """Return the differences between two plans; whatever cannot be compared is among the mismatches.
 
-    Raises InputError if `after` is not the plan of a model in one piece.
+    Raises InputError if `after` is the plan of a pipeline.
     """
     if not isinstance(after, Plan):
         raise InputError(f"a plan is compared with a Plan; found a {type(after).__name__}.")

@@ -1,7 +1,7 @@
 """Why a plan chose a strategy: its cost in parts, the best plan without it, and what other roles would take.
 
 The runner-up forbids the chosen strategy of one decision and plans everything again: p* = min over plans with another
-strategy there. What it takes more than the plan is the least that giving up the strategy costs.
+strategy there. Its difference to the plan is the least cost of giving up the strategy.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def label(space: Space, number: int) -> str:
 
 
 def _tensor(space: Space, wire: Wire) -> str:
-    """The tensor on a wire, by what made it."""
+    """Return the tensor on an edge, named by its producer."""
     while space.decisions[wire.source].kind == "hub":
         wire = space.inbound[wire.source, 0]
     source = space.decisions[wire.source]
@@ -116,7 +116,7 @@ def _tensor(space: Space, wire: Wire) -> str:
 
 
 def _inbound(context: PlanContext, number: int) -> Iterator[Reshard]:
-    """The reshards on the way from what made its inputs; those before a hub serve all of its consumers."""
+    """Yield the reshards of a decision's inputs; those before a shared reshard serve all of its consumers."""
     space = context.space
     for position in range(len(space.decisions[number].menu.strategies[context.choices[number]].inputs)):
         wire = space.inbound.get((number, position))
@@ -143,7 +143,7 @@ def _outbound(context: PlanContext, number: int) -> Iterator[Reshard]:
 
 
 def _consumers(space: Space, hub: int) -> set[int]:
-    """The calls behind a hub, other hubs looked through."""
+    """Return the calls behind a shared reshard, also through further ones."""
     found: set[int] = set()
     for wire in space.wires:
         if wire.source == hub:
@@ -293,5 +293,5 @@ def _brief(reason: str) -> str:
 
 
 def _roles(decision: Decision, axis: int) -> tuple[str, ...]:
-    """The distinct roles that a decision offers on an axis, in the order of its menu."""
+    """Return the distinct roles that a decision offers on an axis, in the order of its candidates."""
     return tuple(dict.fromkeys(decision.role(number, axis) for number in range(len(decision.menu.strategies))))

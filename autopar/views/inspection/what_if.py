@@ -20,10 +20,10 @@ from autopar.planning.settings import context_of
 
 
 def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str, Any]) -> Plan:
-    """The best plan that keeps to the annotations beside those it was made with.
+    """Return the best plan that keeps to these annotations in addition to those it was made with.
 
     Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
-    names a stage, which no plan of one piece has, and InfeasibleError where no plan keeps to all.
+    names a stage, which no plan without a pipeline has, and InfeasibleError where no plan keeps to all.
     """
     context, said = context_of(plan, "what_if"), annotations_from(spoken, options)
     for each in said:
@@ -36,7 +36,7 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     pins_of(said, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
     together = (*context.annotations, *said)
     pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
-    # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
+    # A manual plan's pins keep unannotated parts data parallel, which an annotation now may change.
     gives_way = context.keeps_whole or any(each.strategy for each in context.annotations)
     asked = pins if context.mode == "manual" else _intersection(context.pins, pins, gives_way)
     with stages("what_if", 1) as step:
@@ -59,6 +59,6 @@ def annotations_from(said: Sequence[str | Annotation], options: Mapping[str, Any
     if len(said) == 1 and isinstance(said[0], str):
         return annotations_of(annotate(nn.Module(), said[0], **options))
     raise AnnotationError(
-        f"what_if({', '.join(map(repr, said))}): give a pattern and what is said about it, as in "
-        'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing beside them.'
+        f"what_if({', '.join(map(repr, said))}): give a pattern and an annotation of it, as in "
+        'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing else.'
     )

@@ -1,7 +1,7 @@
 """The step of a plan's rows, one thing after the other: of a plan that was loaded, which has no timeline.
 
-Forward, then backward in reverse (each segment that is computed again ahead of its backward), then the optimizer. What
-is hidden behind computing has no seconds in a row. All seconds add up to `plan.seconds`.
+Forward, then backward in reverse (each segment that is computed again ahead of its backward), then the optimizer.
+Collectives hidden behind compute have no seconds in a row. All seconds add up to `plan.seconds`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def in_turns(plan: Plan) -> Timeline:
 
 
 def _forward(rows: Sequence[PlanRow], rests: dict[str, float]) -> list[Task]:
-    """Each call behind what is moved for it; what a row costs beside its parts stands with its forward."""
+    """Return each call behind its inputs' moves; the rest of a row's cost stands with its forward."""
     found: list[Task] = []
     for row in rows:
         found += _moves(row, (each for each in row.transfers if not each.backward))
@@ -81,7 +81,7 @@ def _moves(row: PlanRow, moved: Iterable[Moved]) -> list[Task]:
 
 
 def _in_order(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """The rows as they run: a hub, "linear_3/hub", stands behind the call that made its tensor."""
+    """Return the rows as they run: a shared reshard, "linear_3/hub", follows the call that made its tensor."""
     position = {row.name: number for number, row in enumerate(rows)}
     return sorted(rows, key=lambda row: position.get(row.name.split("/")[0], position[row.name]))
 

@@ -1,4 +1,4 @@
 """A plan in the words of Hugging Face, torch and torchtitan, for those who do not run autopar.
 
-What their words cannot say is named, and computed whole there. Nothing here changes a plan.
+Splits that they cannot express are named, and computed whole there. Nothing here changes a plan.
 """

@@ -34,7 +34,7 @@ def purposes(plan: Plan) -> dict[str, str]:
 
 
 def tensor_axis(plan: Plan, axis: str | None) -> str | None:
-    """The axis whose ranks share matrices: the one asked for, or the only one; None where there is none.
+    """Return the axis whose ranks share matrices: the requested one, or the only one; None if there is none.
 
     Raises PlanError for an axis that the mesh has not, or where there are several.
     """
@@ -61,7 +61,7 @@ def stored_in_parts(plan: Plan) -> frozenset[str]:
 
 
 def unsaid(plan: Plan, axis: str | None, said: Collection[str] = ()) -> tuple[str, ...]:
-    """Main calls that share their work on an axis in a way that is not said, equal modules together."""
+    """Return main calls that share their work on an axis in an unstated way, equal modules together."""
     if axis is None:
         return ()
     position = plan.mesh.names.index(axis)

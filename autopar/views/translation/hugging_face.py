@@ -25,7 +25,7 @@ WHOLE, SUMMED = "replicate", "replicated_with_grad_allreduce"
 
 
 def tp_plan(plan: Plan, axis: str | None = None) -> TensorParallelPlan:
-    """The `tp_plan` of a plan; PlanError where several axes split matrices and none is asked for, or it was loaded."""
+    """Return a `tp_plan`; PlanError if several axes split matrices and none is requested, or if it was loaded."""
     context, axis = context_of(plan, "tp_plan"), tensor_axis(plan, axis)
     if axis is None:
         return TensorParallelPlan(None, {}, ("no axis splits matrices", *_others(plan, None)))

@@ -105,14 +105,14 @@ class _Walk:
         return found.inputs[wire.target_input][self.axis]
 
     def source(self, number: int, position: int) -> int | None:
-        """The decision behind hubs that makes an input."""
+        """Return the decision that makes an input, through shared reshards."""
         wire = self.space.inbound.get((number, position))
         while wire is not None and self.space.decisions[wire.source].kind == "hub":
             wire = self.space.inbound.get((wire.source, 0))
         return None if wire is None else wire.source
 
     def inputs(self, number: int) -> Iterator[tuple[Wire, int]]:
-        """The wires to a call, each with what makes its tensor."""
+        """Yield the edges to a call, each with what makes its tensor."""
         for position in range(len(self.space.decisions[number].menu.strategies[0].inputs)):
             wire, source = self.space.inbound.get((number, position)), self.source(number, position)
             if wire is not None and source is not None:

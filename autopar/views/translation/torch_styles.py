@@ -33,7 +33,7 @@ NOTHING = Matrices((), frozenset(), frozenset(), ())
 
 
 def parallelize_plan(plan: Plan, axis: str | None = None) -> ParallelizePlan:
-    """The plan for torch; PlanError where several axes split matrices and none is asked for, or it was loaded."""
+    """Return the plan for torch; PlanError if several axes split matrices and none is requested, or it was loaded."""
     context, axis = context_of(plan, "parallelize_plan"), tensor_axis(plan, axis)
     found = NOTHING if axis is None else matrices_on(context, axis, weights_in_chains=False)
     styles = {each.module: STYLES[each.kind, each.role, each.whole]() for each in found.matrices if each.role}

@@ -1,7 +1,7 @@
 """Blocks of scores between the positions of some queries and of some keys.
 
-A rank's queries are a few pieces of consecutive positions: one if a dim is split in order, two if it is zigzag-sharded.
-The same holds for keys. If no query sees later positions, a piece of queries with a piece of keys makes up to three
+A rank's queries are a few chunks of consecutive positions: one if a dim is split in order, two if it is zigzag-sharded.
+The same holds for keys. If no query sees later positions, a chunk of queries with a chunk of keys makes up to three
 blocks:
 
     keys before the queries     all are seen
@@ -54,7 +54,7 @@ class Pair:
 def pairs_of(
     queries: Sequence[Piece], keys: Sequence[Piece], columns: Sequence[Piece], causal: bool
 ) -> tuple[Pair, ...]:
-    """The blocks of some pieces, of which none is empty; `columns` are the positions of a mask's keys.
+    """Return the blocks of some chunks, of which none is empty; `columns` are the positions of a mask's keys.
 
     Causal calls have no mask; where queries and keys are the same positions, in order, all of them are one block.
     """
@@ -66,7 +66,7 @@ def pairs_of(
 
 
 def _joined(pairs: Sequence[Pair]) -> list[Pair]:
-    """Blocks of causal calls that lie beside each other as one: fewer, larger calls of a kernel."""
+    """Return blocks of causal calls with adjacent ones merged: fewer, larger calls of a kernel."""
     found: list[Pair] = []
     for pair in pairs:
         for place, other in enumerate(found):

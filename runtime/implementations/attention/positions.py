@@ -19,7 +19,7 @@ QUERIES, KEYS = "s", "t"
 
 
 def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """Return the positions of some pieces, in the order of a rank's tensor."""
+    """Return the positions of some chunks, in the order of a rank's tensor."""
     return torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
 
 
@@ -29,7 +29,7 @@ class Dealing:
 
     axes: tuple[Axis, ...]
     zigzag: frozenset[str]
-    """Names of those that deal it: each of their ranks has two pieces of it (see `runtime.collectives.rank_parts`)."""
+    """Names of the axes that zigzag-shard it: each rank has two chunks of it (see `runtime.collectives.rank_parts`)."""
 
     @classmethod
     def of(cls, factor: str, axes: Axes, zigzag: Axes) -> Dealing:

@@ -41,7 +41,7 @@ class Local(Protocol):
 def in_steps(
     q: Tensor, k: Tensor, v: Tensor, call: Local, masks: Sequence[Tensor | None], sinks: Tensor | None = None
 ) -> Tensor:
-    """The result [B, H, S, D] for this rank's queries; `masks` is what `call` needs beside, and stays on its rank."""
+    """Return the result [B, H, S, D] for this rank's queries; `masks` are arguments of `call` that do not move."""
     return _InSteps.apply(q, k, v, sinks, call, *masks)
 
 

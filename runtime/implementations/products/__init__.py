@@ -1,1 +1,1 @@
-"""Products that compute beside their collectives, or on a tile of the weight at a time."""
+"""Matmuls overlapped with their collectives, or on a tile of the weight at a time."""

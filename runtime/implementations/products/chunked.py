@@ -267,7 +267,7 @@ class _OfGathered(autograd.Function):
 
 
 class _OfGatheredAgain(autograd.Function):
-    """`_OfGathered`, that keeps x, and gathers it once more beside the product for its gradient."""
+    """`_OfGathered` that saves x, and gathers it once more while it computes x's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, *operands: Tensor | None) -> tuple[Tensor, ...]:

@@ -1,8 +1,9 @@
 """Products fused with their collective in torch's kernels over the symmetric memory of a group of GPUs.
 
-GPUs read each other's rows, or write each other's parts, by copies beside the product of what is there already, rank by
-rank, without NCCL and its use of multiprocessors (`torch.ops.symm_mem`, PyTorch's async tensor parallelism). They take
-rows of one rank after the other in the order of the whole, so that zigzag parts are not for them.
+GPUs read each other's rows, or write each other's parts, by copies overlapped with the matmul of rows that are there
+already, rank by rank, without NCCL and its use of multiprocessors (`torch.ops.symm_mem`, PyTorch's async tensor
+parallelism). They take rows of one rank after the other in the order of the whole, so that zigzag parts are not for
+them.
 
 A group has symmetric memory where it was enabled, as for the passes of torch.compile:
 

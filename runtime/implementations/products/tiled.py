@@ -1,6 +1,6 @@
 """Products by a weight that is gathered a tile at a time, in the layouts of `strategies`' rule for them.
 
-Ranks have other rows of the input, and parts of one weight: of its columns (O), or of its rows (K). A tile has a piece
+Ranks have other rows of the input, and parts of one weight: of its columns (O), or of its rows (K). A tile has a slice
 of every rank's part. While it is multiplied by, the next is on its way; backward, the gradient of the one before, too.
 
 Legend: M rows of this rank, K features, O columns, n ranks, C of a rank's part in a tile.
@@ -53,7 +53,7 @@ mm = matmul
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The axis over which tiles travel, the dim of the weight [O, K] that it splits, and a rank's pieces along it."""
+    """The axis over which tiles travel, the dim of the weight [O, K] that it splits, and a rank's slices along it."""
 
     axis: Axis
     dim: int

@@ -3,9 +3,9 @@
 Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis splits groups, or,
 where these do not divide, query heads alone, "q": keys and values are whole then, and a rank takes of them the heads
 that its queries share. An axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a
-ring, or what `ring_self_attention` says, where that is asked for and nothing is dropped; or keys, where there are
-others than queries. Under a mask of numbers keys are whole. Biases and masks are broadcast. A dropout runs by blocks on
-every layout, but under such a mask, where all probabilities are made.
+ring, or `ring_self_attention` if requested and nothing is dropped; or keys, where there are others than queries. Under
+a mask of numbers keys are whole. Biases and masks are broadcast. A dropout runs by blocks on every layout, but under
+such a mask, where all probabilities are made.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """

@@ -30,7 +30,7 @@ def query_heads(call: Call, sizes: LocalSizes) -> int:
 def _key_heads(call: Call, sizes: LocalSizes) -> int:
     """Return the number of heads of keys that one device's queries use.
 
-    If the groups of query heads are cut unevenly, a head counts once for each equal piece of its group.
+    If the groups of query heads are cut unevenly, a head counts once for each equal part of its group.
     """
     query, key = call["query"].shape, call["key"].shape
     if len(query) < 3 or key[-3] == 1:

@@ -4,8 +4,8 @@ Heads are split as in `attention`: groups of query heads with their head of keys
 heads alone, with all keys. An axis that splits positions of the cache has a part of every result, which are merged by
 their log-sum-exp ("Flash-Decoding", Dao et al. 2023); what is written there comes whole to all of its ranks.
 
-What one query multiplies is read once: both calls take as long as the memory that they go through, and nothing is lost
-to tiles of queries, as in attention of many.
+The keys and values of one query are read once: both calls take as long as the memory that they go through, and nothing
+is lost to tiles of queries, as in attention of many.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Cross-entropy of classes may be split along the batch n, along the classes v (vocabulary parallel: the function joins
 the maxima and sums itself), or both. Its mean counts only targets that are not ignored: ranks join their counts, which
 depend on targets alone, and each has its part of the mean.
-Of class probabilities, as of all losses that compare vectors, the classes stay whole.
+The classes of class probabilities stay whole, as in all losses that compare vectors.
 """
 
 from __future__ import annotations

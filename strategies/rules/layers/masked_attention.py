@@ -1,6 +1,6 @@
 """Attention under a mask of vectors: as attention's rule, with the dims of queries and of keys that vectors have.
 
-What a query sees follows from the vectors, which are dealt out with queries and keys, and not from where they are. An
+Vectors determine what a query sees; they are sharded with queries and keys, whose positions do not matter. An
 axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there
 are others than queries. On a ring every rank has the vectors of all keys, which are small; where queries see a window
 of what lies before them, those travel that others see.

@@ -1,4 +1,4 @@
-"""Ring self-attention, an implementation of attention that is offered where it is asked for.
+"""Ring self-attention, an implementation of attention that is offered on request.
 
 Keys travel around the ranks until each has the whole rows of scores of its queries, then values do (Li et al.,
 "Sequence Parallelism: Long Sequence Training from System Perspective", 2021). Scores are written out, those that a mask

@@ -1,8 +1,8 @@
 """A linear layer with its cross-entropy in tiles of rows: samples, positions and classes may be split, features not.
 
 Each number of tiles is an implementation, so that a plan may choose one: what a tile holds is there in the forward
-alone, for which one more tile costs reading the weight, and adding to its gradient, once more. What stays for the
-backward is the gradients. (Program operator: `ir.program.operators.linear_cross_entropy`, whose legend holds here.)
+alone, for which one more tile costs reading the weight, and adding to its gradient, once more. Only the gradients are
+saved for the backward. (Program operator: `ir.program.operators.linear_cross_entropy`, whose legend holds here.)
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Products that run otherwise than as one: beside their collectives in chunks, or a tile of the weight at a time."""
+"""Matmuls in parts: in chunks overlapped with their collectives, or a tile of the weight at a time."""

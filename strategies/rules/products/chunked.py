@@ -1,4 +1,4 @@
-"""Products beside whose collectives a rank computes: async tensor parallelism, offered where it is asked for.
+"""Matmuls overlapped with their collectives: async tensor parallelism, offered on request.
 
     rows + o    the input is gathered in chunks, each multiplied by columns of the weight while the next arrives
     rows + k    of what rows of the weight give, each chunk is reduced in parts while the next is multiplied
@@ -10,7 +10,7 @@ reduction, and of its backward: gathered rows are kept for that, as there. Calls
 keys and values do, gather it once, all of them or none: its traffic and what is kept of it are the first one's.
 
     rows + o, again    the input is gathered whole; a rank keeps its own rows, and gathers the others again in the
-                       backward, beside the product for the input's gradient, which is reduced beside the weight's
+                       backward, overlapped with the input's gradient, whose reduction overlaps with the weight's
 
 as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own. In a
 segment that gathers again (`Memory(recompute="selective")`) gathers in chunks do the same in the backward.

@@ -5,7 +5,7 @@
 
 as ZeRO-Infinity's memory-centric tiling (Rajbhandari et al., 2021), in the layouts of weights that ZeRO-3 stores. A
 tile is gathered while the one before it is used, and again in the backward; then tiles of the gradient are reduced one
-after the other, so that no more than two tiles are whole at a time. Offered where it is asked for. Each product is
+after the other, so that no more than two tiles are whole at a time. Offered on request. Each product is
 gathered by itself, in as many messages as there are tiles, whatever its layer gathers.
 """
 

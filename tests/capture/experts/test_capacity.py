@@ -1,4 +1,4 @@
-"""A capacity asked for: models compute what a loop over samples computes, and what cannot be limited is refused."""
+"""A requested capacity: models compute what a loop over samples computes, and models without a limit are refused."""
 
 from __future__ import annotations
 

@@ -135,7 +135,9 @@ def test_presets_that_divide_gradients_and_state_are_refused(strategy: str) -> N
 
 
 def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(PipelineError, match='the axis "pp", and training=False runs a forward in one piece'):
+    with pytest.raises(
+        PipelineError, match='the axis "pp", and training=False runs a forward without one; rename the axis'
+    ):
         autopar.plan(language_model(), Mesh({"pp": 2, "dp": 2}), texts(4, 8), hardware="h100", training=False)
 
 

@@ -80,7 +80,7 @@ def test_a_program_computes_beside_what_its_products_and_weights_say(dtype: torc
 
 
 class _WithNone(nn.Module):
-    """A layer without features beside others, as MobileBERT has where its sizes are equal."""
+    """A layer without features next to others, as MobileBERT has if its sizes are equal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -281,7 +281,7 @@ def test_a_parameter_pays_its_part_of_a_message_as_far_as_nothing_is_computed_be
     reduced = Transfer("all_reduce", "dp", 2)
     assert transfer_seconds(reduced, PAIR, hardware) == 10.0  # 8 and 2 bytes, or 1 and 20
     assert transfer_seconds(reduced, PAIR, hardware, Message(4)) == (8.0 + 8.0) / 4
-    # Ten such parameters take 40 s in messages of four, beside 10 s of each of two devices, 1 s of it of latencies.
+    # Ten such parameters take 40 s in messages of four, overlapped with 10 s of each of two devices, 1 s of it latency.
     for computing, exposed in ((18.0, 1 - 10 / 40), (1e9, 0.25), (0.0, 1 - 1 / 40)):
         beside = Beside(Pass(1e9, 1e9, 1), Pass(computing, 1.0, 20), 10)
         found = transfer_seconds(reduced, PAIR, hardware, Message(4, 1, 2, 1, beside))

@@ -263,7 +263,7 @@ def test_an_efficiency_is_a_share() -> None:
         (
             {"bytes_per_s": "fast"},
             {},
-            "bytes_per_s is 'fast'; needed a finite number, bare or as the value beside its source",
+            "bytes_per_s is 'fast'; needed a finite number, bare or given together with its source",
         ),
         ({"bytes_per_s": True}, {}, "bytes_per_s is True; needed a finite number"),
         ({"devices": 8}, {}, "needs a last link that joins any number of devices"),

@@ -278,7 +278,7 @@ def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequen
 
 
 def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> int:
-    """Bytes of a wire while the call at that place runs backward."""
+    """Return the bytes of an edge while the call at that position runs backward."""
     found = wire_bytes(memory, wire, MemoryRow(((place, 1),)))
     return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
 

@@ -1,4 +1,4 @@
-"""The memory that a plan predicts, held against what a step on real ranks holds."""
+"""The memory that a plan predicts, compared with what a step on real ranks holds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _measured(
         ("tiny-llama", (4,), "zero3", 8, 64),
         ("tiny-llama", (4,), "zero3", 4, 8),  # mostly weights: most when the first layer's are reduced with the table's
         ("tiny-llama", (2,), "megatron", 32, 128),  # mostly logits and what the loss makes of them
-        ("tiny-llama", (2,), "ring", 32, 128),  # the same, by positions dealt by zigzag
+        ("tiny-llama", (2,), "ring", 32, 128),  # the same, with zigzag-sharded positions
         ("tiny-llama", (2,), "ring_self_attention", 2, 512),  # mostly scores
         ("tiny-llama", (2,), "async_tensor_parallel", 8, 512),  # rows that several products gather once
         ("tiny-llama", (2,), "megatron_regather", 8, 512),  # rows that are gathered again

@@ -32,7 +32,7 @@ def tiles_of(plan: Plan) -> str:
 
 
 def test_in_one_piece_there_are_all_logits_of_a_rank_once() -> None:
-    # In the forward, beside the gradients of hidden states and weight.
+    # In the forward, together with the gradients of hidden states and weight.
     plan = planned(strategy="data_parallel", loss_tiles=1)
     assert plan.memory is not None
     assert plan.memory.parts["working set"] == LOGITS + RANK_ROWS * SIZE * 4

@@ -1,6 +1,6 @@
-"""A rule with several implementations: the menu is their union, and each is priced, held in memory, and run as it says.
+"""A rule with several implementations: all are candidates, and each is priced, saved, and run as it states.
 
-What exists is shown with a second implementation beside it: the vocabulary-parallel loss, and causal attention by
+Each case adds a second implementation to an existing one: the vocabulary-parallel loss, and causal attention by
 queries.
 """
 
@@ -114,7 +114,7 @@ def planned(hardware: Hardware = SLOW_DEVICES, training: bool = True) -> Plan:
 
 
 def loss_of(plan: Plan) -> tuple[Menu, Strategy]:
-    """The menu of the loss and what was chosen of it."""
+    """Return the candidates of the loss and the chosen one."""
     space, choices = context_of(plan).space, context_of(plan).choices
     number = space.index["cross_entropy_loss_default"]
     return space.decisions[number].menu, space.decisions[number].menu.strategies[choices[number]]

@@ -44,7 +44,7 @@ def notes(positions: int, strategy: str | None, mesh: dict[str, int], causal: bo
 def test_a_plan_says_that_positions_do_not_divide_for_a_zigzag(strategy: str) -> None:
     assert notes(12, strategy, {"cp": 4}) == (
         "positions of causal attention are split in order over cp, and the last device computes up to 1.75 times "
-        "its share of the scores: 12 positions do not divide into 8 pieces, to be dealt by zigzag. Pad the sequences "
+        "its share of the scores: 12 positions do not divide into 8 chunks, to be zigzag-sharded. Pad the sequences "
         "to 16.",
     )
 

@@ -1,4 +1,4 @@
-"""The menu of a call: every strategy on a mesh, in the layouts that its rule asks for."""
+"""The candidates of a call: every strategy on a mesh, in the layouts that its rule requires."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: frozenset[int] = frozenset()
 def menu_of(
     model: nn.Module, inputs: tuple[Tensor, ...], target: object, mesh: Mesh = ONE, padded: bool = False
 ) -> Menu:
-    """The menu of the first call of an operation; `padded` lets every dim of parameters be padded."""
+    """Return the candidates of the first call of an operation; `padded` lets every dim of parameters be padded."""
     program = capture(model, inputs, {})
     node = calls(program, target)[0]
     parameters = set(program.parameters.values())

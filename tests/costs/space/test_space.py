@@ -150,7 +150,7 @@ def test_a_buffer_that_changes_stays_whole() -> None:
 
 
 class Masked(nn.Module):
-    """A mask of `size`² made of positions alone, beside a linear layer."""
+    """A mask of `size`² made of positions alone, and a linear layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

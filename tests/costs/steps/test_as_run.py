@@ -1,4 +1,4 @@
-"""The tasks of a step are those that a rank issues: its collectives in their order, and what runs beside each."""
+"""The tasks of a step are those that a rank issues: its collectives in their order, and what overlaps with each."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_without_sends_a_micro_batch_takes_what_its_tasks_take() -> None:
 
 
 def test_a_send_and_a_collective_over_one_card_slow_each_other() -> None:
-    # The gradient travels beside the gather; the output beside the product for three seconds, then the reduction.
+    # The gradient overlaps with the gather; the output with the matmul for three seconds, then with the reduction.
     found = beside_sends(_tasks(), 0.0, Send(5.0, CARD), Send(1.0, CARD))
     assert found == MicrobatchSeconds(7.0, 10.0, 7.0, 2.0)
 
@@ -72,7 +72,7 @@ def test_a_backward_hides_all_reductions_but_those_behind_its_last_product() -> 
 
 
 def test_reductions_slow_the_backward_by_their_share_of_the_device() -> None:
-    # The first runs beside the second product and takes half of it away for as long.
+    # The first overlaps with the second matmul and takes half of the device from it for as long.
     assert reduced_beside(_last(), 0.5, Send(), Send()) == ReductionSeconds(1.5, behind=3.0, alone=6.0)
 
 

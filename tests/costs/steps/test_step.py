@@ -1,4 +1,4 @@
-"""The tasks of a step: they take what the planner says, and what they gain is what runs beside them."""
+"""The tasks of a step: they take what the planner says, and they gain by what overlaps with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.options import by_flag
 from tests.support.parity import FAMILIES
 
 IN_TURNS = Hardware("all in turns", {"float32": 1e9}, 1e9, 10**12, 0.0, (Link("wire", None, 0.0, 1e9),))
-"""No message has a latency, which many share or not, and nothing passes beside computing."""
+"""No message has a latency, which many share or not, and nothing overlaps with compute."""
 BESIDE = replace(IN_TURNS, name="collectives beside computing", communication_share=0.0)
 LOCAL_MOVES = 1e-4  # of a step: the planner gives each move a nanosecond
 

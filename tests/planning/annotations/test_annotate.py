@@ -16,7 +16,7 @@ from autopar.errors import AnnotationError
 from autopar.planning.annotations.annotate import annotate, annotations_of, constrain, pins_of
 from tests.support.pinned import X_BD, Net, refused, space_of
 
-# What is said, and how it is remembered.
+# Annotations, and how they are stored.
 
 
 def test_an_annotation_prints_as_the_call_that_made_it() -> None:
@@ -45,7 +45,7 @@ def test_an_axis_may_have_the_name_of_a_parameter_of_annotate() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({}, "nothing is said"),
+        ({}, "the annotation is empty"),
         ({"tp": "colum"}, 'roles are data, column, row, sequence, expert, replicated. Did you mean "column"?'),
         ({"tp": 1.5}, "found 1.5 for axis tp, needed a role"),
         ({"tp": Partial()}, 'a sum over an axis comes from the role "row"'),
@@ -113,7 +113,7 @@ def test_a_constraint_contradicts_an_annotation_of_the_same_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"), [({}, "nothing is said"), ({"tp": 2}, "found 2"), ({"tp": "row"}, "found")]
+    ("said", "message"), [({}, "the annotation is empty"), ({"tp": 2}, "found 2"), ({"tp": "row"}, "found")]
 )
 def test_a_constraint_is_checked_where_it_is_said(said: dict[str, Any], message: str) -> None:
     with pytest.raises(AnnotationError, match=message):

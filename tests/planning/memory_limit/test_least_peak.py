@@ -108,7 +108,7 @@ def test_every_limit_down_to_the_least_found_gives_a_plan_and_one_byte_less_the_
 
 
 def test_rows_state_the_same_problem_whether_or_not_the_mode_matters_at_their_moments() -> None:
-    """A row in which recomputation changes nothing stood beside one in which it does with other edges."""
+    """A row in which recomputation changes nothing had other edges than one in which it does."""
     space = SPACES["gpt2"]()
     memory = MemoryModel(space)
     modes = dict.fromkeys(memory.lifetimes.segments, "")

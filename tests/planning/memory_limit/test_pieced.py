@@ -1,4 +1,4 @@
-"""Plans are made of pieces of what is over the limit, where elimination is dear and nothing near the bound is found."""
+"""The restricted master problem finds plans if elimination is expensive and nothing near the bound is found."""
 
 from __future__ import annotations
 

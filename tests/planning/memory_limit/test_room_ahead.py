@@ -28,7 +28,7 @@ __all__ = ["on_the_host", "pins"]
 
 @pytest.fixture(scope="module")
 def space(on_the_host: Space) -> Space:
-    """The same layers where collectives pass beside computing."""
+    """Return the same layers on a device where collectives overlap with compute."""
     return replace(on_the_host, hardware=replace(on_the_host.hardware, communication_share=0.5))
 
 

@@ -1,4 +1,4 @@
-"""On a wide graph choices near the best without a limit are start enough, unless they are the answer."""
+"""At high treewidth choices near the best without a limit are start enough, unless they are the answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def space() -> Space:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The gaps that problems without a limit were asked with; a search that may leaves something open."""
+    """Return the gaps of solved problems without a limit; a search that may leaves something open."""
     found: list[float] = []
 
     def solved(prepared: Prepared, *, gap: float = 0.0, **options: Any) -> Solution:

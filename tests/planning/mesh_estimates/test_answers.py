@@ -38,7 +38,7 @@ DEVICES, BATCH, SEQUENCE, STEPS = 8, 16, 32, 3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A candidate, what is asked of the search beside it, and what its plan must have."""
+    """A candidate, the other options of the search, and what its plan must have."""
 
     model: str
     layers: int

@@ -1,4 +1,4 @@
-"""Estimates of steps beside exact plans, and what mesh="auto" makes of them."""
+"""Estimates of steps compared with exact plans, and the use that mesh="auto" makes of them."""
 
 from __future__ import annotations
 

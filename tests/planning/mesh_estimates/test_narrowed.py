@@ -1,4 +1,4 @@
-"""Spaces that are narrowed to the choices of plans beside those with all of them."""
+"""Spaces narrowed to the choices of plans, compared with those that have all of them."""
 
 from __future__ import annotations
 

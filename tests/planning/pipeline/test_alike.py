@@ -1,4 +1,4 @@
-"""Stages with equal blocks are not asked for again: what one of them takes says what others take at least."""
+"""Stages with equal blocks are not solved again: the seconds of one of them bound those of the others."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def test_what_was_met_before_the_search_bounds_what_equal_stages_take() -> None:
 
 
 def _with_and_without_kinds(seconds: list[float], penalty: float, room: int) -> tuple[Cuts, Cuts, tuple[int, int]]:
-    """Cuts of blocks of two kinds whose activations cost time beyond a limit, the more the more are in flight; and the
-    number of stages that were asked for."""
+    """Return cuts, and the number of solved stages, of two kinds of blocks.
+
+    Beyond a limit, activations cost time that grows with the micro-batches in flight.
+    """
     of_block = [seconds[0], *[seconds[1]] * LAYERS]
     numbers = [0, *[1] * LAYERS]
     problem = _problem(of_block)

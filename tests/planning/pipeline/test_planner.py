@@ -1,4 +1,4 @@
-"""Plans of pipelines on meshes that are not there: cuts, memory, schedules, and what is said and refused."""
+"""Plans of pipelines on meshes that are not there: cuts, memory, schedules, annotations and refusals."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _sum(parts: Sequence[StepSeconds]) -> StepSeconds:
 def _beyond(asked: PipelineRequest) -> list[dict[str, float]]:
     """Per stage, the seconds of what no block of its own has; the rest is asserted to be the sum of its blocks.
 
-    What a stage sends is moved to the layout of its hub by the stage, as by the block that makes it.
+    The stage moves what it sends to the layout of its shared reshard, as the block that makes it does.
     """
     planned, plan = planned_blocks(asked, asked.schedule.num_stages), plan_pipeline(asked)
     whole = planned.whole.space

@@ -106,7 +106,7 @@ def _sums(program: Program) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_sum_the_gradients_that_the_whole_sums(name: str) -> None:
-    """Uses on several stages count, too, and beside them outputs that stages hand on."""
+    """Uses on several stages count, too, and so do outputs that stages hand on."""
     program = _captured(name)
     of_stages = [each for stage in _stages(program, 4) for each in _sums(stage)]
     assert len(set(of_stages)) == len(of_stages) and _sums(program) <= set(of_stages)

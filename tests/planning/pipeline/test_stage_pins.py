@@ -231,7 +231,7 @@ def test_a_name_against_an_annotation_is_refused_with_both() -> None:
         _allowed(2, ("layers.3", 1), stages=["layers.4"])
 
 
-# Beside what is said of layouts.
+# Together with annotations of layouts.
 
 
 def test_a_stage_alone_is_no_pin_of_a_layout_and_beside_one_it_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Stages of a pipeline, planned within a memory limit: how much of the time they get, and what is said of them."""
+"""Stages of a pipeline, planned within a memory limit: their share of the time, and their warnings."""
 
 from __future__ import annotations
 

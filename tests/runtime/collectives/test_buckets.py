@@ -1,4 +1,4 @@
-"""Buckets of parameters: exact gradients however they are asked for, started early and waited for late."""
+"""Buckets of parameters: exact gradients however they are requested, started early and waited for late."""
 
 from __future__ import annotations
 

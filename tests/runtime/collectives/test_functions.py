@@ -357,7 +357,7 @@ def test_a_second_derivative_is_refused() -> None:
         x = from_ranks([torch.ones(2), torch.ones(2)], requires_grad=True)
         y = functions.all_reduce_gradient(x, "a") ** 2
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"a derivative of a derivative was asked .* without create_graph"):
+        with pytest.raises(RuntimeError, match=r"a derivative of a derivative was requested .* without create_graph"):
             gradient.sum().backward()
 
 
@@ -377,7 +377,7 @@ COMPLEX_CASES = (
 
 
 def _complex_moves(dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
-    """Each move of a complex tensor and of its gradient beside those of its real numbers; what differs."""
+    """Return each move of a complex tensor and its gradient that differs from that of its real numbers."""
     wrong = []
     own = torch.arange(24.0).reshape(3, 4, 2) * (1 + dist.get_rank())
     x = torch.view_as_complex(own.to(torch.float16 if dtype is torch.complex32 else dtype.to_real())).conj()

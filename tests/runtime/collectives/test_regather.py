@@ -1,4 +1,4 @@
-"""Weights that are gathered again for the backward: those of the next layers are on their way before they are asked."""
+"""Weights that are gathered again for the backward: those of the next layers are prefetched."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_inputs_of_different_lengths_are_refused() -> None:
 
 
 def test_samples_without_a_value_to_pad_them_with_are_refused() -> None:
-    with pytest.raises(InputError, match=r"x has 2 samples and is to be padded to 3, and nobody said with what"):
+    with pytest.raises(InputError, match=r"x has 2 samples and is to be padded to 3, with no value to pad it with"):
         _fitted(Buckets(batches=(3,)), input_ids=IDS, x=torch.ones(2, 5))
 
 

@@ -1,6 +1,6 @@
-"""Training on one CUDA device beside one process there: as the only rank of a group, and as simulated ranks.
+"""Training on one CUDA device, compared with one process there: as the only rank of a group, and as simulated ranks.
 
-`make gpu` runs those marked `cuda`; what a CPU can run, too, is slow there and said by other tests. One device
+`make gpu` runs those marked `cuda`; what a CPU can run, too, is slow there and covered by other tests. One device
 cannot show NCCL between devices, nor what collectives and computing hide of each other.
 """
 
@@ -209,7 +209,7 @@ def test_state_on_the_host_is_updated_as_on_the_device(
 ) -> None:
     """Copies on streams of their own wait for what the device computes, and it waits for them.
 
-    Gradients of several `backwards` are added up on the way, and steps run `beside` the backward.
+    Gradients of several `backwards` are added up on the way, and with `beside` steps overlap with the backward.
     """
     found = []
     for kind in (OffloadedAdamW, torch.optim.AdamW):

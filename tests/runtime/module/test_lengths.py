@@ -232,7 +232,7 @@ def test_what_cannot_be_padded_is_refused_on_every_rank(ranks: Ranks) -> None:
 
 def _options_refused() -> None:
     for options in ({"shape": (1,), "microbatches": 2}, {"shape": (1,), "names": ("pp",), "microbatches": 2}):
-        with pytest.raises(InputError, match=re.escape("Buckets(batches='largest') beside micro-batches")):
+        with pytest.raises(InputError, match=re.escape("Buckets(batches='largest') with micro-batches")):
             _compiled(BATCHES[0], {}, **options)
     with pytest.raises(
         InputError, match=re.escape('Run(buckets=7); give "auto", "none" or autopar.Buckets(…), or None')

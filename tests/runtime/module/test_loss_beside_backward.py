@@ -1,4 +1,4 @@
-"""A loss of which ranks have parts is summed beside the backward, and waited for where somebody reads it."""
+"""The sum of a loss over ranks overlaps with the backward, and is waited for when somebody reads it."""
 
 from __future__ import annotations
 

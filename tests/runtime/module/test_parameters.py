@@ -1,4 +1,4 @@
-"""Gradients reach stored parameters as autograd would bring them: added up, watched, asked for, or left out."""
+"""Gradients reach stored parameters as autograd would bring them: added up, watched, requested, or left out."""
 
 from __future__ import annotations
 

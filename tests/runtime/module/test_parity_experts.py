@@ -1,4 +1,4 @@
-"""Hugging Face's Mixture-of-Experts on real ranks, their experts divided in every way, beside one process.
+"""Hugging Face's Mixture-of-Experts on real ranks, with every split of experts, compared with one process.
 
 One call of the ranks trains many cases: what it captures of a family serves all of them.
 """

@@ -1,4 +1,4 @@
-"""Positions that are dealt by zigzag meet what people use around a model: parts of the batch, checkpoints."""
+"""Zigzag-sharded positions work with what people use around a model: parts of the batch, checkpoints."""
 
 from __future__ import annotations
 

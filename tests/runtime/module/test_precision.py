@@ -1,7 +1,7 @@
 """Training in several dtypes: parameters stored in one, used in another, their gradients summed in a third.
 
 What is stored in float64 and computed in float32 is compared tightly with one process that casts by hand; what is
-computed in bfloat16 and float16 is held against what one process rounds.
+computed in bfloat16 and float16 is compared with what one process rounds.
 """
 
 from __future__ import annotations

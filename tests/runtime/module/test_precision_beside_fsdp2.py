@@ -1,4 +1,4 @@
-"""Training in mixed precision beside torch's own FSDP2 with the same policy, and beside float32, on gloo ranks."""
+"""Training in mixed precision, compared with torch's FSDP2 with the same policy and with float32, on gloo ranks."""
 
 from __future__ import annotations
 

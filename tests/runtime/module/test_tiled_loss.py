@@ -85,7 +85,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "positions over both axes": ({"loss": summed}, {}, {"dp": "sequence", "tp": "sequence"}),
     "micro-batches": ({"tied": True}, {"microbatches": 2}, {"dp": "data", "tp": "column"}),
 }
-"""Arguments of the model, options of `compile`, and what is said of the head."""
+"""Arguments of the model, options of `compile`, and annotations of the head."""
 
 
 @pytest.mark.sample(1)

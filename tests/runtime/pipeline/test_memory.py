@@ -1,4 +1,4 @@
-"""The memory that a pipeline's plan predicts for its ranks, held against what a step on real ranks holds."""
+"""The memory that a pipeline's plan predicts for its ranks, compared with what a step on real ranks holds."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Scaled(nn.Module):
 
 
 class Masks(nn.Module):
-    """Two layers beside each other. A weight's gradient is what its layer kept of each sample, times the sample."""
+    """Two parallel layers. A weight's gradient is what its layer kept of each sample, times the sample."""
 
     def __init__(self) -> None:
         super().__init__()

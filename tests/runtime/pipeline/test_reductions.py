@@ -1,4 +1,4 @@
-"""Gradients are reduced beside the last backward of a stage, in an order that is the same on all ranks."""
+"""Reductions of gradients overlap with the last backward of a stage, in an order that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_reduced_gradients_of_tied_weights_are_those_of_one_process(ranks: Ranks
 
 
 def _clipped(case: PipelineCase) -> list[float]:
-    """Train with clipping beside one process; the norms of every step."""
+    """Train with clipping next to one process; return the norms of every step."""
     model, alone = compiled(case), build(case)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-4) for each in (model, alone)]
     norms = []

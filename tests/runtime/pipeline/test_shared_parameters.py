@@ -1,4 +1,4 @@
-"""Tied weights on several stages: one value, one gradient, summed in one order, however often it is asked for."""
+"""Tied weights on several stages: one value, one gradient, summed in one order, however often it is read."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def watched() -> Iterator[dict[int, weakref.ref[torch.UntypedStorage]]]:
 
 
 def held_bytes(model: Alone, mode: str) -> int:
-    """Bytes that are there after the forward, beside what was given to it and the loss itself."""
+    """Return the resident bytes after the forward, its inputs and the loss itself excluded."""
     given = model.inputs()
     with watched() as storages:
         loss = loss_of(model.forward(mode, given))

@@ -19,7 +19,7 @@ MESH = Mesh({"dp": 2, "sp": 2, "tp": 2})
     ("axes", "before", "after", "function", "arguments"),
     [
         ((2,), "I I S(0)", "I I R", layout_moves.all_gather, ("tp", 0, 256)),
-        # What a weight needs behind a hub, where no bucket takes it.
+        # The moves of a weight behind a shared reshard, if no bucket takes it.
         ((0, 1), "S(1) S(1) S(0)", "R R S(0)", layout_moves.all_gather, ("dp_sp", 1, 32)),
         ((0, 1), "I I S(0)", "R R S(0)", layout_moves.all_reduce_gradient, ("dp_sp",)),
     ],

@@ -1,4 +1,4 @@
-"""The search for a good solution of a wide graph: what is held leaves the rest narrow."""
+"""The search for a good solution at high treewidth: fixed nodes leave a rest of low treewidth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.solver.problem import Edge, Node, Problem
 
 
 def _complete(num_nodes: int, num_strategies: int = 4) -> Problem:
-    """Every node beside every other; the first leaves few choices."""
+    """Return a complete graph; the first node leaves few choices."""
     rng = np.random.default_rng(0)
     sizes = [neighbourhoods.FEW, *[num_strategies] * (num_nodes - 1)]
     nodes = tuple(Node(f"n{i}", rng.random(k), np.zeros(k, dtype=np.int64)) for i, k in enumerate(sizes))

@@ -1,4 +1,4 @@
-"""Problems whose graph is wide, for hubs or all over: messages bound the optimum, and the solver finds it with them."""
+"""Problems of high treewidth, by few nodes or all over: messages bound the optimum; the solver finds it with them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _table(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _with_hubs(rng: np.random.Generator, num_layers: int, k: int) -> Problem:
-    """A chain of layers, every one of which hangs on two hubs."""
+    """Return a chain of layers, each connected to two shared reshards."""
     chain, into, menu = _table(rng, k, k), [_table(rng, k, k) for _ in range(2)], rng.random(k)
     nodes = [Node(f"hub{i}", rng.random(k), rng.integers(0, 50, k)) for i in range(2)]
     edges = []
@@ -116,7 +116,7 @@ def test_a_bound_never_falls_and_is_no_more_than_the_optimum(seed: int, kind: st
             messages.sweep()
             assert messages.bound >= before - 1e-12 and messages.bound - paid <= best + 1e-9
             assert messages.cost >= messages.bound - 1e-9
-            if messages.cost < np.inf:  # else no choices were met that are allowed
+            if messages.cost < np.inf:  # else no allowed choices were visited
                 seconds, num_bytes = pruned.problem.cost_of(messages.choices())
                 assert seconds + price * num_bytes == pytest.approx(messages.cost)
             before = messages.bound

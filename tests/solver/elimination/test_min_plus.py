@@ -60,7 +60,7 @@ def test_least_sums_are_those_of_all_sums(seed: int, shape: tuple[int, ...], sha
 
 
 def test_least_sums_are_exact_beside_sums_far_above_them() -> None:
-    # A price may make a choice a billion times as dear as the least.
+    # A price may make a choice a billion times as expensive as the least.
     ones, others = np.array([[[1.0, 1e15], [2.0, 1e15]]]), np.array([[[1e-6, 1e15], [1e-9, 1e15]]])
     assert least_sums(ones, others).tolist() == [[[1.0 + 1e-6, 1.0 + 1e-9], [2.0 + 1e-6, 2.0 + 1e-9]]]
 
@@ -123,7 +123,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     least_sums(ones, ones)
     context = multiprocessing.get_context("fork")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which is what is looked at
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads running, which this tests
         child = context.Process(target=least_sums, args=(ones, ones))
         child.start()
     child.join(60)

@@ -1,4 +1,4 @@
-"""Orders of elimination are those of what each bucket would be at that time, hubs of many neighbours included."""
+"""Orders of elimination are those of what each bucket would be at that time, nodes with many neighbours included."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_order_by_growth_takes_what_grows_least(shape: str) -> None:
 
 
 def test_an_order_is_broken_off_at_the_first_bucket_that_is_too_large() -> None:
-    """The hub's own bucket is never the first: all others have two neighbours at most beside it."""
+    """The center's own bucket is never the first: all others have at most two other neighbours."""
     (problem,) = random_rows(0, "repeated", 1, num_nodes=14)
     assert elimination_order(with_hub(problem), True, most=27) is not None
     assert elimination_order(with_hub(problem), True, most=26) is None

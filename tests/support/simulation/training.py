@@ -1,4 +1,4 @@
-"""Training of any model on one process and on simulated ranks, so that one can be held against the other.
+"""Training of any model on one process and on simulated ranks, so that one can be compared with the other.
 
 What is compared: the loss of every step, the outputs and every parameter's gradient of the first, and parameters and
 buffers after the last.

@@ -50,7 +50,7 @@ def perceptron() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def broken() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A perceptron whose labels lie beside its classes, which is an error in its first step."""
+    """Return a perceptron whose labels lie outside its classes, which is an error in its first step."""
     model, (features, labels) = perceptron()
     return model, (features, labels + HIDDEN)
 

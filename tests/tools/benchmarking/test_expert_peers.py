@@ -46,7 +46,7 @@ def _trained(name: str) -> tuple[list[float], list[float]]:
 
 
 def _apart(ours: Tensor | None, theirs: Tensor | None, norm: float) -> float:
-    """The difference of a rank's part and that part of the whole, beside that; experts come in parts of dim 0."""
+    """Return the relative difference of a rank's part and that part of the whole; experts are split along dim 0."""
     assert ours is not None and theirs is not None
     own = ours.to_local() if isinstance(ours, DTensor) else ours
     parts = theirs.shape[0] // own.shape[0]

@@ -1,4 +1,4 @@
-"""The table of published recipes can be asked of autopar, and what it answers is said in one line each."""
+"""autopar plans the table of published recipes, and prints one line for each."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
     assert len(sources) > 12
     measured = [source for source in sources if source.startswith("measured: ") and "autopar calibrate" in source]
     assert set(sources) == set(measured)
-    assert 0 <= hardware.communication_share <= 1 and "beside matmuls" in written["communication_share"]["source"]
+    assert (
+        0 <= hardware.communication_share <= 1 and "overlapped with matmuls" in written["communication_share"]["source"]
+    )
     assert set(written["links"][0]["fit_error"]) == set(COLLECTIVES)
     said = capsys.readouterr().out
     assert "2 ranks (load " in said
@@ -143,7 +145,7 @@ def test_a_collective_moves_the_bytes_by_which_it_is_counted(ranks: Ranks) -> No
 
 
 class _Clocked(Timer):
-    """A timer on a rank of its own whose clock goes on by what calls are said to take."""
+    """A timer on a rank of its own whose clock advances by the given seconds of calls."""
 
     def __init__(self, repetitions: int) -> None:
         super().__init__(torch.device("cpu"), Effort((1 << 12,), (16,), repetitions))
@@ -183,7 +185,7 @@ def test_the_median_of_the_repetitions_counts() -> None:
 def _have_take(
     monkeypatch: pytest.MonkeyPatch, timer: _Clocked, seconds: Callable[[str], Iterator[float]], few: float
 ) -> None:
-    """Have computation take 4 seconds, a collective of that name what is said, and a reduction of few numbers `few`."""
+    """Have computation take 4 seconds, a collective of that name the given ones, a reduction of few numbers `few`."""
     monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
     monkeypatch.setattr(
         "autopar.tools.calibration.timing._all_reduce_of", lambda *_: timer.spend(itertools.repeat(few))
@@ -211,7 +213,7 @@ def test_a_collective_that_disturbances_hide_takes_what_could_not_be_told_from_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timer = _Clocked(4)
-    disturbed = [-3.0, -2.0, 1.0, 2.0]  # beside the computation alone: quartiles -2.25 and 1.25
+    disturbed = [-3.0, -2.0, 1.0, 2.0]  # above the computation alone: quartiles -2.25 and 1.25
     # Two calls come before those that count.
     _have_take(monkeypatch, timer, lambda _: itertools.chain([1.0, 1.0], disturbed), 1.0)
     found = timer.collectives(Axis("dp", "", 2, 0))

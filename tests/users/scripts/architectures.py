@@ -176,7 +176,7 @@ def encoder_with_padding(setting: Setting) -> Found:
 
 
 class Clicks(nn.Module):
-    """Embedding bags beside dense features, whose products are features, too."""
+    """Embedding bags and dense features, whose products are features, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ class Quantized(nn.Module):
 
 
 def quantized_frozen_base(setting: Setting) -> Found:
-    """Train adapters beside a base whose weights are int8 buffers."""
+    """Train adapters of a base whose weights are int8 buffers."""
     model = seeded(Classifier)
     base = Quantized(model.hidden)
     adapter = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))

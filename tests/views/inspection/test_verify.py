@@ -200,8 +200,8 @@ def test_a_manual_plan_takes_what_is_said_in_place_of_data_parallel() -> None:
     [
         (("nowhere",), {"tp": "row"}, "matches"),
         (("layers.0.up",), {"pp": "row"}, 'the mesh has no axis "pp"'),
-        (("layers.0.up",), {}, "nothing is said"),
-        ((), {}, "give a pattern and what is said about it"),
+        (("layers.0.up",), {}, "the annotation is empty"),
+        ((), {}, "give a pattern and an annotation of it"),
         (("head", "layers.0.up"), {"tp": "row"}, "give a pattern"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The operators of `embedding_bag` by what it pools alone, without the counts that ATen returns beside that.
+"""Operators of `embedding_bag` that return the pooled rows only, without the counts that ATen also returns.
 
 Bags of one size are rows of indices (bags, size), so that they can be divided among devices. Bags of any size have flat
 indices and the place where each bag begins, as ATen has them, which says nothing of a part of the bags.

@@ -61,7 +61,7 @@ _open: list[DroppedRows] = []
 def record_dropped_rows() -> Iterator[DroppedRows]:
     """Count the rows that models with a `capacity_factor` drop inside the block.
 
-    What runs under `torch.compile` is not seen. Put the forward alone into the block: a layer that the backward
+    Calls under `torch.compile` are not seen. Put the forward alone into the block: a layer that the backward
     computes again may be counted again.
 
     >>> with record_dropped_rows() as found:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SECOND = (
-    "a derivative of a derivative was asked of a model that autopar has compiled: the gradients of its collectives "
+    "a derivative of a derivative was requested of a model that autopar has compiled: the gradients of its collectives "
     "and experts have none. Compute the first derivative inside of forward with "
     "torch.autograd.grad(..., create_graph=True), which is captured with the model, or call backward() without "
     "create_graph."
@@ -59,5 +59,5 @@ def is_asked_for(ctx: Any, position: int) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad was asked for
+    except RuntimeError:  # of a leaf whose gradient was requested from torch.autograd.grad
         return True

@@ -6,7 +6,7 @@
     combine(rows, weights, route, counts, splits, dropping) -> y
 
 Rows are the tokens once per expert that they have been sent to, in the order of experts and, for one expert, of tokens:
-of ragged parts that follow from the data. What lies between the ends are ordinary operations on rows. Legend:
+of ragged parts that follow from the data. Ordinary operations on rows lie between the ends. Legend:
 
     T tokens (any number of leading dims)   D features   K experts of a token   E experts   R = T · K rows
 
@@ -203,7 +203,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _grouped_mm_backward(
     grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor, of_rows: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a grouped product; an empty tensor in the place of one that is not asked for."""
+    """Return the gradients of a grouped product; an empty tensor for one that is not requested."""
     none = grad.new_empty(0)
     grad = grad.contiguous()
     grad_rows = _grouped_mm(grad, weight.transpose(1, 2), counts) if of_rows else none

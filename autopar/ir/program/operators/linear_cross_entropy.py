@@ -2,7 +2,7 @@
 
     linear_cross_entropy(hidden, weight, bias, target, reduction, ignore_index, dtype, tiles) -> loss
 
-Of one tile after the other the logits are computed, from them the loss, and at once the gradients of hidden states,
+One tile after the other computes its logits, from them the loss, and at once the gradients of hidden states,
 weight and bias for a loss of one; the backward only scales these. The field calls it fused linear cross-entropy (Hsu
 et al., "Liger Kernel", 2024), or a tiled or chunked loss. `capture.tiles.tiled_losses` finds the place of this operator
 in a model's graph, `runtime.implementations.tiled_loss` runs it on ranks. Legend:

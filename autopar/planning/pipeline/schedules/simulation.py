@@ -39,7 +39,7 @@ _Step = tuple[int, Action, tuple[tuple[Key, bool], ...]]
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one stage: of one micro-batch, `once` per step, and of the reductions beside the last backward.
+    """Seconds of one stage: of one micro-batch, `once` per step, and of reductions overlapped with the last backward.
 
     `send_forward` is the transfer of its outputs to the stage after it, `send_backward` that of its inputs' gradients
     to the stage before it.
@@ -129,7 +129,7 @@ def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:
 
 
 def seconds_of_each(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
-    """The seconds of many steps, as `simulate` finds them one by one where nothing is reduced beside a backward.
+    """Return the seconds of many steps, as `simulate` finds them one by one if no reduction overlaps with a backward.
 
     `seconds` has the fields of `StageSeconds` up to `once`, each [stage, step].
     """

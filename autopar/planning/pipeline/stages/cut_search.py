@@ -1,13 +1,13 @@
-"""The best cut into stages whose seconds are dear to find out, as under a memory limit.
+"""The best cut into stages whose seconds are expensive to compute, as under a memory limit.
 
-The best cut by what stages take at least is found, stages of it are asked for, and so on, until a cut is within the
-tolerance of that: no other can be better then, as the rest of the table is below the truth. What a stage is found to
-take comes with what it takes at least, which may be less: such a stage is asked for more closely only where that tells
-cuts apart. So only stages that set the pace have to be proven.
+The search finds the best cut by lower bounds on stages' seconds, plans stages of it, and repeats until a cut is within
+the tolerance of its bound. No other cut can be better then, as the rest of the table is below the truth. A planned
+stage has seconds and a lower bound, which may differ: it is planned more closely only if that decides between cuts. So
+only stages that set the pace have to be proven.
 
-Of a cut, those stages are asked for first of which nothing is known, the one with the most micro-batches in flight
-first: what it does, stages of equal blocks with fewer in flight can do, too. Then goes the one whose seconds, as far as
-they are open, make the step longest. A stage that does not fit (infinite) is taken not to fit with more blocks either.
+Stages of a cut without any result are planned first, the one with the most micro-batches in flight before others:
+stages of equal blocks with fewer in flight can use its choices. The one whose unproven seconds make the step longest is
+next. A stage that does not fit (infinite) is taken not to fit with more blocks either.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StageCosts:
     at_least: StageCost | None = None
     """Lower bound on the seconds of a stage that was planned; None: the seconds that were found."""
     closer: Callable[[int, int, int], bool] = lambda first, end, stage: False
-    """Finds out more closely what a stage takes that was asked for; False where that is not done."""
+    """Plans a stage more closely that was planned before; returns False if it did not."""
     met: Callable[[], Iterable[Met]] = tuple
     """Lower bounds that are known before the search plans any stage."""
 
@@ -73,7 +73,7 @@ def best_cuts_within(
 
     Raises:
         PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
-        TimeLimitError: No more may be asked for, and no cut is known to fit.
+        TimeLimitError: The time or number of stages is used up, and no cut is known to fit.
     """
     search = _Search.of(problem, costs, kinds)
     best = None if thought is None else search.cut_as_thought(thought)
@@ -126,7 +126,7 @@ class _Search:
     """The same, by what is known."""
     in_flight: tuple[int, ...]
     asked: dict[Place, float] = field(default_factory=dict)
-    """Seconds of stages that were asked for, without transfers."""
+    """Seconds of planned stages, without transfers."""
     at_least: dict[Place, float] = field(default_factory=dict)
     """Lower bounds on the seconds of these stages."""
     settled: set[Place] = field(default_factory=set)
@@ -158,7 +158,7 @@ class _Search:
         known = {place: self._known(place) for place in places}
         for place in sorted(places, key=lambda place: -self.in_flight[place[0]]):
             if np.isinf(known[place]):
-                known[place] = self._known(place)  # by what was asked for since
+                known[place] = self._known(place)  # by stages planned since
             if np.isinf(known[place]):
                 if self.costs.is_over(len(self.asked), False):
                     return None
@@ -168,10 +168,10 @@ class _Search:
         return known
 
     def cut_as_thought(self, thought: Floats) -> Cuts | None:
-        """The best cut by what stages are thought to take that fits, with what they do take.
+        """Return the best cut that fits, by the stages' assumed seconds, with their actual seconds.
 
-        Stages are asked for where they are not known, or known to take longer than what sets the pace of their pass.
-        None where no cut is thought to fit, or the time is over.
+        Stages are planned if they are not known, or are slower than what sets the pace of their pass. Returns None if
+        no cut is assumed to fit, or the time is over.
         """
         problem, ranks = self.problem, self.problem.schedule.num_ranks
         while True:

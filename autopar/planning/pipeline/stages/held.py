@@ -57,7 +57,7 @@ class Room:
         return min(self.kept, *(each.kept for each in self.fewer)) if self.fewer else self.kept
 
     def excess(self, held: Held) -> int:
-        """Bytes by which a stage holds more than it may, at most; not above 0 where it has room."""
+        """Return the most bytes by which a stage exceeds its budget; at most 0 if it fits."""
         found = [held.peak - self.peak, held.kept - self.kept]
         for each in self.fewer:
             then = held.with_fewer(each.in_flight)
@@ -66,7 +66,7 @@ class Room:
 
 
 def as_much(room: Room | None, other: Room | None) -> bool:
-    """Return whether a room is at least as large as another; None is unlimited."""
+    """Return whether a memory budget is at least as large as another; None is unlimited."""
     if room is None or other is None:
         return room is None
     return (

@@ -25,13 +25,13 @@ from autopar.planning.pipeline.stages.blocks import Block
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """A block that runs on a stage because somebody said so."""
+    """A block that runs on a user-specified stage."""
 
     block: int
     stage: int
     said: str
     whole: tuple[int, ...]
-    """All blocks of which the same is said."""
+    """All blocks with the same annotation."""
 
     @property
     def scattered(self) -> bool:

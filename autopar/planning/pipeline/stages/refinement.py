@@ -56,7 +56,7 @@ def refined(
 def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond: Beyond = nothing) -> Floats:
     """Seconds of a simulated step of each of some cuts; infinite where a stage may not fit.
 
-    What stages take beyond their blocks is in their backwards: so is most of what is computed again to save memory.
+    Seconds of stages beyond their blocks are in their backwards, as is most recomputation.
     """
     places = np.array([stages_of(starts, len(problem.blocks)) for starts in cuts])
     more = np.array([[beyond(*place) for place in each] for each in places.tolist()]).T

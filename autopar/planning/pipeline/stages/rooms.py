@@ -41,13 +41,13 @@ LeastOf = Callable[[int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one micro-batch, and what is held by choices that take them."""
+    """Seconds of one micro-batch, and the memory of choices that take them."""
 
     seconds: float
     lasting: float
     """Bytes while others run, without those of micro-batches in flight."""
     running: float
-    """Bytes beside what is kept at the fullest moment."""
+    """Bytes at the fullest moment, saved ones excluded."""
     saved: float = 0.0
     """Bytes for each micro-batch in flight."""
 
@@ -90,7 +90,7 @@ def thought_in_rooms(
 
 
 def shared_rooms(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[Room, ...]:
-    """The rooms of all stages, given the samples of each; those of a rank fit together."""
+    """Return the memory budgets of all stages, given the samples of each; those of a rank fit together."""
     found = [Room(0, 0)] * schedule.num_stages
     for rank in range(schedule.num_ranks):
         stages, at_once = schedule.stages_of(rank), schedule.in_flight_at_once(rank)
@@ -110,9 +110,9 @@ def fits_together(schedule: Schedule, memory: int, held: Sequence[Sample]) -> bo
 def rooms_of_least(
     schedule: Schedule, memory: int, starts: Sequence[int], num_blocks: int, least_of: LeastOf
 ) -> tuple[Room, ...] | None:
-    """The same for the stages of one cut, each with room for its least peak, as if all of a rank were at it at once.
+    """Return the same for the stages of one cut, each with room for its least peak, as if all of a rank peaked at once.
 
-    None where a rank has not so much: nothing is asked of the ranks behind it.
+    Returns None if a rank has too little memory; ranks behind it are not evaluated then.
     """
     spans, least = list(pairwise((*starts, num_blocks))), [0] * schedule.num_stages
     for rank in range(schedule.num_ranks):
@@ -159,7 +159,7 @@ def _takes(made: tuple[tuple[float, ...], tuple[Sample, ...]]) -> tuple[float, .
 
 
 def _dealt(schedule: Schedule, memory: int, stages: Sequence[int], held: Sequence[Sample]) -> list[Room]:
-    """The rooms of a rank's stages that hold so much, with what is left of the memory at each moment."""
+    """Return the memory budgets of a rank's stages, with what is left of the memory at each moment."""
     most = [schedule.in_flight(stage) for stage in stages]
     limits: list[list[Limit]] = [[] for _ in stages]
     for at_once in schedule.in_flight_at_once(schedule.rank_of(stages[0])):
@@ -172,7 +172,7 @@ def _dealt(schedule: Schedule, memory: int, stages: Sequence[int], held: Sequenc
 
 
 def _room(limits: Sequence[Limit], in_flight: int) -> Room:
-    """The room of a stage that has so many micro-batches in flight at most."""
+    """Return the memory budget of a stage with at most so many micro-batches in flight."""
     full = [each for each in limits if each.in_flight == in_flight]
     fewer = tuple(each for each in limits if each.in_flight < in_flight)
     return Room(min(each.peak for each in full), min(each.kept for each in full), fewer)
@@ -195,7 +195,7 @@ def _filled_in(samples: Sequence[Sample], in_flight: int, num_blocks: int) -> li
 
 
 def _within(sizes: Floats, samples: Sequence[Sample], room: Room, in_flight: int) -> Floats:
-    """[first block, end block]: the seconds of a stage by the samples that fit into its room."""
+    """Return [first block, end block]: the seconds of a stage by the samples that fit into its memory budget."""
     finite = np.where(np.isfinite(sizes), sizes, 0.0)
     found = np.full(sizes.shape, np.inf)
     for each in samples:

@@ -1,4 +1,4 @@
-"""The rows that ranks drop are counted where that is asked for."""
+"""The rows that ranks drop are counted on request."""
 
 from __future__ import annotations
 

@@ -221,12 +221,12 @@ def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     assert {key: moved // 3 for key, moved in traffic.num_bytes.items() if moved} == {
         key: moved for key, moved in found.plan.traffic.items() if moved
     }
-    # Where later queries see more, positions are dealt by zigzag.
+    # If later queries see more, positions are zigzag-sharded.
     assert ("Z" in str(row)) == ("window" not in case.mask)
 
 
 class BothModel(Model):
-    """Attention without a window besides, which deals positions by zigzag."""
+    """The model with a second attention, without a window, which zigzag-shards positions."""
 
     also_causal = True
 

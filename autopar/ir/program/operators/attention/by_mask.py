@@ -4,7 +4,7 @@
 
 `mask` is the text of an expression (`expressions`) in `vectors`, of truth values, or of what is added to the scores in
 the type of the queries. No tensor has a dim of queries and one of keys but for one block, and that is not kept: the
-backward makes it again. What a mask hides of a query, and where it is, follows from the vectors alone, so that queries,
+backward makes it again. The vectors alone determine a query's position and hidden keys, so that queries,
 and keys, may be given in any order, with their vectors in the same one. A query that sees no key gets zeros.
 
 A mask that is a function of the scores ("score" in its text) gives what the softmax is taken of, -inf where a key is
@@ -250,8 +250,8 @@ torch.library.impl("autopar::attention_by_mask", "CompositeImplicitAutograd", _a
 ATTEND: torch._ops.OpOverload = torch.ops.autopar.attend_by_mask.default
 """Queries, keys and values → the result [B, H, S, D] and the log-sum-exp [B, H, S], in float32 at least.
 
-Both are for merging with what further keys give; -inf stands for a query that sees none of these. Of a dropout, `rows`
-and `columns` are those of `Dropout`.
+Both are for merging with what further keys give; -inf stands for a query that sees none of these. With a dropout,
+`rows` and `columns` are those of `Dropout`.
 """
 ATTEND_BACKWARD: torch._ops.OpOverload = torch.ops.autopar.attend_by_mask_backward.default
 """The part of the gradients that these keys give, in float32 at least; `out` and `lse` are of whole rows."""

@@ -5,8 +5,8 @@
                                                          (B, H, 1, D), (B, G, T, D) twice, (B)
 
 Samples have positions of their own, so that prompts may differ in length: `new` is written from there on, and the
-query, which stands there, sees what stands up to it, or the last `window` positions up to it. What lies behind, as what
-was made of padding, is seen by nobody until it is written over. Neither has a derivative. Legend as in `kernels`.
+query, which stands there, sees what stands up to it, or the last `window` positions up to it. Entries behind it, such
+as those of padding, are not read until they are overwritten. Neither has a derivative. Legend as in `kernels`.
 """
 
 from __future__ import annotations

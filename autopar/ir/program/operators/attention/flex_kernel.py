@@ -2,8 +2,8 @@
 
 One kernel takes all blocks that a mask leaves. Which those are follows from bounds of the vectors within blocks, as in
 `masked_blocks`, here for each sample and head; the device works it out once for all layers of a batch, and the host
-waits for nothing. What the mask says of an element is Python made from the text of the expression, which
-`torch.compile` puts into the kernel.
+waits for nothing. The mask of an element is Python made from the text of the expression, which `torch.compile` puts
+into the kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Keys that each rank receives, hop by hop, if ranks split queries and keys alike.
 
-Around a ring of n ranks all keys come to all of them, in n - 1 hops. If queries see a window of what lies before
-them, keys that nobody sees stay on their rank. With positions in order only the last keys of the parts before a rank's
-own come. By zigzag, each rank has an early piece and a late one. It receives the last keys of the piece before its
-early one, from the rank before it, and those of the piece before its late one, from the next rank.
+Around a ring of n ranks all keys come to all of them, in n - 1 hops. If queries see a window of what lies before them,
+keys that nobody sees stay on their rank. With positions in order only the last keys of the parts before a rank's own
+come. If zigzag-sharded, each rank has an early chunk and a late one. It receives the last keys of the chunk before its
+early one, from the rank before it, and those of the chunk before its late one, from the next rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hop:
 def hops_of(reach: int | None, part: int, num_parts: int, zigzag: bool) -> tuple[Hop, ...]:
     """The hops of `num_parts` ranks with `part` keys each, where queries see `reach` positions back and none ahead.
 
-    None: they may see any. By zigzag a window that is larger than a piece is taken for that.
+    None: they may see any. If zigzag-sharded, a window that is larger than a chunk is taken for that.
 
     >>> [(hop.source, hop.first, hop.size) for hop in hops_of(6, 4, 8, zigzag=False)]
     [(1, 0, 4), (2, 2, 2)]

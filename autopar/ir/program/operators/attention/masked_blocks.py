@@ -25,7 +25,7 @@ Row = tuple[Range, tuple[tuple[Range, bool], ...]]
 
 
 def block_size(number: int) -> int:
-    """The size of all blocks but the last: there is an even number of them, as of the pieces of a zigzag.
+    """The size of all blocks but the last: there is an even number of them, as of the chunks of a zigzag.
 
     >>> block_size(200), block_size(1024), block_size(5000)
     (200, 512, 834)
