@@ -1,7 +1,7 @@
 """Branches on the values of tensors while a model is traced: `Capture(assume=…)` settles them, the rest are refused.
 
 A captured graph is one path for all values. A check of the inputs (`assert torch.all(…)`, `if …: raise`) may be taken
-to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Where nothing is said, tracing
+to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Without an assumption tracing
 goes on as if the checks passed, so that one error names all of them, in the words that `Capture(assume=…)` takes.
 An error names only assumptions with which the model can be traced.
 """

@@ -197,7 +197,7 @@ def check_one_decides(plan: object, strategy: str | None) -> None:
 
 
 def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
-    """Raise PipelineError for what is said about a pipeline on a mesh without one."""
+    """Raise PipelineError for options of a pipeline on a mesh without one."""
     said = [f"Pipeline({each.name}={value!r})" for each, value in request.pipeline.given() if each.name != "axis"]
     said += [f"annotate(stage=…) ({each})" for each in request.annotations if each.stage is not None]
     if said:

@@ -110,7 +110,7 @@ class OfflinePlanner:
 
     @functools.cached_property
     def single(self) -> Space:
-        """A micro-batch, or the whole batch where nothing is said of them, on one device."""
+        """Space of a micro-batch on one device; of the whole batch if their number is not given."""
         program = self.captured(self.request.microbatches or 1, 1, self.request.tiles)
         return self.request.space(program, self.request.named(Mesh({"dp": 1})))
 

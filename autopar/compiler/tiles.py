@@ -1,8 +1,8 @@
 """Losses, and MLPs, in tiles where a memory limit asks for them.
 
-A model is planned within its limit as it is. Where memory costs time, or nothing fits, it is planned once more with its
-losses in tiles, if nothing was said of these, it has some that can be taken so and their logits are worth it; and where
-`Memory(mlp_tiles="auto")` with its MLPs in tiles, too. The fastest of the plans is kept. Plans that memory does not
+A model is planned within its limit as it is. If memory costs time, or nothing fits, it is planned once more with its
+losses in tiles, unless the user decided on these or their logits are too small to matter; with
+`Memory(mlp_tiles="auto")` its MLPs are tiled, too. The fastest of the plans is kept. Plans that memory does not
 bound are those of a model without tiles, and take no longer to make.
 
 No two searches go to their ends where one says enough: each ends once it proves that its plan is no faster than the
@@ -183,7 +183,7 @@ def pipeline_as_memory_asks(
         tries = best is None or _costs_time(best, request.settings.limit)
     if tries:
         with warnings.catch_warnings(), suppress(CutOffError, InfeasibleError, PipelineError, TimeLimitError):
-            warnings.simplefilter("ignore")  # they were said of the model as it is
+            warnings.simplefilter("ignore")  # they were given for the model as it is
             tiled = planned(request.tiles._replace(loss=Fitting(num_devices)))
             best = tiled if best is None or tiled.seconds < best.seconds else best
     if best is None:

@@ -321,7 +321,7 @@ class PlanRequest:
         def again(costs: Space) -> Plan:
             context = context_of(plan)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say was said of the first search
+                warnings.simplefilter("ignore")  # the first search has warned
                 left = self.settings.lasting(seconds_until(deadline))
                 found = made(context.pins, left, Statements(costs))
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)

@@ -73,7 +73,7 @@ def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> P
     if is_over(deadline):
         return None
     with warnings.catch_warnings(), suppress(InfeasibleError, CutOffError, TimeLimitError):
-        warnings.simplefilter("ignore")  # what there is to say was said of the plan that is compared
+        warnings.simplefilter("ignore")  # the plan that is compared has warned
         found = again(pins, settings.lasting(seconds_until(deadline)))
         return found if seconds_of_microbatch(found) < settings.cutoff else None
     return None

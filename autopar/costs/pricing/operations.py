@@ -83,7 +83,7 @@ def forward_seconds(
     `product_efficiency`), or as its bytes (see `bandwidth`).
 
     `local` are the sizes of factors that the implementation reads. What the call reads and writes in elementwise
-    operations beside its products takes time of its own.
+    operations other than its products takes time of its own.
     """
     if is_view(call):
         return 0.0

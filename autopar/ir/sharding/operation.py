@@ -89,7 +89,7 @@ class Implementation:
     name: str = ""
     """Name by which plans tell it from others of the same rule; the first of a rule needs none."""
     on_demand: bool = False
-    """Offered only where its name is asked for: by an annotation, a preset of that name, or a plan that has it."""
+    """Offered only if its name is requested: by an annotation, a preset of that name, or a plan that has it."""
     choices: tuple[Choice, ...] = ()
     """Choices of a mesh axis that this implementation alone offers.
 

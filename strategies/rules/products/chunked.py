@@ -12,7 +12,7 @@ keys and values do, gather it once, all of them or none: its traffic and what is
     rows + o, again    the input is gathered whole; a rank keeps its own rows, and gathers the others again in the
                        backward, overlapped with the input's gradient, whose reduction overlaps with the weight's
 
-as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own. In a
+as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, offered under a name of its own. In a
 segment that gathers again (`Memory(recompute="selective")`) gathers in chunks do the same in the backward.
 """
 

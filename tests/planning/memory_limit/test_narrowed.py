@@ -36,7 +36,7 @@ def space() -> Space:
 
 @pytest.fixture(scope="module")
 def best(space: Space) -> Plan:
-    """The best within a limit that is met at several moments."""
+    """The best plan within a limit that several moments exceed without it."""
     return make_plan(space, {}, Settings(Memory(int(0.8 * make_plan(space, {})[0].peak_bytes))))[0]
 
 

@@ -98,7 +98,7 @@ def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypat
         assert one.gap <= ROUGHLY
     assert any(each.gap > 0 for each in found), "nothing was left open: the test says nothing"
     monkeypatch.undo()
-    monkeypatch.setattr(narrow, "CHEAP_WORK", 0)  # of so few calls all may be proven, however dear
+    monkeypatch.setattr(narrow, "CHEAP_WORK", 0)  # of so few calls all may be proven, however expensive
     few = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     assert [each.seconds for each in few] == [each.seconds for each in best] and not any(each.gap for each in few)
     monkeypatch.undo()
