@@ -107,7 +107,7 @@ def test_a_memory_limit_holds_for_both_plans() -> None:
         ({"batch": 0}, "batch=0; give a whole number of at least 1"),
         ({"prompt": 1}, "prompt=1; give a whole number of at least 2"),
         ({"within": 1.0}, 'within=1.0 chooses among meshes; give mesh="auto"'),
-        ({"optimizer": "sgd"}, "optimizer='sgd' with training=False"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' is given with training=False"),
         ({"colour": 1}, "colour is no option here"),
     ],
 )
@@ -135,6 +135,6 @@ def test_the_command_plans_generation(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*said, "--layers", "1", "--inference", "--strategy", "megatron"]) == 0
     assert "plan for the mesh dp=2" in capsys.readouterr().out
     assert main([*said, "--decode", "16", "--save", "x.json"]) == 2
-    assert "--save with --decode, which makes two plans" in capsys.readouterr().err
+    assert "--save beside --decode, which makes two plans" in capsys.readouterr().err
     assert main([*said, "--within", "1"]) == 2
     assert "--within is when the first token of --decode has to come" in capsys.readouterr().err
