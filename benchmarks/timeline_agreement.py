@@ -30,6 +30,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
+from autopar.planning.options.groups import Search
 from benchmarks.recipes import CONFIGS
 
 
@@ -138,7 +139,7 @@ def plan_of(case: Case) -> autopar.Plan:
             Mesh(dict(case.axes), hardware=case.hardware),
             inputs,
             strategy=case.strategy,
-            time_limit=TIME_LIMIT,
+            search=Search(time_limit=TIME_LIMIT),
         )
 
 

@@ -389,6 +389,6 @@ class OfflinePlanner:
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
             return chosen.plan or self.cache.pipeline_plan(asked)
 
-        turn = lasting(after(request.settings.time_limit))  # with the loss in tiles and without, together
+        turn = lasting(after(request.settings.search.time_limit))  # with the loss in tiles and without, together
         with interruptible(), self.allowance.searching(), turn:
             return pipeline_as_memory_asks(request, planned, lambda: True in tileable, inner.num_devices)

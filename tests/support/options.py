@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from autopar.compiler.arguments import GROUPS
 from autopar.costs.pricing.optimizer import Optimizer
@@ -27,7 +27,7 @@ def by_flag(**flat: Any) -> dict[str, Any]:
     for option, said in fields.items():
         given: Any = flat.get(option)
         group = GROUPS[option]
-        found[option] = replace(given, **said) if isinstance(given, group) else group(**said)
+        found[option] = replace(cast(Any, given), **said) if isinstance(given, group) else group(**said)
     found |= {name: flat[name] for name in GROUPS if name not in found and isinstance(flat.get(name), GROUPS[name])}
     if "master_copies" in flat:
         optimizer = flat.get("optimizer", "adamw")

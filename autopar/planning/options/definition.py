@@ -106,7 +106,7 @@ class Group:
         if isinstance(given, cls):
             return given
         if given is None or cls.has_shorthand:
-            make: Callable[..., Self] = cls
+            make: Any = cls  # whose fields, those of a subclass, are not known here
             return make() if given is None else make(given)
         name = cls.__name__
         raise InputError(f"{name.lower()}={reprlib.repr(given)}; give autopar.{name}(…), or None for its defaults.")

@@ -174,8 +174,8 @@ def test_without_any_estimate_in_time_no_mesh_is_planned(monkeypatch: pytest.Mon
 
 
 def test_a_pipeline_with_its_loss_in_tiles_and_without_has_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, seen = Settings(memory=LIMIT, time_limit=1000), list[float]()
-    request = PlanRequest(hardware=SLOW_DEVICES, pipeline="pp", settings=settings)
+    settings, seen = Settings(Memory(LIMIT), Search(time_limit=1000)), list[float]()
+    request = PlanRequest(hardware=SLOW_DEVICES, pipeline=Pipeline("pp"), settings=settings)
     planner = OfflinePlanner(*built_in("tiny-llama", BATCH, SEQUENCE, 3), request, PlanCache())
 
     def asks(*arguments: object) -> PipelinePlan:
@@ -184,7 +184,7 @@ def test_a_pipeline_with_its_loss_in_tiles_and_without_has_one_turn(monkeypatch:
 
     monkeypatch.setattr("autopar.compiler.offline_planner.pipeline_as_memory_asks", asks)
     with pytest.raises(InfeasibleError):
-        short = replace(request, settings=replace(settings, time_limit=5))
+        short = replace(request, settings=settings.lasting(5))
         planner.in_stages(Mesh({"pp": 2, "dp": 2}, SLOW_DEVICES.name), "pp", short)
     assert len(seen) == 1 and seen[0] <= 5
 
