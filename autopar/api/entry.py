@@ -62,7 +62,7 @@ def compile(
     run: Run | None = None,
     **options: Unpack[Training],
 ) -> ParallelModule: ...
-def compile(
+def compile(  # noqa: D417 - its options are listed one by one
     model: nn.Module,
     mesh: DeviceMesh,
     example_inputs: ExampleInputs | None = None,

@@ -61,8 +61,10 @@ def load(
 
     Args:
         model: made with its parameters on the meta device: `with torch.device("meta"): model = …`.
-        mesh, example_inputs, options: as `compile` takes them.
+        mesh: as of `compile`.
         path: a safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+        example_inputs: as of `compile`.
+        **options: as of `compile`.
 
     Raises:
         InputError: parameters have values already, or the checkpoint has other names or shapes than the model, and

@@ -35,8 +35,12 @@ def plan_generation(
         model: a causal language model of transformers, which may be on the meta device.
         mesh: where; "auto" is the way to arrange `devices` in up to `Search(max_axes=…)` axes, by default 2, that makes
             the most tokens per second.
+        batch: number of prompts.
+        prompt: tokens of a prompt.
+        tokens: new tokens of each prompt.
+        devices: number of devices to arrange, on "auto".
         within: on "auto", seconds within which the first token has to come.
-        options: those of `plan` that are not of training alone, as strategy, memory, hardware and precision.
+        **options: those of `plan` that are not of training alone, as strategy, memory, hardware and precision.
 
     >>> plan_generation(model, Mesh({"tp": 8}, hardware="h100"), batch=32, prompt=2048, tokens=256)  # doctest: +SKIP
     """

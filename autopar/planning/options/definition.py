@@ -41,6 +41,7 @@ class Satisfying:
         return self.needed
 
     def check(self, found: Any, where: str) -> None:
+        """Raise Malformed for a value that is not of the schema."""
         if not self.accepts(found):
             differs(found, where, self)
 
@@ -56,6 +57,7 @@ class EitherOf:
         return f"{self.first}, or {self.second}"
 
     def check(self, found: Any, where: str) -> None:
+        """Raise Malformed for a value that is not of the schema."""
         try:
             self.first.check(found, where)
         except Malformed:

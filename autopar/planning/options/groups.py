@@ -133,10 +133,12 @@ class Memory(Group):
 
     @property
     def limit_bytes(self) -> int | None:
+        """The limit per device in bytes."""
         return None if self.limit is None else parse_bytes(self.limit)
 
     @property
     def host_limit_bytes(self) -> int | None:
+        """The limit per host in bytes."""
         return None if self.host_limit is None else parse_bytes(self.host_limit)
 
     @property

@@ -114,6 +114,7 @@ def bench(
         memory: limit per device of autopar's plans.
         fake: run rank 0 alone, with collectives that do nothing: the mesh may have any size, times are of what one rank
             computes, and losses are not compared.
+        seed: of the models' parameters and of the batches.
 
     A script calls this under `if __name__ == "__main__":`, as the ranks are processes that import it.
 
