@@ -70,7 +70,7 @@ def lines(hardware: Sequence[str]) -> Iterator[Line]:
                             where,
                             size,
                             strategy,
-                            plan.seconds - plan.host_seconds,
+                            plan.device_seconds,
                             plan.timeline().seconds,
                         )
 

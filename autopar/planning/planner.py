@@ -208,7 +208,7 @@ def seconds_of_microbatch(plan: Plan) -> float:
     """Seconds of one micro-batch with its share of what is done once a step: what a search makes least."""
     context = context_of(plan)
     if not context.memory_model.microbatches.several:
-        return plan.seconds - plan.host_seconds
+        return plan.device_seconds
     parts = parts_of(context.memory_model, context.choices, plan.recompute)
     return parts.per_microbatch(context.memory_model.microbatches.count)
 

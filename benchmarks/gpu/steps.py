@@ -52,7 +52,7 @@ def found(
     """The rows of what was measured, of autopar's and of that by hand."""
     ratio, goal = seconds[1] / seconds[0], COMPILED_GOAL if compiled else EAGER_GOAL
     collectives = sum(moved.seconds for row in plan.rows for moved in row.transfers)
-    computing = plan.seconds - plan.host_seconds - collectives
+    computing = plan.device_seconds - collectives
     of_plan = num_bytes[0] / plan.peak_bytes
     apart = abs(losses[0] - losses[1]) / abs(losses[1])
     rows = [

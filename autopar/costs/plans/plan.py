@@ -141,6 +141,11 @@ class Plan:
         return self.simulated or self.seconds
 
     @property
+    def device_seconds(self) -> float:
+        """The sum of costs without `host_seconds`: what the search has made least."""
+        return self.seconds - self.host_seconds
+
+    @property
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds

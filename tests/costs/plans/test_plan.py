@@ -133,7 +133,18 @@ def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
         "reduce_each",
         "mode",
     )
-    further = ("reserved", "offload", "host", "waits", "simulated", "multiplier", "symbols", "formulas", "workload")
+    further = (
+        "reserved",
+        "offload",
+        "host",
+        "waits",
+        "simulated",
+        "host_seconds",
+        "multiplier",
+        "symbols",
+        "formulas",
+        "workload",
+    )
     if field in (*optional, *further, "comparison"):
         assert Plan.from_json(json.dumps(values)) == _plan()
         return
