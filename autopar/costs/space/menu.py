@@ -131,7 +131,7 @@ def menu_of(
     barred = _dealt_apart(op, bound, dealt) if dealt is not None else frozenset[str]()
     deals = [dealt is not None and name in dealing for name in mesh.names]
     offered = {
-        each: _Offer.of(
+        id(each): _Offer.of(
             [
                 choice
                 for choice in bound.choices(each.joined, weight_only, stated)
@@ -142,7 +142,7 @@ def menu_of(
         )
         for each in (ATEN, *op.implementations)
     }
-    plain = offered[ATEN].choices
+    plain = offered[id(ATEN)].choices
     work, passes = Work.of(call, op, bound), 1 + backward_share(call, op)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     # An axis of one device splits nothing.
@@ -155,7 +155,7 @@ def menu_of(
         for implementation in op.ways(names):
             if implementation.choices and not _inside(names, implementation):
                 continue
-            offer = offered[implementation]
+            offer = offered[id(implementation)]
             choices = offer.on(numbers, deals)
             if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
                 continue
@@ -168,7 +168,7 @@ def menu_of(
                 strategy = replace(strategy, regathering=again)
             if turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
-            same = (strategy.inputs, strategy.outputs, implementation)
+            same = (strategy.inputs, strategy.outputs, id(implementation))
             if same not in seen:
                 seconds = forward * passes + sum(strategy.waits)
                 for position in summed:
