@@ -65,7 +65,7 @@ def test_a_step_is_measured_beside_the_one_by_hand() -> None:
 
 @pytest.mark.parametrize(("ours_s", "met"), [(1.0, True), (1.02, True), (1.05, False)])
 def test_a_step_may_take_a_little_longer_than_by_hand(ours_s: float, met: bool) -> None:
-    plan: Any = type("Plan", (), {"seconds": 0.5, "rows": (), "peak_bytes": 100})
+    plan: Any = type("Plan", (), {"seconds": 0.5, "device_seconds": 0.5, "rows": (), "peak_bytes": 100})
     speed, _, losses, memory = steps.found(Setting(), plan, (ours_s, 1.0), (120, 90), [3.0, 3.0], False).rows
     assert (speed.met, losses.met, memory.met) == (met, True, False)
     assert memory.found == "1.200 of 100 B; by hand 90 B"

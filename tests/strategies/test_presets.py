@@ -423,4 +423,4 @@ def test_a_preset_without_a_place_says_what_it_found_and_what_to_do(
 def test_every_preset_has_a_docstring_with_its_source() -> None:
     without = {"fully_replicated"}
     for name, preset in PRESETS.items():
-        assert name in without or re.search(r"\(.*(19|20)\d\d", preset.__doc__ or "", re.DOTALL), name
+        assert name in without or re.search(r"(Source:|\().*(19|20)\d\d", preset.__doc__ or "", re.DOTALL), name

@@ -191,7 +191,7 @@ def test_a_write_into_a_view_of_the_models_own_tensor_is_refused() -> None:
 
 
 TAKES: tuple[tuple[Any, str], ...] = (
-    (2, r"static_argnames has 'n', which holds a int \(2\) in this call, and only tensors can be made static"),
+    (2, r"static_argnames=…\) has 'n', which holds a int \(2\) in this call, and only tensors can be made static"),
     ([COUNTS, 2.5], r"'n', which holds a float \(2.5\)"),
     (torch.ones(4, requires_grad=True), r"'n', which needs a gradient in this call.*; give n.detach\(\)"),
     (torch.ones(4, device="meta"), r"'n', which has no values in this call .*; give a tensor with values"),

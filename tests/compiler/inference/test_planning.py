@@ -135,6 +135,6 @@ def test_the_command_plans_generation(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*said, "--layers", "1", "--inference", "--strategy", "megatron"]) == 0
     assert "plan for the mesh dp=2" in capsys.readouterr().out
     assert main([*said, "--decode", "16", "--save", "x.json"]) == 2
-    assert "--save beside --decode, which makes two plans" in capsys.readouterr().err
+    assert "--save with --decode, which makes two plans" in capsys.readouterr().err
     assert main([*said, "--within", "1"]) == 2
     assert "--within is when the first token of --decode has to come" in capsys.readouterr().err

@@ -245,7 +245,7 @@ def test_pins_that_no_cut_follows_are_an_error(pins: dict[int, int], message: st
 
 
 def test_more_stages_than_blocks_are_an_error() -> None:
-    message = r"4 stages \(2 ranks x 2 chunks\) were requested for a model of 3 blocks; .* Use a shorter pipeline axis"
+    message = r"4 stages \(2 ranks with 2 each\) were requested for a model of 3 blocks; .* Use a shorter pipeline axis"
     with pytest.raises(PipelineError, match=message):
         _problem([1.0] * 3, Schedule("zbv", 2, 4, 2))
 

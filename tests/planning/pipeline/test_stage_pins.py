@@ -204,7 +204,10 @@ def test_an_annotation_that_cannot_hold_is_refused(num_stages: int, said: list[t
     [
         (["head"], "found 1, needed a list of 2 names, of the modules with which stages 1 to 2 begin"),
         ("head", "found text, needed a list of 2 names"),
-        (["layers.9", "head"], "stages=['layers.9', 'head']: no module that the model calls matches \"layers.9\""),
+        (
+            ["layers.9", "head"],
+            "split_points=['layers.9', 'head']): no module that the model calls matches \"layers.9\"",
+        ),
         (["layers.2", "positions"], '"positions" depends on no parameter'),
         (
             ["layers.2.down", "head"],
@@ -226,7 +229,7 @@ def test_names_that_are_no_cuts_are_refused(stages: Sequence[str], message: str)
 
 
 def test_a_name_against_an_annotation_is_refused_with_both() -> None:
-    message = 'stages=[\'layers.4\']: "layers.4" puts the block layers.3 on stage 0, and annotate("layers.3", stage=1)'
+    message = 'split_points=[\'layers.4\']): "layers.4" puts the block layers.3 on stage 0, and annotate("layers.3", '
     with pytest.raises(PipelineError, match=re.escape(message)):
         _allowed(2, ("layers.3", 1), stages=["layers.4"])
 

@@ -145,13 +145,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         r"InfeasibleError: .*1000 bytes.* needs at least [1-9]\d*\.\d+ kB .*Raise",
     ),
     "unit of memory": (lambda: compiled(memory="much"), r"InputError: 'much' is no size; write .*\"8GB\""),
-    "fraction of memory": (lambda: compiled(memory=0.5), r"InputError: memory=0\.5; give bytes .*\"8GB\""),
+    "fraction of memory": (lambda: compiled(memory=0.5), r"InputError: Memory\(limit=0\.5\); give bytes .*\"8GB\""),
     "mode": (lambda: compiled(mode="fast"), r"InputError: mode='fast'; modes are \"auto\", \"semi_auto\" and"),
     "outputs": (
         lambda: compiled(outputs="all"),
         r"InputError: outputs='all'; outputs are \"plain\", \"dtensor\" or",
     ),
-    "solver": (lambda: compiled(solver="lp"), r"InputError: solver='lp'; solvers are \"auto\" and \"ilp\""),
+    "solver": (lambda: compiled(solver="lp"), r"InputError: Search\(solver='lp'\); give one of 'auto', 'ilp'"),
     "example": (
         lambda: compiled(example=vectors()),
         r"InputError: example_inputs is a Tensor; give a tuple of positional inputs, \(x,\), or a dict",

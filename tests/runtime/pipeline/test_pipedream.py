@@ -167,10 +167,10 @@ def _tied() -> str:
 
 def test_a_step_without_an_optimizer_says_how_to_set_it(ranks: Ranks) -> None:
     for message in ranks.run(_without_an_optimizer):
-        assert 'schedule="pipedream" updates the weights inside train_step' in message
+        assert 'Pipeline(schedule="pipedream") updates the weights inside train_step' in message
         assert "set model.optimizer = " in message
 
 
 def test_tied_weights_of_several_stages_are_refused_by_name(ranks: Ranks) -> None:
     for message in ranks.run(_tied):
-        assert 'schedule="pipedream" updates every stage by itself, and transformer.wte.weight' in message
+        assert 'Pipeline(schedule="pipedream") updates every stage by itself, and transformer.wte.weight' in message

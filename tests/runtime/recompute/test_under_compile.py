@@ -248,5 +248,5 @@ def test_a_schedule_of_halved_backwards_is_not_compiled(ranks: Ranks) -> None:
     for message in ranks.run(_halved):
         assert message == (
             '"zbv" makes gradients of inputs and of weights apart, and torch.compile makes one backward of both; use '
-            'schedule="1f1b" or "interleaved_1f1b", or do without model.compile().'
+            'Pipeline(schedule="1f1b") or "interleaved_1f1b", or do without model.compile().'
         )

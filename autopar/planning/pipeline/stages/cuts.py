@@ -71,9 +71,9 @@ class CutProblem:
         assert len(self.cut_seconds) == len(self.blocks), "one transfer for every block"
         if self.schedule.num_stages > len(self.blocks):
             raise PipelineError(
-                f"{self.schedule.num_stages} stages ({self.schedule.num_ranks} ranks x {self.schedule.chunks} "
-                f"stages_per_rank) were asked of a model of {len(self.blocks)} blocks; a stage needs one block at "
-                "least. Use a shorter pipeline axis or fewer stages_per_rank."
+                f"{self.schedule.num_stages} stages ({self.schedule.num_ranks} ranks with {self.schedule.chunks} "
+                f"each) were requested for a model of {len(self.blocks)} blocks; a stage needs one block at least. Use "
+                "a shorter pipeline axis, or Pipeline(stages_per_rank=…) with fewer."
             )
         self._check_pins()
 
