@@ -64,7 +64,7 @@ BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **kernels.BY_NAME, **matmul.BY
 
 
 def rule_of(call: Call) -> OpRule | None:
-    """The rule of a call; None where there is none, so that the call runs replicated.
+    """Return the rule of a call; None where there is none, so that the call runs replicated.
 
     Rules that the user registered take precedence over the tables; RuleError where that does not fit the call. Random
     numbers of such a call are seeded by part. A rule of the tables of a call that draws counts where it says how it

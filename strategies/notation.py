@@ -21,17 +21,17 @@ LETTERS = "abcdefghijlmnpqrstuvwyz"
 
 
 def names(count: int) -> list[str]:
-    """Names for `count` dims: a, b, c …"""
+    """Return the names for `count` dims: a, b, c …"""
     return [LETTERS[i] if i < len(LETTERS) else f"a{i}" for i in range(count)]
 
 
 def batch_names(count: int) -> list[str]:
-    """Names for `count` batch dims, unlike all of one letter: a0, b0, c0 …"""
+    """Return the names for `count` batch dims, unlike all of one letter: a0, b0, c0 …"""
     return [f"{name}0" for name in names(count)]
 
 
 def term(dims: Iterable[str], mark: str = "") -> str:
-    """A term's text.
+    """Return a term's text.
 
     >>> term(["a", "(h d)"], "~"), term([])
     ('~a (h d)', '()')
@@ -40,41 +40,41 @@ def term(dims: Iterable[str], mark: str = "") -> str:
 
 
 def rule(inputs: Iterable[str], outputs: Iterable[str]) -> str:
-    """A rule's text from those of its terms."""
+    """Return a rule's text from those of its terms."""
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
 def dim_of(call: Call, name: str = "dim", ndim: int | None = None) -> int:
-    """The argument `name`, counted from 0; `ndim` defaults to that of the first input."""
+    """Return the argument `name`, counted from 0; `ndim` defaults to that of the first input."""
     return positive(call[name], len(call.inputs[0].shape) if ndim is None else ndim)
 
 
 def positive(dim: int, ndim: int) -> int:
-    """A dim counted from 0."""
+    """Return a dim counted from 0."""
     return dim % max(ndim, 1)
 
 
 def dims_of(dims: int | Sequence[int] | None, ndim: int) -> frozenset[int]:
-    """The dims that an operation works along; none named means all."""
+    """Return the dims that an operation works along; none named means all."""
     if dims is None or dims == [] or dims == ():
         return frozenset(range(ndim))
     return frozenset(positive(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def whole_at(dims: Sequence[str], whole: Iterable[int]) -> list[str]:
-    """The dims with `_` at the places named."""
+    """Return the dims with `_` at the places named."""
     places = set(whole)
     return [WHOLE if i in places else dim for i, dim in enumerate(dims)]
 
 
 def all_whole(call: Call) -> str:
-    """The rule that splits nothing, without a remark in the report that none was found."""
+    """Return the rule that splits nothing, without a remark in the report that none was found."""
     terms = ([term([WHOLE] * len(info.shape)) for info in infos] for infos in (call.inputs, call.outputs))
     return rule(*terms)
 
 
 def broadcast(shape: Sequence[int], against: Sequence[int], dims: Sequence[str]) -> list[str]:
-    """The dims of a tensor that is broadcast to the shape `against`, whose dims are called `dims`.
+    """Return the dims of a tensor that is broadcast to the shape `against`, whose dims are called `dims`.
 
     >>> broadcast((1, 3), (5, 4, 3), ["a", "b", "c"])
     ['1', 'c']
@@ -97,7 +97,7 @@ def is_bool(info: object) -> bool:
 
 
 def marks_of(call: Call, linear: Mapping[str, str]) -> dict[str, str]:
-    """The marks that hold for this call of those that hold when all marked arguments are tensors of numbers.
+    """Return the marks that hold for this call of those that hold when all marked arguments are tensors of numbers.
 
     A number in the place of an added tensor makes the operation affine: no mark is left.
     """
@@ -110,7 +110,7 @@ def marks_of(call: Call, linear: Mapping[str, str]) -> dict[str, str]:
 
 
 def pointwise(**linear: str) -> Callable[[Call], str]:
-    """The rule of an operation on single elements, its inputs broadcast to its output.
+    """Return the rule of an operation on single elements, its inputs broadcast to its output.
 
     `linear` gives the mark of each argument, for example `self="~"`.
     """
@@ -128,7 +128,7 @@ def pointwise(**linear: str) -> Callable[[Call], str]:
 
 
 def along_dims(argument: str = "dim", mark: str = "") -> Callable[[Call], str]:
-    """The rule of an operation that mixes the elements along some dims and keeps all dims in place."""
+    """Return the rule of an operation that mixes the elements along some dims and keeps all dims in place."""
 
     def entry(call: Call) -> str:
         ndim = len(call.inputs[0].shape)

@@ -50,5 +50,5 @@ def _followed(graph: RoledProgram) -> Padding:
 
 @functools.lru_cache(maxsize=8192)
 def _padded(found: RuledCall, padded: tuple[frozenset[int], ...]) -> frozenset[str]:
-    """The factors of a call that may be padded; of equal calls once."""
+    """Return the factors of a call that may be padded; of equal calls once."""
     return padded_factors(found.call, found.op, found.bound, padded, found.op.padded)

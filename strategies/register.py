@@ -60,7 +60,7 @@ def register_rule(operation: Operation, rule: str, *, flops: Flops = None, overr
 
 
 def target_of(operation: Operation) -> torch._ops.OpOverload | type[torch.autograd.Function]:
-    """The operator or class that is meant; RuleError where there is none."""
+    """Return the operator or class that is meant; RuleError where there is none."""
     if isinstance(operation, CustomOpDef):
         return operation._opoverload
     if isinstance(operation, torch._ops.OpOverload):
@@ -97,7 +97,7 @@ def _overload(packet: torch._ops.OpOverloadPacket, name: str, said: str) -> torc
 
 
 def _checked(rule: Rule) -> Rule:
-    """The rule; RuleError for a name of an output that no input has: nothing would be split there."""
+    """Return the rule; RuleError for a name of an output that no input has: nothing would be split there."""
     known = {name for term in rule.inputs for name in term.factors}
     for term in rule.outputs:
         unknown = [name for name in term.factors if name not in known]

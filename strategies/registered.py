@@ -35,7 +35,7 @@ class Registered:
     flops: Flops = None
 
     def of(self, call: Call) -> OpRule:
-        """The rule of one call; RuleError where it does not fit the call."""
+        """Return the rule of one call; RuleError where it does not fit the call."""
         inputs = _repeated(
             self.rule, self.rule.inputs, list(map(_num_tensors, _tensor_arguments(call))), "tensor arguments"
         )
@@ -62,7 +62,7 @@ def registered(target: object) -> Registered | None:
 
 
 def tensor_arguments(operator: torch._ops.OpOverload) -> list[str]:
-    """The names of an operator's arguments that are tensors, optional tensors or lists of them."""
+    """Return the names of an operator's arguments that are tensors, optional tensors or lists of them."""
     return [argument.name for argument in operator._schema.arguments if "Tensor" in str(argument.type)]
 
 
@@ -72,7 +72,9 @@ def tensor_returns(operator: torch._ops.OpOverload) -> int:
 
 
 def _tensor_arguments(call: Call) -> list[Any]:
-    """The arguments that have terms: those that the schema calls tensors; of a Function, those that have some."""
+    """Return the arguments that have terms: those that the schema calls tensors; of a Function, those that have
+    some.
+    """
     if isinstance(call.target, torch._ops.OpOverload):
         return [call.arguments.get(name) for name in tensor_arguments(call.target)]
     return [argument for argument in call.arguments.values() if _num_tensors(argument)]
@@ -92,12 +94,12 @@ def _num_tensors(argument: Any) -> int:
 
 
 def _shapes_of(argument: Any) -> Any:
-    """The shape of a tensor, the shapes of a list of them, None where an optional one is left out."""
+    """Return the shape of a tensor, the shapes of a list of them, None where an optional one is left out."""
     return argument.shape if isinstance(argument, TensorInfo) else argument and list(map(_shapes_of, argument))
 
 
 def _repeated(rule: Rule, terms: Sequence[Term], counts: Sequence[int], what: str) -> tuple[Term, ...]:
-    """A term per tensor."""
+    """Return a term per tensor."""
     if len(terms) != len(counts):
         raise RuleError(f'rule "{rule}": found {len(counts)} {what}, and the rule has {len(terms)} terms for them.')
     return tuple(term for term, count in zip(terms, counts, strict=True) for _ in range(count))

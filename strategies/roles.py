@@ -83,11 +83,13 @@ class RoledCall:
         return self.bound.rule.outputs
 
     def factor_of(self, role: str) -> str | None:
-        """The first factor that can be split and has a role."""
+        """Return the first factor that can be split and has a role."""
         return next((f for f in self.ruled.splittable if self.roles.get(f) == role), None)
 
     def fitting(self, factor: str, parts: int) -> str | None:
-        """The factor, or where it does not divide into so many parts what it is the outermost of; None: neither."""
+        """Return the factor, or where it does not divide into so many parts what it is the outermost of; None:
+        neither.
+        """
         names = (factor, *(name for name, members in self.bound.rule.products if members[0] == factor))
         return next((name for name in names if self.bound.sizes[name] % parts == 0), None)
 
@@ -235,7 +237,7 @@ class _Reader:
 
 
 def _ruled(node: fx.Node) -> RuledCall:
-    """The call of a node with its rule; RuleError with its place where a user's rule does not fit."""
+    """Return the call of a node with its rule; RuleError with its place where a user's rule does not fit."""
     try:
         return ruled(Call.of(node))
     except RuleError as error:
@@ -248,7 +250,8 @@ def _ruled(node: fx.Node) -> RuledCall:
 
 @functools.lru_cache(maxsize=8192)
 def _factor_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool, ...]) -> Mapping[str, str]:
-    """Roles of factors: by their name (o, k, x), those of a product by experts, else of the input dims they stand on.
+    """Return the roles of factors: by their name (o, k, x), those of a product by experts, else of the input dims they
+    stand on.
 
     The first of these counts, and before it an expert: gates, whose experts are columns of the router, meet rows.
     """
@@ -266,7 +269,7 @@ def _factor_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool
 
 
 def _product_by_experts(found: RuledCall, weights: tuple[bool, ...]) -> Mapping[str, str]:
-    """Roles in a product of activations with a matrix per expert (E, in, out); empty for all other calls.
+    """Return the roles in a product of activations with a matrix per expert (E, in, out); empty for all other calls.
 
     The experts, dim 0 of the weight, are a batch that both have; of the other dims one is summed, one is put out.
     """
@@ -287,7 +290,7 @@ def _product_by_experts(found: RuledCall, weights: tuple[bool, ...]) -> Mapping[
 
 @functools.lru_cache(maxsize=8192)
 def _output_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool, ...]) -> tuple[Roles, ...]:
-    """Roles of the dims of every output."""
+    """Return the roles of the dims of every output."""
     roles = _factor_roles(found, dims, weights)
     return tuple(
         tuple(
@@ -299,7 +302,9 @@ def _output_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool
 
 
 def _kept_role(found: RuledCall, dims: tuple[Roles, ...], dim: int, size: int) -> str | None:
-    """The role of an output's dim that must stay whole: that of the same dim of the first input, if it is as large."""
+    """Return the role of an output's dim that must stay whole: that of the same dim of the first input, if it is as
+    large.
+    """
     if not dims:
         return None
     shape = found.call.inputs[0].shape

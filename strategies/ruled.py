@@ -37,7 +37,7 @@ class RuledCall:
 
 @functools.lru_cache(maxsize=8192)
 def ruled(call: Call) -> RuledCall:
-    """The call with its rule; equal calls of all layers get theirs once.
+    """Return the call with its rule; equal calls of all layers get theirs once.
 
     A rule of the tables that does not fit leaves the call replicated; one that the user gave is a RuleError.
     """

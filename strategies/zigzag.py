@@ -38,7 +38,7 @@ class Dealt:
     dims: Mapping[Value, frozenset[int]]
 
     def of(self, value: Value) -> frozenset[int]:
-        """The dims of a tensor."""
+        """Return the dims of a tensor."""
         return self.dims.get(value, frozenset())
 
     def inputs(self, call: RoledCall, graph: RoledProgram) -> tuple[frozenset[int], ...]:
@@ -51,7 +51,7 @@ class Dealt:
         return tuple(self.of(value) | of_weights.get(value, set()) for value in call.inputs)
 
     def outputs(self, call: RoledCall) -> tuple[frozenset[int], ...]:
-        """The dims of a call's outputs."""
+        """Return the dims of a call's outputs."""
         return tuple(map(self.of, _outputs(call)))
 
 
@@ -137,7 +137,7 @@ def _splits(call: RoledCall) -> Iterator[tuple[str, Value, int]]:
 
 @functools.lru_cache(maxsize=8192)
 def _places(found: RuledCall) -> tuple[tuple[str, bool, int, int], ...]:
-    """The same of all equal calls: whether it is an output or an input, its position, and the dim."""
+    """Return the same of all equal calls: whether it is an output or an input, its position, and the dim."""
     rule, splittable = found.bound.rule, found.bound.splittable
     split: list[tuple[str, bool, int, int]] = []
     for is_output, terms in enumerate((rule.inputs, rule.outputs)):
@@ -156,7 +156,7 @@ def _outputs(call: RoledCall) -> list[Value]:
 
 
 def _rows_of_experts(graph: RoledProgram) -> frozenset[Value]:
-    """Rows of experts, what says where they are, and what is made of them."""
+    """Return the rows of experts, what says where they are, and what is made of them."""
     rows: set[Value] = set()
     for call in graph.calls.values():
         outputs = set(_outputs(call))

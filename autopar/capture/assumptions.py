@@ -88,7 +88,7 @@ class Place:
         return f"{os.path.basename(self.path)}:{self.line}"
 
     def assumed(self, value: bool | None = None) -> Assumption:
-        """The assumption that names this place."""
+        """Return the assumption that names this place."""
         return Assumption(os.path.basename(self.path), self.line, value)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Branches:
     """Place where a truth value was read that is tested elsewhere, by the value's expression."""
 
     def said(self, place: Place, passing: bool | None) -> bool | None:
-        """The value that `Capture(assume=…)` gives to the branch at a place."""
+        """Return the value that `Capture(assume=…)` gives to the branch at a place."""
         for each in self.assumptions:
             if each.names(place) and (each.value is not None or passing is not None):
                 value = passing if each.value is None else each.value
@@ -119,7 +119,9 @@ class Branches:
         return None
 
     def decide(self, tested: Any) -> bool:
-        """The value of a branch that tracing cannot tell; UndecidedError for one that is no check and not spoken of."""
+        """Return the value of a branch that tracing cannot tell; UndecidedError for one that is no check and not spoken
+        of.
+        """
         place, passing = _here()
         origin = self.origins.get(_expression(tested))
         value = self.said(place, passing)
@@ -198,7 +200,7 @@ def decided_branches(branches: Branches) -> Iterator[None]:
 
 
 def place_of(error: BaseException) -> Place | None:
-    """The innermost line outside torch and capture where an error, or what caused it, was raised."""
+    """Return the innermost line outside torch and capture where an error, or what caused it, was raised."""
     found, seen = None, set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -215,7 +217,9 @@ def place_of(error: BaseException) -> Place | None:
 
 
 def _here() -> tuple[Place, bool | None]:
-    """The model's line that runs, and the value with which a check there passes, or one that torch makes for it."""
+    """Return the model's line that runs, and the value with which a check there passes, or one that torch makes for
+    it.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((HERE, *TRACING)):
         frame = frame.f_back
@@ -237,7 +241,7 @@ def _expression(value: Any) -> object:
 
 
 def passing_value(path: str, line: int) -> bool | None:
-    """The value of what an assert, or an `if` that raises, tests at a line, with which it lets the model go on.
+    """Return the value of what an assert, or an `if` that raises, tests at a line, with which it lets the model go on.
 
     None where no such check stands there, or where parts of it ask for different values.
     """

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def layer_by_layer(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A recurrent net with dropout between its layers as one call for each layer, and one of dropout between."""
+    """Return a recurrent net with dropout between its layers as one call for each layer, and one of dropout between."""
 
     def run(
         x: Tensor,
@@ -85,7 +85,7 @@ def covariance(
 
 
 def correlation(x: Tensor) -> Tensor:
-    """The covariance of the rows of x, divided by their deviations."""
+    """Return the covariance of the rows of x, divided by their deviations."""
     found = covariance(x)
     if not found.ndim:
         return found / found

@@ -64,7 +64,7 @@ class Traced:
     python: PythonState
 
     def program(self, tiles: Tiles) -> Program:
-        """The Program of the model, with its losses and MLPs in tiles; errors as `capture` has them."""
+        """Return the Program of the model, with its losses and MLPs in tiles; errors as `capture` has them."""
         draft, training = self.draft.copied(), self.form.training
         with torch.autocast("cpu", enabled=False):
             in_tiles(draft, tiles, training)
@@ -92,7 +92,8 @@ def capture(
     mlp_tiles: MlpTiles = None,
     precision: Precision = AS_IT_IS,
 ) -> Program:
-    """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
+    """Return the Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other
+    values.
 
     Args:
         model: any module that `torch.export` can trace; its parameters may be on the meta device, and are not touched.
@@ -192,7 +193,7 @@ def _traced(
     autocast: Autocast | None,
     change: Callable[[nn.Module], None] = lambda traced: None,
 ) -> tuple[Traced, Recorder]:
-    """A model that is changed before, traced, and what its forward reads and writes of Python."""
+    """Return a model that is changed before, traced, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     check_no_wrappers(model)
     check_no_backward_hooks(model)
@@ -240,7 +241,7 @@ def _equal(one: Program, other: Program) -> bool:
 
 
 def skeleton(model: nn.Module, precision: Precision = AS_IT_IS) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device, with their names and ties.
+    """Return a copy of a model whose parameters and buffers are on the meta device, with their names and ties.
 
     Parameters have the dtype in which they are to be stored.
     """
@@ -253,7 +254,7 @@ def skeleton(model: nn.Module, precision: Precision = AS_IT_IS) -> nn.Module:
 
 
 def skeleton_of(model: nn.Module, precision: Precision, training: bool) -> nn.Module:
-    """The skeleton of a model, without gradients where there is no training."""
+    """Return the skeleton of a model, without gradients where there is no training."""
     made = skeleton(model, precision)
     return made if training else made.requires_grad_(False)
 
@@ -265,7 +266,8 @@ def freeze(model: nn.Module, frozen: frozenset[str] | None) -> None:
 
 
 def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None, precision: Precision) -> nn.Module:
-    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache or loops over data.
+    """Return the skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache or loops over
+    data.
 
     Parameters have the dtype in which they are used.
     """
@@ -282,7 +284,7 @@ def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None, pre
 
 
 def _copied(model: nn.Module, empty: Any) -> nn.Module:
-    """A copy in which every parameter and buffer is `empty` of it, and other tensors are shared."""
+    """Return a copy in which every parameter and buffer is `empty` of it, and other tensors are shared."""
     memo: dict[int, Any] = {}
     check_modules(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -319,7 +321,7 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
 
 
 def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
-    """The attribute because of which a model cannot be copied."""
+    """Return the attribute because of which a model cannot be copied."""
     for path, module in model.named_modules():
         for name in vars(module).keys() - INTERNALS:
             try:
@@ -330,7 +332,7 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake CPU tensor like `tensor`."""
+    """Return a fake CPU tensor like `tensor`."""
     with mode, torch.inference_mode(False):
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
@@ -379,7 +381,7 @@ def _sources(
 
 
 def _leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """A readable name per leaf of the inputs: `labels`, `images[0]`."""
+    """Return a readable name per leaf of the inputs: `labels`, `images[0]`."""
     try:
         positional = list(inspect.signature(model.forward).bind_partial(*args).arguments)
     except (TypeError, ValueError):

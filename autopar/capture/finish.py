@@ -37,7 +37,7 @@ class Form:
 
 
 def finished(draft: TracedGraph, form: Form) -> Program:
-    """The Program of a graph, which has no other use then."""
+    """Return the Program of a graph, which has no other use then."""
     graph = _ordered(draft.graph)
     named = [(node.meta.pop("source"), node.name) for node in graph.nodes if node.op == "placeholder"]
     by_leaf = {source.index: name for source, name in named if source.kind == "input"}
@@ -61,7 +61,7 @@ def finished(draft: TracedGraph, form: Form) -> Program:
 
 
 def _ordered(graph: fx.Graph) -> fx.Graph:
-    """The same graph, fresh, with parameters first, then buffers, constants and inputs."""
+    """Return the same graph, fresh, with parameters first, then buffers, constants and inputs."""
     ordered = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

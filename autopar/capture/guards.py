@@ -62,7 +62,7 @@ def check_no_backward_hooks(model: nn.Module) -> None:
 
 
 def hooks_on_all_modules() -> dict[int, Any]:
-    """Number → hook of those that run for every module there is and are not torch's own, which only look."""
+    """Return the number → hook of those that run for every module there is and are not torch's own, which only look."""
     tables = [table for table in HOOKS_ON_ALL if table]
     return {
         number: hook

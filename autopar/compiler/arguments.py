@@ -248,7 +248,7 @@ def check_buckets(buckets: Buckets | None, num_microbatches: int | None, static:
 
 
 def check_hooks(program: Program, num_microbatches: int) -> Program:
-    """The program; CaptureError where gradient hooks would see the gradients of micro-batches."""
+    """Return the program; CaptureError where gradient hooks would see the gradients of micro-batches."""
     if program.python.hooks and num_microbatches > 1:
         raise CaptureError(
             f"the forward registers gradient hooks, which would see the gradient of each of {num_microbatches} "

@@ -29,7 +29,8 @@ from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
 
 
 def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **options: Any) -> Plan:
-    """The same plan with the context that `explain`, `what_if` and `verify` need; options as `autopar.plan` had them.
+    """Return the same plan with the context that `explain`, `what_if` and `verify` need; options as `autopar.plan` had
+    them.
 
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """

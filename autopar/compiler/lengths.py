@@ -96,7 +96,7 @@ class SmallSizes:
         what: str,
         buffers: Mapping[str, Tensor],
     ) -> Program:
-        """The program of padded inputs; InputError where its outputs are others."""
+        """Return the program of padded inputs; InputError where its outputs are others."""
         behind = padded(inputs, roles, sizes)
         other = self._captured(behind)
         found = first_unequal(program, other, inputs, behind, buffers) if self.buckets.check else None
@@ -106,7 +106,7 @@ class SmallSizes:
 
     @uncollected()
     def _captured(self, inputs: Arguments) -> Program:
-        """The program of these inputs, in float64, whatever the model is stored in."""
+        """Return the program of these inputs, in float64, whatever the model is stored in."""
         model = skeleton(self.model).double()
         off = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
         try:

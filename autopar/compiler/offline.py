@@ -49,7 +49,7 @@ def plan_offline(
     request: PlanRequest,
     devices: int | None,
 ) -> Plan | PipelinePlan:
-    """The best plan on the mesh; on "auto", on the best mesh of `devices`."""
+    """Return the best plan on the mesh; on "auto", on the best mesh of `devices`."""
     check_planned_mesh(mesh, devices)
     # Meshes that are compared share their time, so that a plan of one is not what would be made of it alone.
     cache = PlanCache() if isinstance(mesh, str) else PlanCache.of(request.settings.search.cache)
@@ -63,7 +63,7 @@ def plan_offline(
 
 
 def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan:
-    """The best plan of all meshes; where a memory limit leaves none in one piece, that of the best pipeline."""
+    """Return the best plan of all meshes; where a memory limit leaves none in one piece, that of the best pipeline."""
     request = planner.request
     meshes = meshes_of(mesh, devices, request.hardware, planner.most_axes(devices), request.pipeline.axis)
     if request.pipeline.axis is None:
@@ -119,7 +119,7 @@ def not_estimated(planner: OfflinePlanner) -> str:
 
 
 def _estimated(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan | None:
-    """The best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
+    """Return the best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
     subject, exact = subject_of(planner, mesh, devices)
     _check_room(planner, subject.meshes[0])
     deadline = after(planner.request.settings.search.time_limit)

@@ -74,7 +74,7 @@ class OfflinePlanner:
         """Keys of `traces` of the whole model where one with fewer layers would do, but is not the same."""
 
     def captured(self, count: int, num_parts: int, tiles: Tiles) -> Program:
-        """The program of one of so many micro-batches, of a batch of so many times the example."""
+        """Return the program of one of so many micro-batches, of a batch of so many times the example."""
         if (count, num_parts, tiles) not in self.programs:
             with uncollected():
                 program = self.traced(count, num_parts).program(tiles)
@@ -82,7 +82,7 @@ class OfflinePlanner:
         return self.programs[count, num_parts, tiles]
 
     def traced(self, count: int, num_parts: int) -> Traced:
-        """The model, of which such programs are made."""
+        """Return the model, of which such programs are made."""
         if (count, num_parts) not in self.traces:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
@@ -103,7 +103,7 @@ class OfflinePlanner:
         )
 
     def arriving(self, count: int, mesh: Mesh, tiles: Tiles) -> tuple[Program, dict[str, Layout]]:
-        """The same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
+        """Return the same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
         axes = axes_of_parts(self.request.inputs, mesh)
         program = self.captured(count, math.prod(map(mesh.size, axes)), tiles)
         return program, layouts_of_parts(program, self.batch, mesh, axes)
@@ -131,7 +131,7 @@ class OfflinePlanner:
         return self.request.within(mesh).settings.tensor_limit
 
     def in_pipelines(self) -> OfflinePlanner:
-        """The same for pipelines, whose axis has its usual name; what is captured serves both."""
+        """Return the same for pipelines, whose axis has its usual name; what is captured serves both."""
         other = copy.copy(self)
         other.request = replace(self.request, pipeline=replace(self.request.pipeline, axis=USUAL_PIPELINE))
         return other
@@ -196,7 +196,9 @@ class OfflinePlanner:
             yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
 
     def shortened(self, count: int, num_parts: int, tiles: Tiles) -> Shortened:
-        """The shorter form of a micro-batch's program, captured of a model with fewer layers where that is the same."""
+        """Return the shorter form of a micro-batch's program, captured of a model with fewer layers where that is the
+        same.
+        """
         key = count, num_parts, tiles
         if key not in self.shorter:
             is_new = (count, num_parts) not in self.traces
@@ -221,7 +223,7 @@ class OfflinePlanner:
         return shortened(self.single.program, self.blocks, self.said)
 
     def _traced_shorter(self, count: int, num_parts: int) -> Traced | None:
-        """The model with fewer layers, traced; None where it is not the shorter form of the model."""
+        """Return the model with fewer layers, traced; None where it is not the shorter form of the model."""
         if not self.runs_with_fewer_layers:
             return None
         key = count, num_parts
@@ -246,7 +248,7 @@ class OfflinePlanner:
         return model if gone and not self.said and without_layers(model, gone) else None
 
     def _of_fewer_layers(self, count: int, num_parts: int) -> Traced | None:
-        """The model with fewer layers, traced; None where it cannot do without them."""
+        """Return the model with fewer layers, traced; None where it cannot do without them."""
         if self.fewer_layers is None:
             return None
         try:
@@ -255,7 +257,7 @@ class OfflinePlanner:
             return None
 
     def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
-        """The best plan of an estimated candidate, with its schedule and micro-batches."""
+        """Return the best plan of an estimated candidate, with its schedule and micro-batches."""
         mesh, count, schedule = estimate.mesh, estimate.microbatches, estimate.schedule
         settings = self.request.settings.lasting(turn.time_limit)
         if schedule is None:
@@ -281,7 +283,7 @@ class OfflinePlanner:
         return of_pipeline(self.in_stages(mesh, str(self.request.pipeline.axis), wanted, turn.cutoff, looked_at))
 
     def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
-        """The best plan on one of the meshes that are compared.
+        """Return the best plan on one of the meshes that are compared.
 
         Where a pipeline has no part in it and the whole batch does not fit, it is halved until its micro-batches do.
         """
@@ -326,12 +328,12 @@ class OfflinePlanner:
         return None
 
     def floor(self, mesh: Mesh, count: int) -> int:
-        """Bytes per device that are stored however small micro-batches are."""
+        """Return the bytes per device that are stored however small micro-batches are."""
         program, arriving = self.arriving(count, mesh, self.request.tiles)
         return least_stored(MemoryModel(self._with_least_stored(self.request.space(program, mesh, arriving))))
 
     def _with_least_stored(self, space: Space) -> Space:
-        """The space with as little on the device as the request allows."""
+        """Return the space with as little on the device as the request allows."""
         if self.request.memory.offload != "auto":
             return space
         return space.with_optimizer(self.request.offloading(space.hardware, space.mesh.num_devices))

@@ -242,7 +242,7 @@ class _Compiler:
     def _plan(
         self, request: PipelineRequest, in_tiles: Callable[[Tiles], PipelineRequest], allowance: Allowance
     ) -> PipelinePlan:
-        """The plan that was given, for the first inputs, or that of the first rank."""
+        """Return the plan that was given, for the first inputs, or that of the first rank."""
 
         num_devices = Mesh.of(self.stage_devices).num_devices
 
@@ -299,7 +299,7 @@ def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:
 
 
 def pipeline_plan_of(plan: object) -> PipelinePlan | None:
-    """The plan, which must be one of a pipeline; PipelineError where it is not."""
+    """Return the plan, which must be one of a pipeline; PipelineError where it is not."""
     if plan is None or isinstance(plan, PipelinePlan):
         return plan
     raise PipelineError(
@@ -317,7 +317,7 @@ def _check_not_deterministic(run: Run) -> None:
 
 
 def stage_devices(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The devices of this rank's stages: the other axes of the mesh, or one device."""
+    """Return the devices of this rank's stages: the other axes of the mesh, or one device."""
     names = mesh.mesh_dim_names
     assert names is not None
     others = tuple(name for name in names if name != axis)
@@ -329,7 +329,7 @@ def stage_devices(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def _of_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor:
-    """The values that the first rank of the pipeline has; a tensor without values as it is."""
+    """Return the values that the first rank of the pipeline has; a tensor without values as it is."""
     if tensor.is_meta:
         return tensor
     values = tensor.detach().to(mesh.device_type, copy=True).contiguous()

@@ -134,7 +134,7 @@ def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mappin
 
 
 def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Made], None]) -> Made | None:
-    """The plan in a file; None, with a warning, where it holds no plan that fits."""
+    """Return the plan in a file; None, with a warning, where it holds no plan that fits."""
     try:
         entry = read_json(read_text(path))
         _ENTRY.check(entry, "")
@@ -150,7 +150,7 @@ def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Ma
 
 
 def _key(*parts: Any) -> str:
-    """A name for all that plans are made from, equal in every process."""
+    """Return a name for all that plans are made from, equal in every process."""
     text = json.dumps([_code(), torch.__version__, *map(_plain, parts)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -190,7 +190,7 @@ def _of_request(request: PlanRequest) -> PlanRequest:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON that is equal for equal values."""
+    """Return a value as JSON that is equal for equal values."""
     if is_dataclass(value) and not isinstance(value, type):
         return [type(value).__name__, *((each.name, _plain(getattr(value, each.name))) for each in fields(value))]
     if isinstance(value, Mapping):
@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _code() -> str:
-    """A hash of autopar itself, so that another version plans anew."""
+    """Return a hash of autopar itself, so that another version plans anew."""
     digest = hashlib.sha256()
     for file in _files((autopar.__path__, autopar.strategies.__path__, autopar.runtime.__path__)):
         digest.update(file.name.encode())

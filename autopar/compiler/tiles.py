@@ -49,7 +49,7 @@ Spaces = Callable[[Tiles], Space]
 def plan_as_memory_asks(
     request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
 ) -> Plan:
-    """The best plan of a model whose space is given; of one in tiles, where that is the faster."""
+    """Return the best plan of a model whose space is given; of one in tiles, where that is the faster."""
     losses, mlps = _takes_losses(request, space), _takes_mlps(request, space)
     memory = request.settings.tensor_limit
     if memory is None or not (losses or mlps):
@@ -207,7 +207,9 @@ def _takes_mlps(request: PlanRequest, space: Space) -> bool:
 
 
 def _bytes_of_logits(space: Space) -> dict[int, list[int]]:
-    """Bytes of what each loss reads on one device, by its strategies; losses by the numbers of their decisions."""
+    """Return the bytes of what each loss reads on one device, by its strategies; losses by the numbers of their
+    decisions.
+    """
     found = {}
     for number, decision in enumerate(space.decisions):
         if decision.kind == "call" and decision.node.target in LOSSES and decision.menu.call is not None:
@@ -218,7 +220,7 @@ def _bytes_of_logits(space: Space) -> dict[int, list[int]]:
 
 
 def _bytes_of_logits_in(plan: Plan) -> int:
-    """Bytes of what the losses of a plan read, on one device."""
+    """Return the bytes of what the losses of a plan read, on one device."""
     context = context_of(plan)
     return sum(held[context.choices[number]] for number, held in _bytes_of_logits(context.space).items())
 
@@ -229,7 +231,7 @@ def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
 
 
 def tiles_of_pipeline(plan: PipelinePlan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
-    """The same of a pipeline, on the mesh of a stage."""
+    """Return the same of a pipeline, on the mesh of a stage."""
     texts = [text for stage in plan.stages for text in stage.plan.descriptions.values()]
     return _tiles_of(texts, program, asked, mesh)
 

@@ -176,7 +176,9 @@ class _Compiler:
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
     def _plan(self, space: Space, spaces: Spaces, allowance: Allowance) -> Plan:
-        """The plan that was given, for the first inputs, or that of the first rank, which alone can explain it."""
+        """Return the plan that was given, for the first inputs, or that of the first rank, which alone can explain
+        it.
+        """
         contexts: list[Context | None] = []
 
         @uncollected()

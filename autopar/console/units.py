@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes from a number or a text with a unit.
+    """Return the bytes from a number or a text with a unit.
 
     >>> parse_bytes("8GB"), parse_bytes("1.5 MiB"), parse_bytes(100)
     (8000000000, 1572864, 100)
@@ -31,7 +31,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def parse_count(count: str | float) -> float:
-    """A number of things from a number or a text with a unit.
+    """Return a number of things from a number or a text with a unit.
 
     >>> parse_count("1T"), parse_count("300B"), parse_count(2e9)
     (1000000000000.0, 300000000000.0, 2000000000.0)
@@ -45,7 +45,7 @@ def parse_count(count: str | float) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as text, in powers of ten.
+    """Return the bytes as text, in powers of ten.
 
     >>> format_bytes(8_000_000_000)
     '8.00 GB'
@@ -57,7 +57,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as text.
+    """Return the seconds as text.
 
     >>> format_seconds(0.0123)
     '12.30 ms'
@@ -68,7 +68,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A number of things as text.
+    """Return a number of things as text.
 
     >>> format_count(8_030_261_248), format_count(120)
     ('8.03 B', '120')
@@ -80,7 +80,7 @@ def format_count(count: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share as per cent, of which something is left to see however small it is.
+    """Return a share as per cent, of which something is left to see however small it is.
 
     >>> format_share(0.0325), format_share(1.5e-5), format_share(0.0)
     ('3.25%', '0.0015%', '0.00%')

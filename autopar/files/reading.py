@@ -13,7 +13,7 @@ MAX_CHARACTERS = 2**27
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file; Malformed where there is none, or none that is text."""
+    """Return the text of a file; Malformed where there is none, or none that is text."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)

@@ -129,11 +129,11 @@ class Strategy(ModelParallelStrategy):
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, in parts or whole on the first rank, as checkpoints are to have it."""
+        """Return the model's state, in parts or whole on the first rank, as checkpoints are to have it."""
         return get_model_state_dict(self._lightning, options=self._kept())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """An optimizer's state, in parts, or whole on the first rank as Lightning numbers it on one process."""
+        """Return an optimizer's state, in parts, or whole on the first rank as Lightning numbers it on one process."""
         plain = getattr(optimizer, "_optimizer", optimizer)
         found = get_optimizer_state_dict(self._lightning, plain, options=self._kept())
         if self._save_distributed_checkpoint or self.global_rank:

@@ -77,7 +77,7 @@ class Trainer(transformers.Trainer):
         vars(model)["_is_accelerate_prepared"] = True  # accelerate leaves it as it is
 
     def _compiled(self, mesh: DeviceMesh, options: Mapping[str, Any]) -> Any:
-        """The model, compiled for a step as the Trainer makes it."""
+        """Return the model, compiled for a step as the Trainer makes it."""
         plain: Any = self.model
         trains = self.train_dataset is not None
         loader: Any = self.get_train_dataloader() if trains else self.get_eval_dataloader()
@@ -223,7 +223,7 @@ def check_is_honoured(args: Any) -> None:
 
 
 def _samples(dataset: Any) -> Iterator[Any]:
-    """The samples of a dataset in its own order, which loaders may shuffle."""
+    """Return the samples of a dataset in its own order, which loaders may shuffle."""
     if isinstance(dataset, IterableDataset):
         return iter(dataset)
     return (dataset[number] for number in range(len(dataset)))

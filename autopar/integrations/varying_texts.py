@@ -31,7 +31,7 @@ def buckets_for(
 
 
 def _lengths(batch: Any) -> set[int]:
-    """The numbers of positions that the inputs of a batch have."""
+    """Return the numbers of positions that the inputs of a batch have."""
     named = batch.items() if isinstance(batch, Mapping) else ()
     return {value.shape[1] for name, value in named if name in COMMON and isinstance(value, Tensor) and value.ndim > 1}
 

@@ -281,7 +281,7 @@ NAMES = tuple(BUILT_IN)
 def built_in(
     name: str, batch: int, sequence: int, num_layers: int | None = None, device: str = "meta"
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model of NAMES and inputs for it: its forward returns a loss.
+    """Return a model of NAMES and inputs for it: its forward returns a loss.
 
     Args:
         batch: texts or images in all.
@@ -315,7 +315,7 @@ def num_values(name: str) -> int:
 
 
 def language_model(name: str, num_layers: int | None = None, device: str = "cpu") -> LanguageModel:
-    """A causal language model of NAMES, with its own number of layers unless told otherwise.
+    """Return a causal language model of NAMES, with its own number of layers unless told otherwise.
 
     Equal after equal `torch.manual_seed`.
     """

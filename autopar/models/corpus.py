@@ -16,7 +16,7 @@ MAX_BYTES = 4_000_000
 
 
 def library_text(max_bytes: int = MAX_BYTES) -> bytes:
-    """The modules at the top of the standard library, one after the other in the order of their names."""
+    """Return the modules at the top of the standard library, one after the other in the order of their names."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = bytearray()
     for file in files:

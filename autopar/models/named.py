@@ -20,7 +20,7 @@ from autopar.models.catalogue import BUILT_IN, built_in, num_values
 def named(
     name: str, batch: int, sequence: int, num_layers: int | None = None, device: str = "meta"
 ) -> tuple[nn.Module, Any]:
-    """The model that is named and inputs for it.
+    """Return the model that is named and inputs for it.
 
     MODULE:FUNCTION returns a model, or a model and its example inputs; without them the model takes tokens. Only
     built-in models have `batch`, `sequence`, `num_layers` and `device`, and models that take tokens the first two.
@@ -37,7 +37,7 @@ def named(
 def trainable(
     name: str, batch: int, sequence: int, num_layers: int | None, device: str, seed: int
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model that is named with weights on the device, and a batch of random data; equal after equal seeds.
+    """Return the model that is named with weights on the device, and a batch of random data; equal after equal seeds.
 
     Raises InputError where its inputs are no tuple of tensors.
     """
@@ -82,7 +82,7 @@ def called(spec: str) -> Any:
 
 
 def of_user(error: BaseException) -> str:
-    """An error with its traceback, without the frames that lead from autopar to the user's code."""
+    """Return an error with its traceback, without the frames that lead from autopar to the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = next((n for n, frame in enumerate(frames) if not frame.filename.startswith(_NOT_THEIRS)), len(frames))
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[theirs:])]

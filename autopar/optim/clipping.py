@@ -35,7 +35,7 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_ty
 
 @torch.no_grad()
 def total_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of the gradients of all parameters that have one."""
+    """Return the norm of the gradients of all parameters that have one."""
     on_host = _norms_on_host(parameters, norm_type)
     norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -76,7 +76,7 @@ def _axes(parameter: torch.Tensor) -> Axes:
 
 
 def _over_ranks(norms: torch.Tensor, norm_type: float, axes: Axes) -> torch.Tensor:
-    """The norm of parts with these norms on this rank, and of those on the other ranks along some axes of a mesh."""
+    """Return the norm of all parts: those of these norms on this rank, and those of other ranks along some axes."""
     norm, (mesh, split) = torch.linalg.vector_norm(norms, norm_type), axes
     if mesh is None or not split:
         return norm

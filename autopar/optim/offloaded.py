@@ -85,7 +85,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of all parameters that have gradients; the host has computed it when this returns."""
+        """Return a step of all parameters that have gradients; the host has computed it when this returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

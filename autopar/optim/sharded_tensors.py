@@ -15,7 +15,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor's elements in the order in which they, or those of another one of its shape, lie in memory.
+    """Return a tensor's elements in the order in which they, or those of another one of its shape, lie in memory.
 
     They share its memory where it lies in that order without gaps.
     """
@@ -29,19 +29,19 @@ def whole(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def as_stored(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole matrix that every rank has, in the parts of `like`; nothing is communicated."""
+    """Return a whole matrix that every rank has, in the parts of `like`; nothing is communicated."""
     if not isinstance(like, DTensor):
         return matrix
     return placed(matrix, like, like.placements)
 
 
 def placed(tensor: torch.Tensor, like: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A whole tensor that every rank has, in parts on the mesh of `like`; nothing is communicated."""
+    """Return a whole tensor that every rank has, in parts on the mesh of `like`; nothing is communicated."""
     mesh = like.device_mesh
     everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=placements)
 
 
 def split_dim(placement: Placement) -> int | None:
-    """The dim that a placement of a matrix splits, None where it is whole."""
+    """Return the dim that a placement of a matrix splits, None where it is whole."""
     return placement.dim if isinstance(placement, Shard) else None

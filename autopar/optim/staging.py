@@ -32,7 +32,7 @@ class Staged:
 
 
 def staging_bytes(parameters: Iterable[Staged]) -> int:
-    """Bytes of host memory through which parameters pass: a gradient and a weight in each slot, as large as a block."""
+    """Return the bytes of host memory through which parameters pass: a gradient and a weight of a block per slot."""
     passing, widened = _largest(parameters)
     return SLOTS * 2 * passing + widened * torch.float32.itemsize
 
@@ -105,7 +105,7 @@ class Link:
 
     @staticmethod
     def mark(stream: torch.cuda.Stream | None) -> torch.Event | None:
-        """A mark behind all that a stream was given so far."""
+        """Return a mark behind all that a stream was given so far."""
         return None if stream is None else stream.record_event()
 
     @staticmethod

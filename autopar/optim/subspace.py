@@ -18,14 +18,14 @@ Placements = tuple[Placement, ...]
 
 
 def tall(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, transposed where it has more columns than rows."""
+    """Return the matrix, transposed where it has more columns than rows."""
     return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.t()
 
 
 def basis_of(gradient: torch.Tensor, rank: int) -> torch.Tensor:
-    """The first `rank` right singular vectors of a tall matrix, as columns, in parts where it is; gathers the matrix.
+    """Return the first `rank` right singular vectors of a tall matrix, as columns; gathers the matrix.
 
-    In the order of singular values, each with its largest entry positive.
+    They are sharded as the matrix, in the order of singular values, each with its largest entry positive.
     """
     every = whole(gradient)
     vectors = torch.linalg.svd(every.float(), full_matrices=False).Vh[:rank].t()
@@ -37,7 +37,7 @@ def basis_of(gradient: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def as_used(basis: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The basis as parts of the tall matrix `like` are multiplied by it."""
+    """Return the basis as parts of the tall matrix `like` are multiplied by it."""
     if not isinstance(like, DTensor) or not isinstance(basis, DTensor):
         return basis
     return basis.redistribute(placements=_each(like, long=Replicate(), short=Shard(0)))
@@ -72,6 +72,6 @@ def projected_back(inside: torch.Tensor, basis: torch.Tensor, like: torch.Tensor
 
 
 def _each(matrix: DTensor, long: Placement, short: Placement) -> Placements:
-    """A placement for every axis: by which dim of a tall matrix it splits, whole where it splits none."""
+    """Return a placement for every axis: by which dim of a tall matrix it splits, whole where it splits none."""
     kinds = {0: long, 1: short, None: Replicate()}
     return tuple(kinds[split_dim(placement)] for placement in matrix.placements)

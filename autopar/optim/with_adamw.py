@@ -50,7 +50,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of all parameters that have gradients."""
+        """Return a step of all parameters that have gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -90,7 +90,7 @@ class Formulation:
         """Prices of memory of a plan of the same model, captured otherwise."""
 
     def name(self, number: int) -> str:
-        """A node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""
+        """Return a node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""
         return self._names[number]
 
     def problem(
@@ -100,7 +100,7 @@ class Formulation:
         budget: int | None = None,
         modes: Mapping[str, str] | None = None,
     ) -> Problem:
-        """The problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
+        """Return the problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
 
         `modes` (segment → mode, some joined by "|", or "" for any) adds the nodes of segments; without it nothing is
         computed again.
@@ -114,7 +114,9 @@ class Formulation:
         budget: int | None = None,
         modes: Mapping[str, str] | None = None,
     ) -> tuple[Problem, ...]:
-        """The same problem with each of these rows in turn: equal nodes and edges with equal seconds, other bytes."""
+        """Return the same problem with each of these rows in turn: equal nodes and edges with equal seconds, other
+        bytes.
+        """
         held = {row: self._bytes_of(row) for row in rows}
         by_mode = tuple(
             [frozenset[int]().union(*each) for each in zip(*(h.by_mode for h in held.values()), strict=True)]
@@ -166,7 +168,7 @@ class Formulation:
         return found
 
     def _with_bytes(self, outline: _Outline, parts: _Parts, budget: int | None) -> Problem:
-        """The problem of an outline, with the bytes of a row."""
+        """Return the problem of an outline, with the bytes of a row."""
         nodes, edges = [], []
         for number, (name, seconds, nothing) in enumerate(outline.nodes):
             num_bytes = self._taken(parts, NODE, number, False) if nothing is None else nothing
@@ -177,7 +179,7 @@ class Formulation:
         return Problem(tuple(nodes), tuple(edges), budget)
 
     def _taken(self, parts: _Parts, part: int, number: int, is_by_mode: bool) -> np.ndarray | None:
-        """Bytes of a number of a part; None where there are none."""
+        """Return the bytes of a number of a part; None where there are none."""
         found = parts[part].get(number)
         if found is None:
             return None
@@ -243,14 +245,14 @@ class Formulation:
         return self._matrices[key]
 
     def _seconds(self, number: int, decision: Decision) -> np.ndarray:
-        """Seconds of a decision for one micro-batch, its share of what is done once a step."""
+        """Return the seconds of a decision for one micro-batch, its share of what is done once a step."""
         seconds, more = decision.menu.seconds, self.memory.accumulation
         if not more.microbatches.several or not more.once(number):
             return seconds
         return self._matrices.setdefault(("once", id(decision.menu)), seconds / more.microbatches.count)
 
     def _pinned(self, seconds: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-        """Seconds of what a pin allows; equal arrays under one mask stay one array."""
+        """Return the seconds of what a pin allows; equal arrays under one mask stay one array."""
         key = ("pinned", id(seconds), id(allowed))
         if key not in self._matrices:
             self._matrices[key] = np.where(allowed, seconds, np.inf)
@@ -290,7 +292,7 @@ class Formulation:
 
 
 def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
-    """The name of a parameter in the model, or of a call with the module it belongs to."""
+    """Return the name of a parameter in the model, or of a call with the module it belongs to."""
     module = decision.node.meta.get("module") if decision.kind == "call" else None
     return parameters.get(decision.name) or (f"{decision.name} of {module}" if module else decision.name)
 

@@ -14,7 +14,7 @@ from autopar.planning.settings import PlanContext
 
 
 def notes_on_losses(context: PlanContext, answer: Answer) -> tuple[str, ...]:
-    """A note for each loss that is taken in tiles."""
+    """Return a note for each loss that is taken in tiles."""
     found = [
         _note(context.memory_model, number, answer.choices[number])
         for number, decision in enumerate(context.space.decisions)

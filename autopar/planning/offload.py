@@ -104,7 +104,7 @@ class _Planned(Generic[P]):
 
 
 def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
-    """The best plan; with Memory(offload="auto") the better of those with, and without it.
+    """Return the best plan; with Memory(offload="auto") the better of those with, and without it.
 
     Raises InfeasibleError, or PipelineError of stages, where there is none.
     """
@@ -229,7 +229,7 @@ def _both(refused: Exception | None, error: Exception) -> Exception:
 
 
 def _without_limit(here: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P] | None:
-    """The best plan that offloads nothing, whatever memory that takes; None where it is not found in time."""
+    """Return the best plan that offloads nothing, whatever memory that takes; None where it is not found in time."""
     settings = replace(here.settings.limited(None).lasting(seconds_until(deadline)), cutoff=math.inf)
     with suppress(InfeasibleError, TimeLimitError):
         return _made(replace(here, settings=settings), plans)

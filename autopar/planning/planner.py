@@ -114,7 +114,9 @@ class Statements:
 
 
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
-    """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
+    """Return the best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in
+    time.
+    """
     return solved_by(Statements(space).of(settings, microbatches), pins, settings)
 
 
@@ -154,13 +156,15 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
 
 
 def plan_of(made: Solved) -> tuple[Plan, tuple[int, ...]]:
-    """The plan of choices that were found, weights fetched further ahead where there is room, and its choices."""
+    """Return the plan of choices that were found, weights fetched further ahead where there is room, and its
+    choices.
+    """
     answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
     return written(made, answer, model)
 
 
 def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tuple[int, ...]]:
-    """The plan of an answer as `fetched_ahead` gives it, with the model of its memory."""
+    """Return the plan of an answer as `fetched_ahead` gives it, with the model of its memory."""
     answer = _of_a_microbatch(answer, model)
     context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings, row=answer.row)
     return written_down(context, answer), answer.choices
@@ -205,7 +209,7 @@ def _planned(runs: Microbatches, stated: Statements, pins: Pins, said: Settings)
 
 
 def seconds_of_microbatch(plan: Plan) -> float:
-    """Seconds of one micro-batch with its share of what is done once a step: what a search makes least."""
+    """Return the seconds of one micro-batch with its share of what is done once a step: what a search makes least."""
     context = context_of(plan)
     if not context.memory_model.microbatches.several:
         return plan.device_seconds
@@ -223,7 +227,9 @@ def is_bounded(plan: Plan, settings: Settings) -> bool:
 
 
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
-    """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
+    """Return the best plan of the same space under other pins, or with other settings too; annotations and mode
+    stay.
+    """
     settings = settings or context.settings
     made = solved_by(formulations_of(context.memory_model, settings), pins, settings)
     answer, model = fetched_ahead(made.answer, made.formulation.memory, settings)
@@ -241,7 +247,7 @@ def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -
 
 
 def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:
-    """The answer with weights fetched as far ahead as there is room for and use of, and the model of its memory.
+    """Return the answer with weights fetched as far ahead as there is room for and use of, and the model of its memory.
 
     `memory` is the model that the answer was found with; choices that gather nothing fetch nothing ahead.
     """
@@ -269,7 +275,7 @@ def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
 
 
 def answer_of(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Answer:
-    """The best choices under pins as `solved_by` finds them, with the seconds of a step of one micro-batch."""
+    """Return the best choices under pins as `solved_by` finds them, with the seconds of a step of one micro-batch."""
     made = solved_by(formulations, pins, settings)
     return _of_a_microbatch(made.answer, made.formulation.memory)
 
@@ -285,7 +291,9 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
 
 
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
-    """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
+    """Return the best choices under pins; of several micro-batches with the seconds that are least, one's share of a
+    step.
+    """
     modes = settings.modes(formulation.memory.lifetimes.segments)
     limit, search = settings.tensor_limit, settings.search
     found = best_within(
@@ -296,7 +304,7 @@ def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:
-    """The answer with the seconds of a step of one micro-batch."""
+    """Return the answer with the seconds of a step of one micro-batch."""
     if not memory.microbatches.several:
         return answer
     # What could be saved of a micro-batch's share of a step is no more in the whole of it.

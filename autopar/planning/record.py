@@ -33,7 +33,9 @@ from autopar.planning.step_seconds import parts_of
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
-    """The choices of a plan on a space; PlanError with the difference where it belongs to another graph or mesh."""
+    """Return the choices of a plan on a space; PlanError with the difference where it belongs to another graph or
+    mesh.
+    """
     if (plan.mesh.names, plan.mesh.sizes) != (space.mesh.names, space.mesh.sizes):
         raise PlanError(
             f"the plan is for the mesh {plan.mesh}, this mesh is {space.mesh}; "
@@ -57,7 +59,7 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
 
 
 def evaluate(space: Space, choices: Sequence[int]) -> float:
-    """Predicted seconds of a choice per decision, in the space's own cost."""
+    """Return the predicted seconds of a choice per decision, in the space's own cost."""
     seconds = sum(
         float(decision.menu.seconds[choice]) * space.share(space.rows.get(number), choices)
         for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True))
@@ -67,7 +69,7 @@ def evaluate(space: Space, choices: Sequence[int]) -> float:
 
 
 def written_down(context: PlanContext, answer: Answer) -> Plan:
-    """The plan that an answer comes to: rows, traffic and memory follow from the choices alone."""
+    """Return the plan that an answer comes to: rows, traffic and memory follow from the choices alone."""
     space, choices = context.space, answer.choices
     moved: dict[int, list[tuple[Transfer, float]]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
@@ -186,7 +188,7 @@ def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:
 
 
 def _on_host(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Mapping[str, int]:
-    """Bytes of host memory for each device, by what they are."""
+    """Return the bytes of host memory for each device, by what they are."""
     space = memory.space
     parameters = [
         (decision.node.meta["tensor"], decision.menu.strategies[choice].outputs[0])
@@ -258,7 +260,7 @@ def _descriptions(space: Space) -> dict[str, str]:
 
 
 def _difference(planned: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """The first things that differ between the graph of a plan and this one."""
+    """Return the first things that differ between the graph of a plan and this one."""
     lines = []
     for name in dict.fromkeys((*planned, *here)):
         if planned.get(name) != here.get(name):

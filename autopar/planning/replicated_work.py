@@ -176,7 +176,7 @@ def warn_of_kept_whole(mesh: Mesh, found: Sequence[KeptWhole]) -> None:
 
 
 def _replicated(space: Space, choices: Sequence[int], work: Counter[str]) -> Mapping[str, Counter[str]]:
-    """Axis → operation and place → FLOPs that are whole on the axis; all FLOPs are added to `work`."""
+    """Return the axis → operation and place → FLOPs that are whole on the axis; all FLOPs are added to `work`."""
     graph = RoledProgram.of(space.program)
     axes = [(number, axis) for number, axis in enumerate(space.mesh.names) if space.mesh.sizes[number] > 1]
     found: dict[str, Counter[str]] = {axis: Counter() for _, axis in axes}
@@ -204,7 +204,7 @@ def _flops(graph: RoledProgram, call: RoledCall) -> int:
 
 
 def _place(decision: Decision) -> str:
-    """An operation with its module, and why it cannot be split."""
+    """Return an operation with its module, and why it cannot be split."""
     assert decision.menu.call is not None
     module = module_of(decision.node)
     where = f" in {module}" if module else ""

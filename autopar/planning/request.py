@@ -168,7 +168,7 @@ class PlanRequest:
         return asked if isinstance(asked, Hardware) else load(asked)
 
     def named(self, mesh: Mesh) -> Mesh:
-        """The mesh with the name of the profile that is planned with, which is what its plan says."""
+        """Return the mesh with the name of the profile that is planned with, which is what its plan says."""
         asked = self._asked(mesh)
         return replace(mesh, hardware=asked.name if isinstance(asked, Hardware) else str(asked))
 
@@ -176,7 +176,9 @@ class PlanRequest:
         return mesh.hardware if self.hardware is None else self.hardware
 
     def on(self, mesh: Mesh) -> PlanRequest:
-        """The request with the profile itself, read once, in place of its name, and a limit for devices of the mesh."""
+        """Return the request with the profile itself, read once, in place of its name, and a limit for devices of the
+        mesh.
+        """
         return replace(self.within(mesh), hardware=self.hardware_of(mesh))
 
     def within(self, mesh: Mesh) -> PlanRequest:
@@ -200,7 +202,7 @@ class PlanRequest:
         return (*self.annotations, *annotations_for(self.strategy, program, mesh, strict=not stored))
 
     def running(self, implementations: frozenset[str]) -> PlanRequest:
-        """The request in whose spaces these are offered, as a plan that was made before has them."""
+        """Return the request in whose spaces these are offered, as a plan that was made before has them."""
         return replace(self, implementations=self.implementations | implementations)
 
     @property
@@ -249,17 +251,17 @@ class PlanRequest:
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
-        """The request with another word on what is offloaded."""
+        """Return the request with another word on what is offloaded."""
         return self.with_memory(self.memory.offloading(offload))
 
     def keeping_activations(self) -> PlanRequest:
-        """The request with activations on the device, where a word says that they leave."""
+        """Return the request with activations on the device, where a word says that they leave."""
         if not self.memory.offloads_activations:
             return self
         return self.offloading_as("optimizer" if self.offloads_optimizer else "none")
 
     def without_auto(self, offloads_optimizer: bool) -> PlanRequest:
-        """The request with a word in place of "auto": of the optimizer it says what was decided."""
+        """Return the request with a word in place of "auto": of the optimizer it says what was decided."""
         if self.memory.offload != "auto":
             return self
         activations = self.may_leave and self.settings.limit is not None
@@ -292,12 +294,14 @@ class PlanRequest:
         return replace(self.settings, activations="leave" if self.settings.limit is None else "may leave")
 
     def offloading(self, hardware: Hardware, num_devices: int) -> Optimizer:
-        """The optimizer with what it keeps on the hosts of so many devices; PlanError where a profile has none."""
+        """Return the optimizer with what it keeps on the hosts of so many devices; PlanError where a profile has
+        none.
+        """
         check_host(hardware)
         return replace(self.optimizer, offload=Offload(hardware.devices_on_host(num_devices)))
 
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None, stated: Statements | None = None) -> Plan:
-        """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already.
+        """Return the best plan of a space; `storage` gives layouts in which parameters, by name, are stored already.
 
         `stated` are its problems, where some were stated before.
         """
@@ -359,7 +363,7 @@ class PlanRequest:
         return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
 
     def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        """The plan and its choices."""
+        """Return the plan and its choices."""
         count, said = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.limit is not None and self.strategy is None

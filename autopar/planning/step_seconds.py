@@ -32,14 +32,16 @@ class StepSeconds(NamedTuple):
         return count * (self.forward + self.backward) + self.once
 
     def per_microbatch(self, count: int) -> float:
-        """Seconds of one of `count` micro-batches, with its share of what is done once: what the search makes least."""
+        """Return the seconds of one of `count` micro-batches, with its share of what is done once: what the search
+        makes least.
+        """
         return self.forward + self.backward + self.once / count
 
 
 def parts_of(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
 ) -> StepSeconds:
-    """The parts of a choice per decision; `modes` says how segments are computed again.
+    """Return the parts of a choice per decision; `modes` says how segments are computed again.
 
     `imbalance` of the rows of experts is that of the space, unless it is given.
     """
@@ -50,7 +52,7 @@ def parts_of(
 def parts_by_decision(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
 ) -> list[StepSeconds]:
-    """The parts of every decision, each with the moves of what arrives at it."""
+    """Return the parts of every decision, each with the moves of what arrives at it."""
     space, more = memory.space, memory.accumulation
     found: list[StepSeconds] = []
 

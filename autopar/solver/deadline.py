@@ -37,12 +37,12 @@ _grace: ContextVar[float] = ContextVar("grace", default=GRACE)
 
 
 def after(seconds: float) -> float:
-    """The deadline in so many seconds from now, at the latest that of the `lasting` block around the caller."""
+    """Return the deadline in so many seconds from now, at the latest that of the `lasting` block around the caller."""
     return min(moment_in(seconds), _last.get())
 
 
 def moment_in(seconds: float) -> float:
-    """The moment in so many seconds from now, whatever is to end before."""
+    """Return the moment in so many seconds from now, whatever is to end before."""
     return time.monotonic() + seconds
 
 
@@ -59,7 +59,7 @@ class Allowance:
         return cls(seconds, after(ENDING * seconds))
 
     def searching(self) -> contextlib.AbstractContextManager[None]:
-        """A block that ends all searches inside in time; what was captured before may have left them little."""
+        """Return a block that ends all searches inside in time; what was captured before may have left them little."""
         return lasting(max(self.until, moment_in(LEAST * self.seconds)), GRACE_SHARE * self.seconds)
 
 
@@ -80,7 +80,7 @@ def whole_is_over() -> bool:
 
 
 def grace() -> float:
-    """Seconds beyond a deadline in which what has begun may end, and which a search has that begins late."""
+    """Return the seconds beyond a deadline in which what has begun may end, and which a search has that begins late."""
     return _grace.get()
 
 

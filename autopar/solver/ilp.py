@@ -103,7 +103,9 @@ def solve_ilp(
 
 
 def solved(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
-    """The status of a model that was solved; inside an `interruptible` block Ctrl-C ends that with what was found."""
+    """Return the status of a model that was solved; inside an `interruptible` block Ctrl-C ends that with what was
+    found.
+    """
     solver.parameters.catch_sigint_signal = False  # else CP-SAT leaves it to end the process ever after
     if not is_interruptible():
         return solver.solve(model)

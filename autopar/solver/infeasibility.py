@@ -50,7 +50,7 @@ class Conflict:
     is_minimal: bool = True
 
     def frees(self, budget: int | None) -> tuple[int, ...]:
-        """Nodes of which freeing one alone is enough."""
+        """Return the nodes of which freeing one alone is enough."""
         fits = ((node, least) for node, least in self.least_without.items() if least is not None)
         return tuple(node for node, least in fits if budget is None or least <= budget)
 
@@ -99,7 +99,7 @@ def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
 
 
 def describe_shortage(problem: Problem, found: Conflict) -> str:
-    """A conflict with the memory limit as an error message for the user."""
+    """Return a conflict with the memory limit as an error message for the user."""
     assert problem.budget is not None and found.least_bytes is not None
     start = (
         f"the memory limit is {format_bytes(problem.budget)} ({problem.budget} bytes) per device, but every choice "
@@ -178,7 +178,7 @@ def conflicting_edges(problem: Problem, deadline: float = NEVER) -> tuple[int, .
 
 
 def describe_conflict(problem: Problem, deadline: float = NEVER) -> str:
-    """The conflict as an error message for the user."""
+    """Return the conflict as an error message for the user."""
     nodes = conflicting_nodes(problem, deadline)
     names = [repr(problem.nodes[node].name) for node in nodes]
     if not nodes:
@@ -205,7 +205,7 @@ def describe_conflict(problem: Problem, deadline: float = NEVER) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names as a list in words; of many the first few, and how many more there are."""
+    """Return the names as a list in words; of many the first few, and how many more there are."""
     shown = names if len(names) <= MAX_LISTED else [*names[:MAX_LISTED], f"{len(names) - MAX_LISTED:,} more"]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
@@ -220,7 +220,7 @@ def is_feasible(problem: Problem) -> bool:
 
 
 def freed(problem: Problem, kept: Sequence[int]) -> Problem:
-    """The problem with every strategy allowed on all nodes but `kept`."""
+    """Return the problem with every strategy allowed on all nodes but `kept`."""
     held = set(kept)
     nodes = tuple(
         node if i in held else Node(node.name, np.zeros(node.num_strategies), node.num_bytes)

@@ -45,12 +45,12 @@ class Relaxation:
     """Other solutions that fit, each of fewer bytes than the one before."""
 
     def with_mixtures(self, found: Sequence[Point]) -> Relaxation:
-        """The same with further solutions that fit, those of more bytes first."""
+        """Return the same with further solutions that fit, those of more bytes first."""
         best = min(self.incumbent, found[0], key=lambda each: each.seconds)
         return replace(self, incumbent=best, smaller=tuple(found[1:]))
 
     def or_better(self, other: Relaxation) -> Relaxation:
-        """The better bound with its price, and the faster solution."""
+        """Return the better bound with its price, and the faster solution."""
         best = other if other.bound > self.bound else self
         return replace(best, incumbent=min(self.incumbent, other.incumbent, key=lambda each: each.seconds))
 
@@ -83,7 +83,7 @@ class Met:
     """Tables that `evaluate` returned at that price: up to 1.5 GB."""
 
     def taken(self, price: float) -> list[Floats] | None:
-        """The tables if they are those of this price; they are not kept here any longer."""
+        """Return the tables if they are those of this price; they are not kept here any longer."""
         is_known, evaluated = self.price == price, self.evaluated
         self.forget()
         return evaluated if is_known else None
@@ -114,7 +114,7 @@ class LeastByElimination:
         self.tables = tables
 
     def evaluated(self, price: float) -> list[Floats]:
-        """The tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them.
+        """Return the tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them.
 
         TimeLimitError where that takes until the deadline.
         """
@@ -129,7 +129,7 @@ class LeastByElimination:
         return self._met.points[price]
 
     def smallest(self) -> Point | None:
-        """Choices of the fewest bytes; None where everything is forbidden. Raises as `evaluated`."""
+        """Return the choices of the fewest bytes; None where everything is forbidden. Raises as `evaluated`."""
         if math.inf not in self._met.points:
             found = evaluate(self._elimination, self.tables.bytes_only(), self._deadline)
             self._met.points[math.inf] = self._least(found)
@@ -224,7 +224,7 @@ def mixtures(problem: Problem, large: Point, small: Point) -> list[Point]:
 
 
 def _mixed(problem: Problem, large: Point, small: Point, region_of: Mapping[int, int], taken: set[int]) -> Point:
-    """The smaller solution with some regions of the larger one."""
+    """Return the smaller solution with some regions of the larger one."""
     choices = (
         large.choices[node] if region_of.get(node) in taken else choice for node, choice in enumerate(small.choices)
     )
@@ -232,7 +232,7 @@ def _mixed(problem: Problem, large: Point, small: Point, region_of: Mapping[int,
 
 
 def regions(problem: Problem, large: Sequence[int], small: Sequence[int]) -> dict[int, int]:
-    """The nodes in which the two solutions differ, with the number of the connected region each lies in."""
+    """Return the nodes in which the two solutions differ, with the number of the connected region each lies in."""
     pairs = enumerate(zip(large, small, strict=True))
     around: dict[int, list[int]] = {node: [] for node, (one, other) in pairs if one != other}
     for edge in problem.edges:

@@ -166,7 +166,9 @@ def by_elimination(
 def _near(
     problem: Problem, elimination: Elimination, least: LeastByElimination, relaxed: Relaxation, deadline: float
 ) -> Remaining | None:
-    """The problem without what costs more than the best so far at the best price; None where that is not much."""
+    """Return the problem without what costs more than the best so far at the best price; None where that is not
+    much.
+    """
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     margin = relaxed.incumbent.seconds - relaxed.bound + TOLERANCE * abs(relaxed.incumbent.seconds)
     weighted = least.evaluated(relaxed.multiplier)
@@ -178,7 +180,7 @@ def _near(
 def best_bound(
     problem: Problem, least: Least, smallest: Callable[[], Point | None], deadline: float, start: Start = COLD
 ) -> Relaxation | None:
-    """The optimum without the memory row if that fits, else the best bound that a price for memory proves.
+    """Return the optimum without the memory row if that fits, else the best bound that a price for memory proves.
 
     None where `least`, or `smallest` of those that fit, finds no choices.
     """
@@ -288,7 +290,7 @@ def labelled(
     deadline: float,
     evaluated: Evaluated | None = None,
 ) -> tuple[Counted, bool]:
-    """The best that labels find, and whether what may be better is soon counted."""
+    """Return the best that labels find, and whether what may be better is soon counted."""
     try:
         residual = Residual(problems, prices, limit, deadline, evaluated)
         found = best_labels(residual)

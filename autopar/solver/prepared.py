@@ -49,7 +49,7 @@ class Prepared:
         return self.contracted.problem
 
     def within(self, budget: int | None) -> Prepared:
-        """The same with another limit."""
+        """Return the same with another limit."""
         if budget == self.problem.budget:
             return self
         return replace(
@@ -60,5 +60,5 @@ class Prepared:
         )
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the problem from those of what is left of it."""
+        """Return the choices of the problem from those of what is left of it."""
         return self.pruned.extend(self.contracted.extend(choices))

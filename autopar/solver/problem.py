@@ -172,7 +172,7 @@ class Parts:
         return math.fsum(seconds), num_bytes
 
     def edges_at(self, nodes: np.ndarray) -> list[int]:
-        """The edges (by position) that have an end among some nodes (a mask)."""
+        """Return the edges (by position) that have an end among some nodes (a mask)."""
         found = [each.edges[np.any([nodes[ends] for ends in each.ends], axis=0)] for each in self._alike]
         return sorted(number for each in found for number in each.tolist() if number >= 0)
 
@@ -226,15 +226,15 @@ class Problem:
         return sum(most[id(each)] for each in parts)
 
     def seconds_of(self, choices: Sequence[int]) -> float:
-        """The objective at one choice per node; inf where something forbidden is chosen."""
+        """Return the objective at one choice per node; inf where something forbidden is chosen."""
         return self.cost_of(choices)[0]
 
     def bytes_of(self, choices: Sequence[int]) -> int:
-        """Bytes of the chosen strategies together."""
+        """Return the bytes of the chosen strategies together."""
         return self.cost_of(choices)[1]
 
     def cost_of(self, choices: Sequence[int]) -> tuple[float, int]:
-        """Seconds and bytes at one choice per node."""
+        """Return the seconds and bytes at one choice per node."""
         assert len(choices) == len(self.nodes), f"{len(choices)} choices for {len(self.nodes)} nodes"
         seconds, (held,) = self._parts.cost_of(choices)
         return seconds, held
@@ -244,7 +244,9 @@ class Problem:
         return Parts((self,))
 
     def in_bytes(self) -> Problem:
-        """The same question about bytes alone: they stand for the seconds (exact below 2**53), without a limit."""
+        """Return the same question about bytes alone: they stand for the seconds (exact below 2**53), without a
+        limit.
+        """
         nodes = (
             Node(each.name, only_bytes(each.seconds, each.num_bytes), np.zeros_like(each.num_bytes))
             for each in self.nodes
@@ -288,7 +290,7 @@ class Solution:
 
 
 def only_bytes(seconds: Floats, num_bytes: Integers | None) -> Floats:
-    """Bytes in the place of seconds: what is forbidden stays so; exact below 2**53 bytes."""
+    """Return the bytes in the place of seconds: what is forbidden stays so; exact below 2**53 bytes."""
     return np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf)
 
 

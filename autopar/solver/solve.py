@@ -75,7 +75,7 @@ def solve(
     gap: float = 0.0,
     enough: Enough = EXACT,
 ) -> Solution:
-    """The best choice per node, with a lower bound on what any choice costs.
+    """Return the best choice per node, with a lower bound on what any choice costs.
 
     Without a memory limit and at low treewidth the solution is the optimum. Otherwise it is proven to be within `gap`
     (a share of its seconds) of the optimum, or within `enough` if a smaller gap is expensive.
@@ -121,7 +121,8 @@ def solve_narrow(
 
 
 def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
-    """Seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds per byte.
+    """Return the seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds
+    per byte.
 
     It is -inf if the treewidth is too high for that, or the time too short.
     """
@@ -278,7 +279,9 @@ def _by_dear_search(
 
 
 def _smallest_by_relaxation(problem: Problem, deadline: float) -> Point | None:
-    """Choices that fit, of few bytes; None where none were found. Raises MemoryLimitError where there are none."""
+    """Return the choices that fit, of few bytes; None where none were found. Raises MemoryLimitError where there are
+    none.
+    """
     assert problem.budget is not None
     least, found = Wide(problem.in_bytes(), deadline).least(0.0)
     if found is not None and problem.fits(problem.bytes_of(found.choices)):
@@ -289,7 +292,7 @@ def _smallest_by_relaxation(problem: Problem, deadline: float) -> Point | None:
 
 
 def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
-    """The least bytes of any choice that avoids what is forbidden, exactly; InfeasibleError if there is none."""
+    """Return the least bytes of any choice that avoids what is forbidden, exactly; InfeasibleError if there is none."""
     tables, deadline = Tables(problem), after(time_limit)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None:
@@ -306,7 +309,7 @@ def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
 
 
 def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None = None, gap: float = 0.0) -> IlpResult:
-    """The ILP on what exact reductions leave of a problem."""
+    """Return the ILP on what exact reductions leave of a problem."""
     reduction = reduce_problem(problem)
     if reduction.constant == np.inf:
         return IlpResult(None, np.inf, "infeasible")
@@ -358,7 +361,7 @@ def _narrow_point(problem: Problem, deadline: float) -> Point | None:
 
 
 def _sum_of_least(problem: Problem) -> float:
-    """A bound that needs no search: every node and edge at its least."""
+    """Return a bound that needs no search: every node and edge at its least."""
     return sum(float(part.seconds.min()) for part in (*problem.nodes, *problem.edges))
 
 

@@ -46,11 +46,11 @@ class DemoRun:
     seed: int = 0
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
-        """The (ids, labels) of every step, the same in every process."""
+        """Return the (ids, labels) of every step, the same in every process."""
         return list(batches(library_text(), self.batch, self.sequence, self.steps, self.seed))
 
     def model(self) -> LanguageModel:
-        """The untrained model, the same in every process."""
+        """Return the untrained model, the same in every process."""
         torch.manual_seed(self.seed)
         return language_model("demo", self.layers)
 

@@ -18,7 +18,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def files_of(path: str | Path) -> dict[str, Path]:
-    """Name of a tensor → the file that has it, of a `.safetensors` file or of a folder of them; else InputError."""
+    """Return the name of a tensor → the file that has it, of a `.safetensors` file or of a folder of them; else
+    InputError.
+    """
     path = Path(path)
     if path.is_dir() and (path / INDEX).exists():
         index: Any = _json(path / INDEX)
@@ -50,5 +52,5 @@ def _json(file: Path) -> Any:
 
 
 def index_of(files: Mapping[str, str], num_bytes: int) -> str:
-    """The text of an index: name of a tensor → name of its file."""
+    """Return the text of an index: name of a tensor → name of its file."""
     return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(files.items()))}, indent=2)

@@ -85,12 +85,12 @@ def reduce_gradients(
 
 
 def _learning(parameters: Sequence[Tensor]) -> list[int]:
-    """The positions of those that get a gradient."""
+    """Return the positions of those that get a gradient."""
     return [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
 
 
 def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tensor]]:
-    """The parameters behind the outer function; as they are where a collective may not be left running."""
+    """Return the parameters behind the outer function; as they are where a collective may not be left running."""
     if torch.compiler.is_compiling() or local_tensor_mode() is not None:
         return None, parameters
     pending = _Pending()
@@ -151,7 +151,7 @@ def run_at_once(node: Any) -> None:
 
 
 def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tensor, ...]:
-    """The outputs of an inner function, whose backward is to run as soon as it can."""
+    """Return the outputs of an inner function, whose backward is to run as soon as it can."""
     if pending is not None:
         for x in outputs:
             if x.requires_grad:
@@ -161,7 +161,7 @@ def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tens
 
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, with new ones at some positions."""
+    """Return the tensors, with new ones at some positions."""
     if len(positions) == len(tensors):
         return tuple(new)
     found = list(tensors)
@@ -213,7 +213,7 @@ class _ReduceGradients(torch.autograd.Function):
 
 
 def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
-    """The sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
+    """Return the sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
     count("all_reduce", axis, own.numel() * own.itemsize)
     if pending is None or torch.is_anomaly_enabled():  # which reads what a node returns at once
         return waited_for(below_autograd(_c10d.all_reduce.default, own, "sum", axis.group))
@@ -223,7 +223,7 @@ def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
 
 
 def _started(result: Tensor, pending: _Pending | None) -> Tensor:
-    """The collective's result: to be waited for later, or waited for now."""
+    """Return the collective's result: to be waited for later, or waited for now."""
     if pending is None or torch.is_anomaly_enabled():
         return waited_for(result)
     pending.started(result)
@@ -371,7 +371,7 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in the dtype of its use; its gradient gets back the dtype in which it is stored."""
+    """Return the weight in the dtype of its use; its gradient gets back the dtype in which it is stored."""
     return _CastWeight.apply(weight, dtype)
 
 

@@ -26,13 +26,13 @@ def start_gather(part: Tensor, axis: Axis) -> Tensor:
 
 
 def start_reduce_scatter(parts: Tensor, axis: Axis) -> Tensor:
-    """The sum of this rank's part of [n, *part], as [1, *part], once it is waited for."""
+    """Return the sum of this rank's part of [n, *part], as [1, *part], once it is waited for."""
     count("reduce_scatter", axis, parts.numel() * parts.itemsize)
     return _c10d.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group)
 
 
 def arrived(buffer: Tensor) -> Tensor:
-    """The result of either, once it is there."""
+    """Return the result of either, once it is there."""
     return waited_for(buffer)
 
 
@@ -57,7 +57,7 @@ class Chunks:
         return self.along != self.dim or len(self.sizes) == 1
 
     def in_one(self) -> Chunks:
-        """The same rows in one chunk."""
+        """Return the same rows in one chunk."""
         return replace(self, sizes=(sum(self.sizes),))
 
     def of_part(self, part: Tensor) -> Iterator[Tensor]:
@@ -73,7 +73,7 @@ class Chunks:
             yield chunk.contiguous()
 
     def of_ranks(self, parts: Tensor) -> Tensor:
-        """A chunk from what all ranks have of it, [n, *part]."""
+        """Return a chunk from what all ranks have of it, [n, *part]."""
         return whole_of(parts, self.dim, self.zigzag) if self.of_samples else parts
 
     def by_rank(self, chunk: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Chunks:
         return self._apart(chunk) if self.of_samples else chunk
 
     def _apart(self, whole: Tensor) -> Tensor:
-        """The rows of each rank, [n, …, M, …]."""
+        """Return the rows of each rank, [n, …, M, …]."""
         return by_rank(whole, self.dim, self.num_ranks, self.zigzag)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
@@ -89,7 +89,7 @@ class Chunks:
         return torch.cat(parts, self.along) if len(parts) > 1 else parts[0]
 
     def whole(self) -> Whole:
-        """A whole without chunks yet."""
+        """Return a whole without chunks yet."""
         return Whole(self)
 
 

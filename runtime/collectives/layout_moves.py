@@ -43,25 +43,25 @@ _c10d = torch.ops._c10d_functional
 
 
 def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """The sum (or "max") over the axis, without a gradient."""
+    """Return the sum (or "max") over the axis, without a gradient."""
     return x if axis.size == 1 else waited_for(all_reduce_in_flight(x, axis, op))
 
 
 def all_reduce_in_flight(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """The same on its way; `waited_for` says when it is there."""
+    """Return the same on its way; `waited_for` says when it is there."""
     count("all_reduce", axis, x.numel() * x.itemsize)
     return below_autograd(_c10d.all_reduce.default, x.contiguous(), op, axis.group)
 
 
 def raw_sum(x: Tensor, axes: Iterable[Axis]) -> Tensor:
-    """The sum of all ranks' tensors over some axes, one after the other."""
+    """Return the sum of all ranks' tensors over some axes, one after the other."""
     for axis in axes:
         x = raw_all_reduce(x, axis)
     return x
 
 
 def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = False) -> Tensor:
-    """The whole of `dim` of the parts of all ranks, cut to `size`."""
+    """Return the whole of `dim` of the parts of all ranks, cut to `size`."""
     if axis.size == 1:
         return x
     return _joined(_gather_in_flight(x, axis), dim, size, zigzag)
@@ -106,7 +106,8 @@ class Travelling:
 
 
 def rows_in_flight(x: Tensor, axis: Axis, group: str = "") -> Tensor:
-    """The contiguous parts of all ranks one after the other in one buffer; `waited_for` says when they are there.
+    """Return the contiguous parts of all ranks one after the other in one buffer; `waited_for` says when they are
+    there.
 
     They travel in another group of the same ranks where one is given.
     """
@@ -121,7 +122,7 @@ def rows_in_flight(x: Tensor, axis: Axis, group: str = "") -> Tensor:
 
 
 def waited_for(buffer: Tensor) -> Tensor:
-    """The result of a collective, once it is there."""
+    """Return the result of a collective, once it is there."""
     return below_autograd(_c10d.wait_tensor.default, buffer)
 
 
@@ -156,7 +157,7 @@ def raw_all_to_all(
 
 
 def _cut(x: Tensor, dim: int, size: int) -> Tensor:
-    """A whole without its padding."""
+    """Return a whole without its padding."""
     return x.narrow(dim, 0, size) if x.shape[dim] != size else x
 
 
@@ -192,7 +193,7 @@ def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool 
 
 
 def on_first(x: Tensor, axis: Axis) -> Tensor:
-    """The tensor on the axis's first rank, zeros on the others."""
+    """Return the tensor on the axis's first rank, zeros on the others."""
     if axis.size == 1:
         return x
     if is_eager():
@@ -207,7 +208,7 @@ def is_eager() -> bool:
 
 
 def padded(x: Tensor, dim: int, num_parts: int) -> Tensor:
-    """The tensor with zeros at the end of `dim`, so that it divides."""
+    """Return the tensor with zeros at the end of `dim`, so that it divides."""
     missing = -x.shape[dim] % num_parts
     if not missing:
         return x

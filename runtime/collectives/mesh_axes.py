@@ -50,7 +50,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, tuple[int, ...]], s
 
 
 def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
-    """The process groups of those names that are joined axes of the mesh; all its ranks call this, in no step.
+    """Return the process groups of those names that are joined axes of the mesh; all its ranks call this, in no step.
 
     A group is made once, and of all ranks it is the world's own.
     """
@@ -66,7 +66,7 @@ def gathering_groups(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
 
 
 def _ranks_of(mesh: DeviceMesh, positions: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks that stand with this one on some axes, outer axis first."""
+    """Return the ranks that stand with this one on some axes, outer axis first."""
     others = [position for position in range(mesh.ndim) if position not in positions]
     size = math.prod(map(mesh.size, positions))
     lines = mesh.mesh.permute(*others, *positions).reshape(-1, size).tolist()
@@ -111,7 +111,7 @@ def use_mesh(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups |
 
 
 def axes_on(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | None = None) -> dict[str, Axis]:
-    """The axes that `use_mesh` resolves, by name."""
+    """Return the axes that `use_mesh` resolves, by name."""
     names = mesh.mesh_dim_names or ()
     axes: dict[str, Axis] = {}
     for position, name in enumerate(names):
@@ -126,7 +126,7 @@ def axes_on(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | 
 
 
 def current_axes() -> Mapping[str, Axis]:
-    """The axes of the current mesh by name, for `use_axes`."""
+    """Return the axes of the current mesh by name, for `use_axes`."""
     return dict(_axes)
 
 
@@ -144,7 +144,7 @@ def use_axes(axes: Mapping[str, Axis]) -> Iterator[None]:
 
 
 def axis_of(name: str) -> Axis:
-    """The axis of that name on the current mesh."""
+    """Return the axis of that name on the current mesh."""
     if name not in _axes:
         axes = ", ".join(_axes) or "none"
         raise MeshError(

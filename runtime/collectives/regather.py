@@ -46,7 +46,7 @@ class _Bucket:
     """The one that a backward asks for next: it was saved before this one."""
 
     def use(self, number: int) -> Tensor:
-        """A weight, for one of its uses."""
+        """Return a weight, for one of its uses."""
         if self.again is None:
             self.fetch()
             self._fetch_layers()
@@ -192,10 +192,12 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _backward() -> int:
-    """The number of the backward that runs in this thread; NEVER where none does."""
+    """Return the number of the backward that runs in this thread; NEVER where none does."""
     return torch._C._current_graph_task_id()
 
 
 def _without_graph(x: Tensor) -> Tensor:
-    """The tensor as a node of the graph may hold it: a call's own output, with its graph, would hold the node."""
+    """Return the tensor as a node of the graph may hold it: a call's own output, with its graph, would hold the
+    node.
+    """
     return x.detach() if x.grad_fn is not None else x

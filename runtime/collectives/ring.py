@@ -26,7 +26,7 @@ class Travelling:
         self._flat = _c10d.all_to_all_single(flat, got, sent, axis.group)
 
     def arrived(self) -> list[Tensor]:
-        """The tensors of that rank."""
+        """Return the tensors of that rank."""
         flat = _c10d.wait_tensor(self._flat)
         sizes = [shape.numel() for shape in self._shapes]
         return [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]

@@ -81,7 +81,7 @@ def kept_of_whole(
 
 
 def seed_of_part(key: int, axes: Sequence[Axis]) -> Tensor:
-    """The seed of this rank's part of a draw, of a tensor that the axes split: a number [], on the CPU."""
+    """Return the seed of this rank's part of a draw, of a tensor that the axes split: a number [], on the CPU."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar_runtime.seed(key, part_of(axes))
 

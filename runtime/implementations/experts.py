@@ -156,19 +156,19 @@ def combine(
 
 
 def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
-    """The expert of every row in the order of ranks that have sent them: counts are (ranks, experts)."""
+    """Return the expert of every row in the order of ranks that have sent them: counts are (ranks, experts)."""
     num_ranks, per_block = counts.shape
     ids = torch.arange(per_block, device=counts.device).repeat(num_ranks)
     return torch.repeat_interleave(ids, counts.flatten(), output_size=num_rows)
 
 
 def _host(splits: Tensor) -> list[list[Any]]:
-    """Rows to and from each rank as numbers."""
+    """Return the rows to and from each rank as numbers."""
     return [list(each) for each in splits.tolist()]
 
 
 def _exchanged(x: Tensor, sent: Sequence[Any], got: Sequence[Any], axis: Axis, num_bytes: int) -> Tensor:
-    """Rows from all ranks of the axis; counted as `num_bytes`."""
+    """Return the rows from all ranks of the axis; counted as `num_bytes`."""
     count("all_to_all", axis, num_bytes)
     return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), list(got), list(sent), axis.group))
 

@@ -95,7 +95,7 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 
 def rows_of(axes: Axes, classes: str) -> Axis | None:
-    """The axes that split rows, as one; None where none does."""
+    """Return the axes that split rows, as one; None where none does."""
     return one_axis_of(name for factor, names in axes.items() if factor != classes for name in names)
 
 
@@ -167,7 +167,7 @@ class _Columns:
         return cls(start, padding_V, weight_V.masked_fill(padding_V, 0))
 
     def fill(self, x_NV: Tensor, value: float) -> Tensor:
-        """The values with `value` in the columns that are padding."""
+        """Return the values with `value` in the columns that are padding."""
         return x_NV if self.padding_V is None else x_NV.masked_fill(self.padding_V, value)
 
     def of_target(self, target_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,13 +244,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """The logits in at least float32, classes last."""
+    """Return the logits in at least float32, classes last."""
     moved = logits.movedim(1, -1) if logits.ndim > 1 else logits
     return moved.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _less(x_NV: Tensor, by_N: Tensor, logits: Tensor) -> Tensor:
-    """The wide logits less a number for each row, in a tensor that nobody else holds."""
+    """Return the wide logits less a number for each row, in a tensor that nobody else holds."""
     if x_NV.dtype == logits.dtype:  # they are the logits themselves, or may be
         return x_NV - by_N.unsqueeze(-1)
     return x_NV.sub_(by_N.unsqueeze(-1))

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def mean_over_parts(x: Tensor, axes: Sequence[str]) -> Tensor:
-    """The local mean `x` as a partial value of the mean over all ranks of `axes`. Moves nothing."""
+    """Return the local mean `x` as a partial value of the mean over all ranks of `axes`. Moves nothing."""
     num_parts = num_parts_of(axes_of(axes))
     return x / num_parts if num_parts > 1 else x
 
@@ -42,7 +42,7 @@ def mean(
 
 
 def _mean_of_all(name: str) -> Callable[..., Tensor]:
-    """The ATen loss of that name, reduced by its mean over every dim. Moves nothing."""
+    """Return the ATen loss of that name, reduced by its mean over every dim. Moves nothing."""
     op = getattr(aten, name).default
 
     def loss(*args: object, axes: Axes, sizes: Mapping[str, int], **kwargs: object) -> Tensor:

@@ -25,7 +25,7 @@ class Randomness:
     """Number that is added to the keys of calls."""
 
     def seed_of(self, key: int, part: int) -> int:
-        """The seed of a call's draw for one part of its tensor, below 2^63."""
+        """Return the seed of a call's draw for one part of its tensor, below 2^63."""
         digest = hashlib.blake2b(
             repr((self.seed, self.step, self.first_key + key, part)).encode(), digest_size=8
         ).digest()

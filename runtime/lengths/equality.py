@@ -45,7 +45,7 @@ class Unequal:
 def first_unequal(
     one: Program, other: Program, inputs: Arguments, padded: Arguments, buffers: Mapping[str, Tensor]
 ) -> Unequal | None:
-    """The first output in which two programs of one model differ beyond padded places; None where there is none.
+    """Return the first output in which two programs of one model differ beyond padded places; None where there is none.
 
     Raises InputError where that cannot be found out.
     """
@@ -130,7 +130,7 @@ class _Comparison:
         return None if self.undefined is None else Unequal(0, self.undefined)
 
     def _cause(self, output: Any) -> str:
-        """The first call from which an output differs, though its inputs are equal."""
+        """Return the first call from which an output differs, though its inputs are equal."""
         if not isinstance(output, fx.Node):
             return ""
         left, above = [output], set[fx.Node]()
@@ -151,7 +151,7 @@ def _calls(node: fx.Node) -> bool:
 
 
 def _where(node: fx.Node) -> str:
-    """A call as a user finds it."""
+    """Return a call as a user finds it."""
     return f"{node.target} of {module_of(node) or 'the model'}"
 
 
@@ -201,7 +201,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _nothing_dropped(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, without dropping; InputError where it draws otherwise."""
+    """Return the arguments of a call, without dropping; InputError where it draws otherwise."""
     if not is_random(node):
         return node.args, dict(node.kwargs)
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -227,7 +227,7 @@ def _zeros(info: TensorInfo) -> Tensor:
 
 
 def _made_up(name: str, info: TensorInfo) -> Tensor:
-    """Values of a parameter or buffer that keep activations in bounds, told by its name."""
+    """Return the values of a parameter or buffer that keep activations in bounds, told by its name."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if not info.dtype.is_floating_point:
         return torch.full(info.shape, info.dtype == torch.bool, dtype=info.dtype)

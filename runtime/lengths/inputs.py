@@ -39,7 +39,7 @@ class Role:
     """Value at padded positions; None if unspecified."""
 
     def shape(self, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, ...]:
-        """The shape of the input in a call of these sizes."""
+        """Return the shape of the input in a call of these sizes."""
         found = list(shape)
         for dim in self.positions:
             found[dim] = sizes.length or found[dim]
@@ -49,7 +49,7 @@ class Role:
 
 
 def roles_of(arguments: Arguments, buckets: Buckets) -> tuple[Role | None, ...]:
-    """The role of each leaf of the arguments; None for what is no tensor with dims."""
+    """Return the role of each leaf of the arguments; None for what is no tensor with dims."""
     found: list[Role | None] = []
     batch: int | None = None
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
@@ -65,7 +65,7 @@ def roles_of(arguments: Arguments, buckets: Buckets) -> tuple[Role | None, ...]:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """The last name on the way to a leaf: an argument of forward, or a key in one."""
+    """Return the last name on the way to a leaf: an argument of forward, or a key in one."""
     keys = [each.key for each in path[1:] if isinstance(each, pytree.MappingKey)]
     return str(keys[-1]) if keys else f"input {path[-1].idx}"
 
@@ -90,7 +90,9 @@ def sizes_of(arguments: Arguments, roles: tuple[Role | None, ...]) -> Sizes:
 
 
 def padded(arguments: Arguments, roles: tuple[Role | None, ...], sizes: Sizes) -> Arguments:
-    """The same call in larger sizes, with the values of padding behind; InputError where a value is not known."""
+    """Return the same call in larger sizes, with the values of padding behind; InputError where a value is not
+    known.
+    """
     leaves, spec = pytree.tree_flatten(arguments)
     found = [
         leaf if role is None else _padded(leaf, role, role.shape(tuple(leaf.shape), sizes))
@@ -118,12 +120,12 @@ def _padded(leaf: Tensor, role: Role, shape: tuple[int, ...]) -> Tensor:
 
 
 def empty(arguments: Arguments, roles: tuple[Role | None, ...], sizes: Sizes) -> Arguments:
-    """The same call in these sizes, on the meta device."""
+    """Return the same call in these sizes, on the meta device."""
     return _made(arguments, roles, sizes, lambda leaf, role, shape: torch.empty(shape, dtype=leaf.dtype, device="meta"))
 
 
 def random(arguments: Arguments, roles: tuple[Role | None, ...], sizes: Sizes) -> Arguments:
-    """The same call in these sizes, on the CPU, with numbers that are valid in most models, equal in every run.
+    """Return the same call in these sizes, on the CPU, with numbers that are valid in most models, equal in every run.
 
     Integers are 0 or 1; what is called a mask hides nothing.
     """

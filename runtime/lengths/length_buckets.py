@@ -92,7 +92,7 @@ class Buckets:
         return fitting
 
     def multiples_of(self, unit: int) -> tuple[int, ...]:
-        """The stated lengths, rounded up to multiples of `unit`, ascending; InputError where none are stated."""
+        """Return the stated lengths, rounded up to multiples of `unit`, ascending; InputError where none are stated."""
         if not isinstance(self.lengths, tuple):
             raise InputError(
                 f"Buckets(lengths={self.lengths!r}) states no lengths to prepare; give them, as lengths=(128, 256)."

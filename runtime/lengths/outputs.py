@@ -108,7 +108,7 @@ def _size_of(larger: Program, program: Program, size: int) -> int:
 
 
 def cut(value: Tensor, counted: Counted, padding: Padding) -> Tensor:
-    """A whole output without what was padded."""
+    """Return a whole output without what was padded."""
     if padding.of_length and padding.length is not None:
         for dim, more in counted.positions:
             value = value.narrow(dim, 0, padding.length + more)
@@ -134,7 +134,7 @@ def _rows(value: Tensor, dim: int, more: int, padding: Padding) -> Tensor:
 def cut_part(
     value: Tensor, layout: Layout, mesh: DeviceMesh, parts: Sequence[str], counted: Counted, padding: Padding
 ) -> DTensor:
-    """A rank's part of an output, as a DTensor without what was padded.
+    """Return a rank's part of an output, as a DTensor without what was padded.
 
     `parts` are the axes over which the batch is given in parts. Axes that split a cut dim are gathered, unless they
     split samples as given.

@@ -27,7 +27,7 @@ class Varying:
         """Executable or pipeline of a kind of inputs → the meaning of its outputs' dims."""
 
     def fitted(self, arguments: Arguments, exchange: Exchange) -> tuple[Arguments, Padding]:
-        """The same call in the sizes of a bucket, alike on all ranks; InputError where there is none."""
+        """Return the same call in the sizes of a bucket, alike on all ranks; InputError where there is none."""
         roles = roles_of(arguments, self.buckets)
         mine = sizes_of(arguments, roles)
         known = exchange(mine)
@@ -45,7 +45,7 @@ class Varying:
         return padded(arguments, roles, goal), padding
 
     def examples(self, arguments: Arguments) -> list[Arguments]:
-        """The same call in each of the stated lengths, the longest first, without memory."""
+        """Return the same call in each of the stated lengths, the longest first, without memory."""
         roles = roles_of(arguments, self.buckets)
         sizes = sizes_of(arguments, roles)
         lengths = reversed(self.buckets.multiples_of(self._unit))
@@ -53,7 +53,7 @@ class Varying:
 
 
 def _first_of_each_part(mesh: Mesh, parts: Sequence[str]) -> tuple[int, ...]:
-    """The ranks, by their number in the mesh, one for each part of the batch, in the order of the parts."""
+    """Return the ranks, by their number in the mesh, one for each part of the batch, in the order of the parts."""
     found = [0]
     for name, size in zip(mesh.names, mesh.sizes, strict=True):
         found = [number * size + place for number in found for place in range(size if name in parts else 1)]

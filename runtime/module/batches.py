@@ -20,7 +20,7 @@ from autopar.runtime.module.inputs import Arguments
 
 
 def split_batch(arguments: Arguments, num_microbatches: int) -> list[Arguments]:
-    """The micro-batches of a batch, in order; InputError where it does not divide."""
+    """Return the micro-batches of a batch, in order; InputError where it does not divide."""
     if num_microbatches == 1:
         return [arguments]
     leaves, spec = pytree.tree_flatten(arguments)

@@ -35,12 +35,14 @@ from autopar.runtime.rewrite.prefetch import fetched_ahead
 
 
 def gathering_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes over which a plan fetches weights ahead in a backward that reduces over them, too; all ranks agree."""
+    """Return the axes over which a plan fetches weights ahead in a backward that reduces over them, too; all ranks
+    agree.
+    """
     return axes_apart(each for row in plan.rows for each in row.transfers if each.backward) if plan.prefetch else ()
 
 
 def graph_of(module: fx.GraphModule, program: Program, plan: Plan) -> RankGraph:
-    """A per-rank graph of a program, with its weights fetched ahead as the plan says."""
+    """Return a per-rank graph of a program, with its weights fetched ahead as the plan says."""
     return RankGraph(module, bool(program.python.hooks), in_layers, fetched_ahead(module, plan.prefetch))
 
 
@@ -138,7 +140,7 @@ class Executable:
         return cls(program, plan, local, mesh, axes, tuple(parameters), buffers, constants, graph, draws)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
+        """Return placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
         stored: list[torch.Tensor] = []
         for parameter in self.parameters:  # in every step, so without a call for each
             owner: nn.Module = root
@@ -153,7 +155,7 @@ class Executable:
         return {parameter.placeholder: part for parameter, part in zip(self.parameters, parts, strict=True)}
 
     def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Placeholder → buffer of `root`, for one run of the graph; InputError where one has no values."""
+        """Return the placeholder → buffer of `root`, for one run of the graph; InputError where one has no values."""
         found: dict[str, torch.Tensor] = {}
         unset = getattr(root, "unset_buffers", None) or UnsetBuffers()
         missing = bool(unset)
@@ -173,7 +175,9 @@ class Executable:
         return found
 
     def inputs_of(self, arguments: Arguments) -> dict[str, torch.Tensor]:
-        """Placeholder → this rank's part of each input that the graph takes; a number that is a tensor there as one."""
+        """Return placeholder → this rank's part of each input that the graph takes; a number that is a tensor there
+        as one.
+        """
         program = self.program
         leaves = zip(program.inputs, leaves_of(arguments)[0], program.input_values, strict=True)
         return {

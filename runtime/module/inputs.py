@@ -28,14 +28,14 @@ from autopar.runtime.ranks.checksums import checksums
 
 
 def call_signature(model: nn.Module) -> inspect.Signature:
-    """The signature that calls of a model are brought to; any, where a hook is to see them as they were made."""
+    """Return the signature that calls of a model are brought to; any, where a hook is to see them as they were made."""
     if model._forward_pre_hooks or model._forward_hooks:
         return inspect.signature(lambda *args, **kwargs: None)
     return inspect.signature(model.forward)
 
 
 def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """The same call with every argument by name, in the order of the signature; as it is where that cannot be.
+    """Return the same call with every argument by name, in the order of the signature; as it is where that cannot be.
 
     InputError where the signature does not take it, or a tensor is not dense.
     """
@@ -51,7 +51,7 @@ def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwa
 
 
 def _dense(arguments: Arguments) -> Arguments:
-    """The same inputs; InputError where a tensor is not dense."""
+    """Return the same inputs; InputError where a tensor is not dense."""
     faults = [isinstance(leaf, Tensor) and fault_of_form(leaf) for leaf in leaves_of(arguments)[0]]
     if any(faults):
         paths = pytree.tree_flatten_with_path(arguments)[0]
@@ -81,7 +81,9 @@ def _kind_of_leaf(leaf: Any) -> object:
 
 
 def described(arguments: Arguments) -> dict[str, str]:
-    """Inputs by name, as other ranks are told of them: shapes and dtypes, and of what is no tensor the value."""
+    """Return the inputs by name, as other ranks are told of them: shapes and dtypes, and of what is no tensor the
+    value.
+    """
     found = {}
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         found[name_of(path)] = _described_leaf(leaf)
@@ -99,7 +101,7 @@ def _described_leaf(leaf: Any) -> str:
 
 
 def values_of(arguments: Arguments) -> Values:
-    """The checksums of plain tensors, which all ranks hold alike, and of DTensors' parts, which some do."""
+    """Return the checksums of plain tensors, which all ranks hold alike, and of DTensors' parts, which some do."""
     by_part: dict[str, dict[str, Tensor]] = {"": {}}
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         if type(leaf) in (Tensor, nn.Parameter):
@@ -117,7 +119,7 @@ def _part_of(value: DTensor) -> str:
 
 
 def without_placements(arguments: Arguments) -> Arguments:
-    """The same inputs with a tensor of the global shape, without memory, in place of each DTensor."""
+    """Return the same inputs with a tensor of the global shape, without memory, in place of each DTensor."""
 
     def whole(x: DTensor) -> Tensor:
         with FakeTensorMode():
@@ -127,7 +129,7 @@ def without_placements(arguments: Arguments) -> Arguments:
 
 
 def layout_of(value: DTensor, mesh: DeviceMesh) -> Layout:
-    """The layout over `mesh` in which an input arrives; InputError where it lies on another mesh."""
+    """Return the layout over `mesh` in which an input arrives; InputError where it lies on another mesh."""
     names, theirs = mesh.mesh_dim_names or (), value.device_mesh.mesh_dim_names or ()
     part = tuple(name for name in names if name in theirs)
     if value.device_mesh != mesh and (part != theirs or not part or mesh[part] != value.device_mesh):
@@ -143,7 +145,7 @@ def layout_of(value: DTensor, mesh: DeviceMesh) -> Layout:
 
 
 def layouts_of(program: Program, arguments: Arguments, mesh: DeviceMesh) -> dict[str, Layout]:
-    """Placeholder → the layout in which it arrives, for inputs that are DTensors."""
+    """Return the placeholder → the layout in which it arrives, for inputs that are DTensors."""
     return {
         placeholder: layout_of(leaf, mesh)
         for placeholder, leaf in zip(program.inputs, pytree.tree_leaves(arguments), strict=True)

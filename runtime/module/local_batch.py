@@ -66,7 +66,7 @@ def _as_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 
 def whole_batch(arguments: Arguments, num_parts: int) -> Arguments:
-    """The same call with the shapes of the whole batch, without memory."""
+    """Return the same call with the shapes of the whole batch, without memory."""
     if num_parts == 1:
         return arguments
 
@@ -83,7 +83,7 @@ def whole_batch(arguments: Arguments, num_parts: int) -> Arguments:
 
 
 def layouts_of_parts(program: Program, arguments: Arguments, mesh: Mesh, axes: Sequence[str]) -> dict[str, Layout]:
-    """Placeholder → the layout in which it arrives, for the inputs that are parts."""
+    """Return the placeholder → the layout in which it arrives, for the inputs that are parts."""
     if not axes:
         return {}
     layout = Layout(S(0) if name in axes else I for name in mesh.names)

@@ -19,7 +19,7 @@ from autopar.ir.program.operators.derivatives import once_differentiable
 
 
 def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:
-    """The scale of a `ShardedGradScaler`; None without one.
+    """Return the scale of a `ShardedGradScaler`; None without one.
 
     A scaler makes its scale when it is first used: a rank without the loss calls this too.
 
@@ -35,7 +35,7 @@ def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:
 
 
 def with_scaled_gradient(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """The loss; what its backward starts with is multiplied by the scale."""
+    """Return the loss; what its backward starts with is multiplied by the scale."""
     return loss if scale is None else _ScaledGradient.apply(loss, scale)
 
 

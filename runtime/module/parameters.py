@@ -35,7 +35,7 @@ def placements_of(layout: Layout) -> tuple[Placement, ...]:
 
 
 def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh, columns_first: bool = False) -> DTensor:
-    """A tensor in a storage layout; rank 0's values count, and a meta tensor stays meta.
+    """Return a tensor in a storage layout; rank 0's values count, and a meta tensor stays meta.
 
     With `columns_first`, the parts of a matrix that divides are stored transposed.
     """
@@ -89,7 +89,7 @@ class Storage:
         return {name: each for name, each in made.items() if each is not None}
 
     def parameter(self, name: str, given: torch.Tensor) -> nn.Parameter | None:
-        """A parameter as it is stored, with the hooks and the attributes of the one given."""
+        """Return a parameter as it is stored, with the hooks and the attributes of the one given."""
         values = self._values(name, given, self.layouts.get(name, self.whole), self.splits)
         if values is None:
             return None
@@ -143,7 +143,7 @@ def tie(root: nn.Module, ties: Mapping[str, str]) -> None:
 
 
 def as_stored(root: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """A state dict in the kind of tensors that `root` stores.
+    """Return a state dict in the kind of tensors that `root` stores.
 
     Where it stores DTensors, whole tensors of a parameter's shape are split as that parameter. Where it stores plain
     tensors, DTensors are gathered, which all ranks of their mesh do together.
@@ -168,7 +168,7 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any
 
 
 def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """The rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
+    """Return the rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
 
     What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph, but for
     those whose gradients a hook takes one by one.
@@ -192,7 +192,7 @@ def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple
 
 
 def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The rank's padded part, whose gradient reaches the parameter as soon as it is there."""
+    """Return the rank's padded part, whose gradient reaches the parameter as soon as it is there."""
     (part,) = _LocalParts.apply(parameter)
     run_at_once(part.grad_fn)
     if part.shape == shape:
@@ -259,7 +259,7 @@ def _is_executed(node: Any) -> bool:
 
 
 def _padded(local: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-    """A part with zeros at the end of each dim that is too short."""
+    """Return a part with zeros at the end of each dim that is too short."""
     padding: list[int] = []
     for have, want in zip(reversed(local.shape), reversed(local_shape), strict=True):
         padding += [0, want - have]

@@ -111,7 +111,7 @@ def _is_leaf(moved: Tensor) -> TypeGuard[nn.Parameter]:
 
 
 def leaf_of(values: Tensor, learns: bool) -> nn.Parameter:
-    """A weight as micro-batches take it, whose gradient adds up over them."""
+    """Return a weight as micro-batches take it, whose gradient adds up over them."""
     leaf = nn.Parameter(values, requires_grad=learns)
     if learns and values.dtype.itemsize < torch.float32.itemsize:
         leaf.grad_dtype = torch.float32

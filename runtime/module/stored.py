@@ -165,7 +165,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return self._given.axes
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The call with every argument by name, and DTensors for parts of the batch."""
+        """Return the call with every argument by name, and DTensors for parts of the batch."""
         check_not_inside_ddp()
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         arguments = with_static(arguments, self._given.static, self.tree.root.forward)
@@ -174,7 +174,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes, self._returning.averages)
 
     def _sizes_of_all(self, mine: Sizes) -> list[Sizes]:
-        """The sizes of all ranks' parts, in the order of the mesh; this rank's where all have the same."""
+        """Return the sizes of all ranks' parts, in the order of the mesh; this rank's where all have the same."""
         if not self._given.axes or not self._watch.many:
             return [mine]
         self._calls.agree("sizes", lambda: {"inputs": "a part of the batch, in a bucket"}, dict)

@@ -112,7 +112,7 @@ class Tree:
         self.left_hooks.update(other.left_hooks)
 
     def absent(self) -> dict[str, nn.Module]:
-        """The modules of which another rank has all parameters and buffers, by name."""
+        """Return the modules of which another rank has all parameters and buffers, by name."""
         here = {slot.name.rpartition(".")[0] for slot in self._slots() if slot.tensors.get(slot.leaf) is not None}
         owners = {slot.name.rpartition(".")[0] for slot in self._slots()}
         return {name: self.root.get_submodule(name) for name in owners - here}

@@ -26,7 +26,7 @@ def not_persistent(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent(root: nn.Module) -> dict[str, Tensor]:
-    """Name → every buffer that state dicts have."""
+    """Return the name → every buffer that state dicts have."""
     left_out = dict(not_persistent(root))
     return {name: each for name, each in nn.Module.named_buffers(root) if name not in left_out}
 

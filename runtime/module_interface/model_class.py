@@ -15,7 +15,7 @@ Compiled = TypeVar("Compiled", bound=nn.Module)
 
 
 def also_of_the_class_of(model: nn.Module, compiled: type[Compiled]) -> type[Compiled]:
-    """A class that does what `compiled` does, and else what the class of `model` does.
+    """Return a class that does what `compiled` does, and else what the class of `model` does.
 
     Its instances keep the model that they show as `tree.root`. `forward` has the model's signature and type hints.
     """
@@ -51,7 +51,9 @@ def _is_data(name: str, model: nn.Module) -> bool:
 
 
 def _with_signature(forward: Any, model: nn.Module) -> Any:
-    """The same code as `forward`; `inspect.signature` and `typing.get_type_hints` of it tell what the model's has."""
+    """Return the same code as `forward`; `inspect.signature` and `typing.get_type_hints` of it tell what the model's
+    has.
+    """
     theirs = getattr(model.forward, "__func__", model.forward)
     shown = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__

@@ -91,7 +91,9 @@ class Returning:
         return Entrance(name, backwards, part, self._given, holds_own)
 
     def _sum(self, part: Tensor, layout: Layout, entrance: Entrance) -> Tensor:
-        """A loss of which this rank has a part; a plain one that is on its way, but for torch.compile and DTensors."""
+        """Return a loss of which this rank has a part; a plain one that is on its way, but for torch.compile and
+        DTensors.
+        """
         total = self._sums.begin(part, layout)
         found = arriving(handed(part, entrance), total.arrived)
         if self._returned.outputs == "dtensor":
@@ -100,7 +102,7 @@ class Returning:
         return found.plain if compiling() else found
 
     def _part(self, split: Sequence[Axis]) -> str | None:
-        """The part that this rank holds of what some axes split; None if no other rank holds it."""
+        """Return the part that this rank holds of what some axes split; None if no other rank holds it."""
         if all(axis in split for axis in self._axes if axis.size > 1):
             return None
         return " ".join(f"{axis.name}={axis.rank}" for axis in split)
@@ -122,7 +124,7 @@ class Returning:
         return unread(result.value, shape, Reading(read, lambda grad: relaid(entrance(grad), *back, axes), finish))
 
     def _cut(self, counted: Counted | None, padding: Padding | None, holds_own: bool, value: Tensor) -> Tensor:
-        """A plain output without what was padded."""
+        """Return a plain output without what was padded."""
         if counted is None or padding is None:
             return value
         if holds_own:

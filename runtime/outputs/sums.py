@@ -17,7 +17,7 @@ from autopar.runtime.collectives.mesh_axes import Axis, axes_on, join_axes
 
 
 def axes_of_sums(layouts: Iterable[Layout | None], names: Sequence[str], sizes: Sequence[int]) -> set[str]:
-    """The axes, or joined ones, over which outputs of these layouts are still to be summed."""
+    """Return the axes, or joined ones, over which outputs of these layouts are still to be summed."""
     found = (_axis_name(each, names, sizes) for each in layouts if each is not None)
     return {name for name in found if name}
 

@@ -21,7 +21,7 @@ def evaluated(
     group: dist.ProcessGroup,
     random: Randomness,
 ) -> list[Any]:
-    """The flat outputs of a batch on every rank: stage after stage, each on its rank."""
+    """Return the flat outputs of a batch on every rank: stage after stage, each on its rank."""
     schedule, here = pipeline.schedule, dist.get_rank(group)
     last = pipeline.programs[-1]
     sent: tuple[Any, ...] = ()

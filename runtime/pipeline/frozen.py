@@ -24,7 +24,7 @@ class FrozenNames:
         self._all: frozenset[str] = frozenset()
 
     def of_all_ranks(self, own: frozenset[str]) -> frozenset[str]:
-        """The names on all ranks, of which this one has `own`; every rank of the group calls this."""
+        """Return the names on all ranks, of which this one has `own`; every rank of the group calls this."""
         changed = torch.tensor(int(own != self._own), device=HOST)
         dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
         if changed.item():

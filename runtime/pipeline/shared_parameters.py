@@ -22,7 +22,7 @@ Holders = Mapping[str, tuple[int, ...]]
 
 
 def holders_of(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several ranks hold; `parameters` are the names that each rank holds."""
+    """Return the parameters that several ranks hold; `parameters` are the names that each rank holds."""
     names = dict.fromkeys(name for each in parameters for name in each)
     found = {name: tuple(rank for rank, each in enumerate(parameters) if name in each) for name in names}
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
@@ -75,7 +75,7 @@ def _hooks_held_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _with_gradient(holders: Holders, held: Mapping[str, nn.Parameter], hosts: dist.ProcessGroup) -> frozenset[str]:
-    """The names of those that have a gradient on one rank at least."""
+    """Return the names of those that have a gradient on one rank at least."""
     if not holders:
         return frozenset()
     here = [name in held and held[name].grad is not None for name in holders]

@@ -41,7 +41,7 @@ def backward_to_inputs(
     inputs: Sequence[Any],
     weights: Sequence[Tensor],
 ) -> tuple[Given, list[WeightGroup]]:
-    """The gradients of the inputs, and what `backward_to_weights` needs; outputs without gradients have ones."""
+    """Return the gradients of the inputs, and what `backward_to_weights` needs; outputs without gradients have ones."""
     given = [None] * len(outputs) if output_gradients is None else output_gradients
     pairs = [
         (output, torch.ones_like(output) if gradient is None else gradient)
@@ -137,7 +137,7 @@ def _upward(
 def _groups(
     weights: Sequence[Tensor], roots: dict[GradientEdge, Tensor], above: dict[Node, list[Node]], between: set[Node]
 ) -> list[WeightGroup]:
-    """The weights in groups that have no beginning in common."""
+    """Return the weights in groups that have no beginning in common."""
     inner = frozenset(between)
     of_beginning: dict[object, WeightGroup] = {}
     groups: list[WeightGroup] = []

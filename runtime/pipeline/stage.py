@@ -244,7 +244,7 @@ def sent_tensors(executable: Executable) -> tuple[Tensor, ...]:
 
 
 def result_tensors(values: Sequence[object], layouts: Sequence[Layout | None], sizes: Sequence[int]) -> list[Any]:
-    """The user's outputs on a rank, as tensors without memory; what is no tensor, as it is."""
+    """Return the user's outputs on a rank, as tensors without memory; what is no tensor, as it is."""
     return [
         value if layout is None else _empty(_info(value), layout, sizes)
         for value, layout in zip(values, layouts, strict=True)

@@ -79,7 +79,7 @@ def _difference(lines: list[str], others: list[str]) -> str:
 
 
 def _portable(error: BaseException) -> AutoparError:
-    """The error as another rank raises it."""
+    """Return the error as another rank raises it."""
     rank = dist.get_rank()
     if isinstance(error, AutoparError):
         return type(error)(f"on rank {rank}: {error}")
@@ -89,7 +89,7 @@ def _portable(error: BaseException) -> AutoparError:
 
 
 def gathered(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """The values of all ranks, in the order of the mesh."""
+    """Return the values of all ranks, in the order of the mesh."""
     values = [value]
     for axis in reversed(range(mesh.ndim)):
         lists: list[Any] = [None] * mesh.size(axis)

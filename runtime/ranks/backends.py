@@ -16,13 +16,17 @@ HOST = "cpu"
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str:
-    """The backend, as "nccl", by which a group moves the tensors of a type of device; empty where it has none."""
+    """Return the backend, as "nccl", by which a group moves the tensors of a type of device; empty where it has
+    none.
+    """
     config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     return config.get_device_backend_map().get(device, "")
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group itself where it moves tensors of the CPU, else a new one of its ranks, which call this together."""
+    """Return the group itself where it moves tensors of the CPU, else a new one of its ranks, which call this
+    together.
+    """
     if backend_of(group, HOST):
         return group
     made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

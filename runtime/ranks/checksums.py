@@ -26,7 +26,9 @@ Projections = list[float]
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Name → a number that tells the values of a tensor, and which row and column has which; waits for the device."""
+    """Return the name → a number that tells the values of a tensor, and which row and column has which; waits for the
+    device.
+    """
     known = {name: each.detach() for name, each in tensors.items() if not each.is_meta and each.layout == torch.strided}
     found = {name: _checksum(tensor) for name, tensor in known.items()}
     return {name: int(value.item()) for name, value in found.items()}
@@ -40,7 +42,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _weighted(sums: Tensor) -> Tensor:
-    """A sum modulo 2^64 that changes when entries change places."""
+    """Return a sum modulo 2^64 that changes when entries change places."""
     weights = (torch.arange(1, len(sums) + 1, device=sums.device) * MULTIPLIER) ^ 0x5DEECE66D
     return (sums * weights).sum()
 

@@ -354,7 +354,7 @@ class Watch:
 
 
 def watched(owner: object, mesh: DeviceMesh, forgives: type[Exception] = AutoparError) -> Watch:
-    """A watch that stops with its owner, or with the process."""
+    """Return a watch that stops with its owner, or with the process."""
     watch = Watch(mesh, forgives)
     weakref.finalize(owner, watch.stop)
     return watch
@@ -367,7 +367,7 @@ def _patience_of(group: dist.ProcessGroup, device: str) -> float:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The error behind those of PyTorch's schedules, which say only on which stage it was."""
+    """Return the error behind those of PyTorch's schedules, which say only on which stage it was."""
     while error.__cause__ is not None and not isinstance(error, AutoparError):
         error = error.__cause__
     return error

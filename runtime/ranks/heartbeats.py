@@ -16,7 +16,7 @@ STORE_SECONDS = 10.0
 
 
 def store_for(prefix: str) -> Store:
-    """The store of the ranks, over a connection of its own: who waits for a key blocks no other."""
+    """Return the store of the ranks, over a connection of its own: who waits for a key blocks no other."""
     store: Any = _get_default_store()
     store = PrefixStore(prefix, store.clone())
     store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -24,7 +24,7 @@ def store_for(prefix: str) -> Store:
 
 
 def read(store: Store, key: str) -> str:
-    """The value of a key, or nothing; does not wait for it."""
+    """Return the value of a key, or nothing; does not wait for it."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

@@ -61,7 +61,7 @@ def on_ranks(world: World, work: Callable[..., Any], arguments: Sequence[Any], p
 
 
 def _reported(error: ProcessRaisedException | ProcessExitedException, folder: Path, num_ranks: int) -> RankError:
-    """The error of the first rank that wrote one down, else what is known of the one that died."""
+    """Return the error of the first rank that wrote one down, else what is known of the one that died."""
     said = sorted(folder.glob("error.*"))
     if said:
         rank, reason = int(said[0].suffix[1:]), said[0].read_text()

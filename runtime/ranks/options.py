@@ -45,7 +45,7 @@ def agree_on_options(function: str, given: Mapping[str, Any], mesh: DeviceMesh) 
 
 
 def _described(value: Any) -> str:
-    """A text that is equal on two ranks where a value means the same."""
+    """Return a text that is equal on two ranks where a value means the same."""
     if isinstance(value, Plan | PipelinePlan):
         decisions = json.dumps(_decisions_of(value), sort_keys=True, default=str)
         return f"<{type(value).__name__} {_digest(decisions)}>"
@@ -75,6 +75,6 @@ def _digest(text: str) -> str:
 
 
 def _shown(text: str, other: str) -> str:
-    """A text, shortened; with a digest where the shortened ones would look the same."""
+    """Return a text, shortened; with a digest where the shortened ones would look the same."""
     short = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
     return short if text[:MAX_SHOWN] != other[:MAX_SHOWN] else f"{short} ({_digest(text)})"

@@ -99,7 +99,7 @@ class RankGraph:
         return self._compiled[key]
 
     def _as_compiled(self, learns: bool) -> fx.GraphModule:
-        """The graph as torch.compile is to see it."""
+        """Return the graph as torch.compile is to see it."""
         return self._regions if learns and (self._recomputes or self.regathers) else self.module
 
     @cached_property
@@ -107,7 +107,7 @@ class RankGraph:
         return in_regions(self.module.graph)
 
     def _by_layers(self, compilation: Compilation, learns: bool) -> Callable[..., Any]:
-        """The graph with layers compiled, and the rest as it runs without torch.compile."""
+        """Return the graph with layers compiled, and the rest as it runs without torch.compile."""
 
         def made(layer: fx.Graph) -> Callable[..., Any]:
             again = learns and any(role_of(node) is not None and not is_offloaded(node) for node in layer.nodes)

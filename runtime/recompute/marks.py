@@ -36,7 +36,9 @@ class Mark:
 
 
 def role_of(node: fx.Node) -> Mark | None:
-    """The role of a call; None where it belongs to no segment that is computed again, or sends what it saves away."""
+    """Return the role of a call; None where it belongs to no segment that is computed again, or sends what it saves
+    away.
+    """
     return node.meta.get(MARK)
 
 

@@ -120,7 +120,7 @@ class _Ranges:
 
 @cache
 def scopes_of(path: str) -> tuple[str, ...]:
-    """The ranges that a call in a module lies in, the outermost first.
+    """Return the ranges that a call in a module lies in, the outermost first.
 
     >>> scopes_of("layers.0.mlp")
     ('model', 'layers.0', 'layers.0.mlp')
@@ -140,7 +140,7 @@ def _trackers() -> Iterator[ModuleTracker]:
 
 
 def _innermost(tracker: ModuleTracker) -> str:
-    """The name of the module that runs the graph."""
+    """Return the name of the module that runs the graph."""
     return max(tracker.parents - {"Global"}, key=len, default=MODEL)
 
 

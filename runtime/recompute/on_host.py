@@ -36,12 +36,12 @@ Hold = Callable[[Tensor], object]
 
 @functools.cache
 def link_of(device: torch.device) -> Link:
-    """The way between a device and the host, whose streams all graphs share."""
+    """Return the way between a device and the host, whose streams all graphs share."""
     return Link(device)
 
 
 def host_memory(link: Link, num_bytes: int) -> Tensor:
-    """Memory of the host for a copy."""
+    """Return the memory of the host for a copy."""
     return link.memory(num_bytes, torch.uint8)
 
 
@@ -73,7 +73,7 @@ class Copy:
         self._waiting = {id(each) for each in self.handles}
 
     def memory_for(self, handle: Handle) -> torch.UntypedStorage:
-        """The memory on the device, which is let go when the last handle has had it."""
+        """Return the memory on the device, which is let go when the last handle has had it."""
         self.fetch()
         memory = self._back
         assert memory is not None, "a copy without handles"
@@ -99,7 +99,7 @@ class Handle:
         copy.handles.add(self)
 
     def tensor(self) -> Tensor:
-        """The tensor as it was saved."""
+        """Return the tensor as it was saved."""
         memory = self._copy.memory_for(self)
         with torch.no_grad():
             found = torch.empty(0, dtype=self._dtype, device=memory.device).set_(memory, *self._like)

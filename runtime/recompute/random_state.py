@@ -65,7 +65,7 @@ class RandomState:
         return Randomness(self.seed, step, self.deterministic)
 
     def advance(self, count: int) -> int:
-        """The first of `count` steps, which are over then."""
+        """Return the first of `count` steps, which are over then."""
         self._state["step"] += count
         return self.step - count
 

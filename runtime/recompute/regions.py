@@ -37,7 +37,7 @@ NAMESPACE = "autopar_runtime"  # of the operators that hide from torch.compile w
 
 
 def in_regions(graph: fx.Graph) -> fx.GraphModule:
-    """The graph with its regions as modules; its gathers each gather all of their weights again, or none."""
+    """Return the graph with its regions as modules; its gathers each gather all of their weights again, or none."""
     return _Regions(unmixed(graph)).made()
 
 
@@ -70,7 +70,7 @@ class _Regions:
         return fx.GraphModule(self.root, self.new, "Regions")
 
     def _again(self, node: fx.Node) -> fx.Node:
-        """A region of one call, all of which runs again."""
+        """Return a region of one call, all of which runs again."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.copies.__getitem__)
         new = self._module(FromWhatIsStored(node.target), node.name, args, kwargs)
         new.meta = dict(node.meta)

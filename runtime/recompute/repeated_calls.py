@@ -54,7 +54,9 @@ class RepeatedCalls:
             self._repeated.difference_update(old)
 
     def step(self) -> int:
-        """The step of the call that is repeated now; InputError where the state of the generator does not tell."""
+        """Return the step of the call that is repeated now; InputError where the state of the generator does not
+        tell.
+        """
         found = self._steps.get(_state(), [])
         if len(found) != 1:
             raise InputError(_AMBIGUOUS if found else _UNKNOWN)

@@ -22,7 +22,7 @@ from autopar.runtime.recompute.saved_handles import Claims, Frame
 
 
 def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
-    """The calls of a graph in order."""
+    """Return the calls of a graph in order."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     last_of = {role.segment: node for node in calls if (role := role_of(node)) is not None and not role.weight}
     ends = set(last_of.values())

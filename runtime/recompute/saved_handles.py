@@ -49,7 +49,7 @@ class _Claim:
     dtype: torch.dtype
 
     def of(self, value: Tensor) -> Tensor:
-        """The tensor that was saved, given the value that the claim is on."""
+        """Return the tensor that was saved, given the value that the claim is on."""
         if self.key[1] == "saved":
             return value
         if self.dtype != value.dtype:  # saved as real or complex numbers, made as the other
@@ -188,7 +188,7 @@ class Frame:
         return claim
 
     def _claimed(self) -> list[Key]:
-        """The keys of the claims that autograd still holds."""
+        """Return the keys of the claims that autograd still holds."""
         self._claims = [each for each in self._claims if each() is not None]
         return [claim.key for claim in [each() for each in self._claims] if claim is not None]
 
@@ -212,7 +212,7 @@ class Frame:
             self._makers.clear()
 
     def meet(self, claim: _Claim) -> Tensor:
-        """The tensor behind a claim; the first one in a backward runs the segment again."""
+        """Return the tensor behind a claim; the first one in a backward runs the segment again."""
         if claim.key not in self._again:
             self._open = Counter(self._claimed())
             with self._surroundings():
@@ -321,7 +321,7 @@ def _address(x: Tensor) -> int:
 
 
 def addresses_of(values: Iterable[Any]) -> set[int]:
-    """The storages of the tensors among values, and in lists among them."""
+    """Return the storages of the tensors among values, and in lists among them."""
     found = set()
     for value in values:
         for x in tensors_of(value):

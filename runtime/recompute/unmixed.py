@@ -13,7 +13,7 @@ NUM_BEFORE = 3  # arguments of `gather_parameters` before the weights: axis, dim
 
 
 def unmixed(graph: fx.Graph) -> fx.Graph:
-    """The graph, in which a bucket that gathers some of its weights again has become two."""
+    """Return the graph, in which a bucket that gathers some of its weights again has become two."""
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     parts: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
@@ -37,7 +37,7 @@ def unmixed(graph: fx.Graph) -> fx.Graph:
 def _gather_of(
     graph: fx.Graph, node: fx.Node, numbers: Sequence[int], again: bool, copies: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """A gather of some of the weights that `node` gathers."""
+    """Return a gather of some of the weights that `node` gathers."""
     target: Any = node.target
     args: Any = node.args
     axis, dims, sizes, *shards = args

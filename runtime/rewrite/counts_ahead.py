@@ -53,7 +53,9 @@ def count_ahead(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
 
 
 def _made_of_inputs(target: fx.Node, graph: fx.Graph, weights: Collection[fx.Node]) -> list[fx.Node] | None:
-    """The calls that make targets, in order; None if they take weights, move something, draw numbers, or run again."""
+    """Return the calls that make targets, in order; None if they take weights, move something, draw numbers, or run
+    again.
+    """
     found, waiting = {target}, [target]
     while waiting:
         more = set(waiting.pop().all_input_nodes) - found

@@ -31,7 +31,7 @@ Make = Callable[[fx.Graph], Callable[..., Any]]
 
 
 def in_layers(graph: fx.Graph, make: Make) -> fx.Graph:
-    """The graph with a call for each layer; `make` is called once for layers that are equal."""
+    """Return the graph with a call for each layer; `make` is called once for layers that are equal."""
     return _Layers(graph, make).run()
 
 

@@ -22,7 +22,7 @@ class MoveCall:
 
 
 def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> MoveCall:
-    """The collective that carries out a move of one axis, or of joined ones."""
+    """Return the collective that carries out a move of one axis, or of joined ones."""
     function, args = _function(move, shape, mesh)
     source, target = move.source.zigzag, move.target.zigzag
     if move.source.is_split and move.target.is_split:

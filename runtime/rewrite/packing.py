@@ -78,7 +78,7 @@ def _piece(node: fx.Node) -> Piece | None:
 
 
 def _slice_of(weight: Any) -> Any:
-    """The part of matrices that a grouped product takes transposed; every other weight itself."""
+    """Return the part of matrices that a grouped product takes transposed; every other weight itself."""
     transposed = isinstance(weight, fx.Node) and weight.target is aten.transpose.int and weight.args[1:] == (1, 2)
     return weight.args[0] if transposed else weight
 

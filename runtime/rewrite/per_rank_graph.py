@@ -61,7 +61,7 @@ class LocalProgram:
 def rewrite(
     space: Space, choices: Sequence[int], recompute: Mapping[str, str] | None = None, first_key: int = 0
 ) -> LocalProgram:
-    """The per-rank graph of a space under one choice per decision; `recompute` is segment → mode.
+    """Return the per-rank graph of a space under one choice per decision; `recompute` is segment → mode.
 
     Calls that draw random numbers are told apart by keys from `first_key` on.
 
@@ -137,7 +137,7 @@ class _Rewriter:
         return LocalProgram(module, names, self.layouts, tuple(layout for _, layout in outputs))
 
     def _slice_widths(self) -> dict[fx.Node, int]:
-        """The size that every slice takes its part of; the dim is whole on every rank."""
+        """Return the size that every slice takes its part of; the dim is whole on every rank."""
         found = {}
         for node in self.space.program.graph.nodes:
             if node.target is torch.ops.aten.slice.Tensor:
@@ -228,7 +228,7 @@ class _Rewriter:
         return self._input(decision, 0), self._strategy(decision).inputs[0]
 
     def _input(self, decision: int, position: int) -> fx.Node:
-        """The value that arrives at an input, moved to the layout it asks for."""
+        """Return the value that arrives at an input, moved to the layout it asks for."""
         if (decision, position) in self.bucket_of and (decision, position) not in self.by_wire:
             self._bucket(self.bucket_of[decision, position])
         if (decision, position) in self.casts_left:
@@ -386,6 +386,6 @@ class _Rewriter:
 
 
 def _runtime_function(name: str) -> Callable[..., Any]:
-    """The runtime function that `Implementation.function` names, "module:name"."""
+    """Return the runtime function that `Implementation.function` names, "module:name"."""
     module, function = name.split(":")
     return getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), function)

@@ -27,7 +27,7 @@ _MOVES: tuple[Callable[..., Any], ...] = (gather_parameters, reduce_gradients, s
 
 
 def fetched_ahead(module: fx.GraphModule, depth: int) -> fx.GraphModule:
-    """A per-rank graph with its gathers issued `depth` layers ahead; the graph itself for a depth of 0."""
+    """Return a per-rank graph with its gathers issued `depth` layers ahead; the graph itself for a depth of 0."""
     if depth == 0:
         return module
     graph = fx.Graph()
@@ -71,7 +71,7 @@ def _root(part: fx.Node) -> fx.Node:
 
 
 def _value(part: fx.Node) -> fx.Node:
-    """A tensor of the same values that is there before the reduction of its gradient is prepared."""
+    """Return a tensor of the same values that is there before the reduction of its gradient is prepared."""
     while (before := _taken(part, reduce_gradients, 1)) is not part:
         part = before
     return part

@@ -17,7 +17,7 @@ COMMENT_COLUMN = 88
 
 
 def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
-    """The code of a rewritten graph; comments give the layout of each value over the mesh axes `axes`."""
+    """Return the code of a rewritten graph; comments give the layout of each value over the mesh axes `axes`."""
     graph = module.graph
     lines = [
         f"# layouts over the mesh axes ({', '.join(axes)}):",

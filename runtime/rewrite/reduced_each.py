@@ -31,7 +31,7 @@ def reduce_each(graph: fx.Graph, once: Collection[fx.Node]) -> None:
 
 
 def _gathers_before(gather: fx.Node) -> set[fx.Node]:
-    """The gathers through which the parts of a gather have come."""
+    """Return the gathers through which the parts of a gather have come."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     nodes = list(gather.all_input_nodes)

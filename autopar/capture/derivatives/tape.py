@@ -84,7 +84,7 @@ def recorded_gradients(calls: list[GradientCall]) -> Iterator[None]:
 
 
 def recording() -> Any:
-    """The mode that records a forward, as the exporter does: above autograd; None elsewhere."""
+    """Return the mode that records a forward, as the exporter does: above autograd; None elsewhere."""
     mode = proxy_tensor.get_proxy_mode()
     return mode if mode is not None and mode.pre_dispatch else None
 

@@ -53,14 +53,14 @@ def sorting_of(node: fx.Node) -> Sorting | None:
 
 
 def without(node: Any, *targets: Any) -> Any:
-    """The node behind calls of these targets."""
+    """Return the node behind calls of these targets."""
     while isinstance(node, fx.Node) and node.target in targets and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def plain(node: Any) -> Any:
-    """The node behind casts and views."""
+    """Return the node behind casts and views."""
     return without(node, *CASTS, *VIEWS, aten.expand.default, aten.unsqueeze.default)
 
 
@@ -74,7 +74,7 @@ def divisor_of(node: fx.Node) -> int | None:
 
 
 def gathered_by(node: fx.Node, places: fx.Node) -> fx.Node | None:
-    """The tensor whose rows a call takes at `places`, along dim 0."""
+    """Return the tensor whose rows a call takes at `places`, along dim 0."""
     if node.target is aten.index.Tensor:
         source, index = node.args
         return source if list(index) == [places] else None  # type: ignore[call-overload]

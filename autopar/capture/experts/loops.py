@@ -22,7 +22,9 @@ Through = Callable[[Tensor, Product], Tensor]
 
 
 def sorted_slots(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Product]:
-    """The slot of each row, in the order of experts, and the product of such rows with a matrix of each expert."""
+    """Return the slot of each row, in the order of experts, and the product of such rows with a matrix of each
+    expert.
+    """
     ids_R, slots_R = torch.sort(expert_TK.reshape(-1), stable=True)
     ends_E = torch.histc(ids_R.float(), num_experts, 0, num_experts - 1).cumsum(0, dtype=torch.int32)
 
@@ -34,7 +36,7 @@ def sorted_slots(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Product]:
 
 
 def sorted_rows(x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int, through: Through) -> Tensor:
-    """The weighted sum of what every token's experts make of it."""
+    """Return the weighted sum of what every token's experts make of it."""
     slots_R, product = sorted_slots(expert_TK, num_experts)
     token_R = slots_R // expert_TK.shape[-1]
     rows_RD = through(x_TD[token_R], product) * weight_TK.reshape(-1)[slots_R].unsqueeze(-1)
@@ -133,7 +135,7 @@ def jetmoe_queries(block: Any, x_BSD: Tensor) -> tuple[Tensor, Tensor, tuple[Ten
 
 
 def jetmoe_outputs(block: Any, h_BSKH: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
-    """The same experts of what attention makes of the queries, summed for every token."""
+    """Return the same experts of what attention makes of the queries, summed for every token."""
     expert_TK, gates_TK = chosen
     slots_R, product = sorted_slots(expert_TK, block.num_experts)
     rows = product(h_BSKH.reshape(-1, h_BSKH.shape[-1])[slots_R], block.output_linear.weight.transpose(1, 2))

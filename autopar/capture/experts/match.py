@@ -83,7 +83,7 @@ class Block:
 
 
 def block_of(sorting: Sorting) -> Block | None:
-    """The block that begins with a sort; None where what follows is not one."""
+    """Return the block that begins with a sort; None where what follows is not one."""
     taken = _tokens(sorting)
     if taken is None:
         return None
@@ -139,7 +139,7 @@ class _Reached:
 
 
 def _tokens(sorting: Sorting) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None:
-    """The tokens whose rows are gathered, the experts of each, and the calls that gather them."""
+    """Return the tokens whose rows are gathered, the experts of each, and the calls that gather them."""
     places: dict[fx.Node, int] = {sorting.perm: 1}
     for user in sorting.perm.users:
         top_k = divisor_of(user)
@@ -160,7 +160,7 @@ def _tokens(sorting: Sorting) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None
 
 
 def _gathers_at(places: fx.Node) -> tuple[fx.Node, ...]:
-    """The calls that take rows at some places."""
+    """Return the calls that take rows at some places."""
     return tuple(user for user in _users(places) if user.target in GATHERS and gathered_by(user, places) is not None)
 
 
@@ -208,7 +208,7 @@ def _treats_rows_alone(node: fx.Node, region: dict[fx.Node, None], num_rows: int
 
 
 def _weight_in(node: Any, weights: tuple[fx.Node, ...]) -> fx.Node | None:
-    """The weights of rows that a factor is, seen through casts and new dims."""
+    """Return the weights of rows that a factor is, seen through casts and new dims."""
     found = plain(node)
     return found if found in weights else None
 
@@ -245,7 +245,7 @@ def _behind_casts(node: fx.Node) -> list[fx.Node]:
 
 
 def _end_of(node: fx.Node, sorting: Sorting, region: dict[fx.Node, None], weights: tuple[fx.Node, ...]) -> End | None:
-    """The end of a block, if a call puts its rows back."""
+    """Return the end of a block, if a call puts its rows back."""
     if node.target is aten.index.Tensor:
         source, places = node.args
         if source in region and len(places) == 1 and is_inverse(places[0], sorting.perm):  # type: ignore[arg-type]
@@ -273,13 +273,13 @@ def _end_of(node: fx.Node, sorting: Sorting, region: dict[fx.Node, None], weight
 
 
 def _weighted(rows: fx.Node, weights: tuple[fx.Node, ...]) -> tuple[fx.Node, fx.Node | None]:
-    """Rows before they were weighed, and the weights."""
+    """Return the rows before they were weighed, and the weights."""
     found = _factors(without(rows, *CASTS), weights)
     return (rows, None) if found is None else found
 
 
 def _summed(node: fx.Node, rows: fx.Node, weight: fx.Node | None) -> End | None:
-    """The end where rows are put in the order of slots, and those of a token then summed."""
+    """Return the end where rows are put in the order of slots, and those of a token then summed."""
     if len(shape_of(node)) != 2:
         return None
     view = next(iter(node.users), None)

@@ -66,7 +66,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _apart(draft: TracedGraph, node: fx.Node, leading: tuple[int, ...]) -> fx.Node:
-    """A list (E · T, ...) as (E, T, ...)."""
+    """Return a list (E · T, ...) as (E, T, ...)."""
     module, rest = node.meta["module"], shape_of(node)[1:]
     if node.target is aten.repeat.default and _num_repeats(node) == leading[0]:
         one = draft.call(aten.unsqueeze.default, node.args[0], 0, module=module)

@@ -59,7 +59,7 @@ def _rewrite(draft: TracedGraph, block: Block) -> None:
 
 
 def _slots_of(draft: TracedGraph, block: Block) -> fx.Node:
-    """The tokens once for each of their experts, weighted where rows are: (R, D)."""
+    """Return the tokens once for each of their experts, weighted where rows are: (R, D)."""
     module, (num_tokens, size) = block.gathers[0].meta["module"], shape_of(block.tokens)
     alone, slots = block.top_k == 1, block.tokens
     if not alone:
@@ -80,7 +80,7 @@ def _slots_of(draft: TracedGraph, block: Block) -> fx.Node:
 
 
 def _weights(draft: TracedGraph, block: Block, factor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    """The weights of slots that were sorted to be a factor of rows."""
+    """Return the weights of slots that were sorted to be a factor of rows."""
     flat = gathered_by(plain(factor), block.sorting.perm)
     assert flat is not None
     return _cast(draft, _in_slots(draft, flat, shape), value_of(factor).dtype)

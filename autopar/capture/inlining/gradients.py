@@ -161,7 +161,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _key(node: fx.Node) -> Key:
-    """The tensor that a node gives; of several outputs the one that it takes."""
+    """Return the tensor that a node gives; of several outputs the one that it takes."""
     if node.target is operator.getitem:
         source, place = node.args
         assert isinstance(source, fx.Node) and isinstance(place, int)
@@ -200,7 +200,7 @@ def _backward(
 def _traced(
     draft: TracedGraph, node: fx.Node, given: Mapping[int, fx.Node], wanted: Sequence[fx.Node]
 ) -> tuple[fx.Graph, list[int | None]]:
-    """The backward of a call as a graph of its inputs and the gradients of its outputs.
+    """Return the backward of a call as a graph of its inputs and the gradients of its outputs.
 
     The graph gives the outputs of the call, and then the gradients; also which of these each of `wanted` gets.
     """

@@ -186,7 +186,7 @@ def inline(
     stand_ins: StandIns = StandIns(),
     device: str | None = None,
 ) -> TracedGraph:
-    """A draft of an exported graph.
+    """Return a draft of an exported graph.
 
     Args:
         sources: what each tensor placeholder stands for; equal sources become one placeholder.
@@ -215,7 +215,7 @@ def inline(
 
 
 def add_placeholder(draft: TracedGraph, name: str, value: Tensor, source: Source) -> fx.Node:
-    """A placeholder after the present ones."""
+    """Return a placeholder after the present ones."""
     present = draft.placeholders()
     with draft.graph.inserting_after(present[-1]) if present else draft.graph.inserting_before():
         node = draft.graph.placeholder(name)

@@ -38,7 +38,9 @@ class Body:
 
 
 def path_within(node: fx.Node, path: str) -> str | None:
-    """The path of the module that made a call, from the module at `path` on; None where it is not inside of that."""
+    """Return the path of the module that made a call, from the module at `path` on; None where it is not inside of
+    that.
+    """
     found = module_path(node)
     if found == path:
         return ""
@@ -46,5 +48,5 @@ def path_within(node: fx.Node, path: str) -> str | None:
 
 
 def joined(outer: str, inner: str) -> str:
-    """A path from a module on, from where that one's own begins."""
+    """Return a path from a module on, from where that one's own begins."""
     return f"{outer}.{inner}" if outer and inner else outer or inner

@@ -135,7 +135,7 @@ def _modes() -> tuple[Hashable, ...]:
 
 
 def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that were made after `last`."""
+    """Return the nodes that were made after `last`."""
     found, node = [], last.next
     while node is not graph._root:
         found.append(node)

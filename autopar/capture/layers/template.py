@@ -29,7 +29,7 @@ class Form:
     requires_grad: bool
 
     def made(self, device: str = "cpu") -> Tensor:
-        """A tensor of this form, which is no leaf of a gradient."""
+        """Return a tensor of this form, which is no leaf of a gradient."""
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
         return made.requires_grad_().clone() if self.requires_grad else made
 
@@ -128,5 +128,5 @@ def _can_be_repeated(node: fx.Node, path: str) -> bool:
 
 
 def _written(node: fx.Node) -> set[int]:
-    """The memory that a call writes into, or may."""
+    """Return the memory that a call writes into, or may."""
     return storages([source.meta.get("val") for source in node.all_input_nodes]) if is_write(node.target) else set()

@@ -76,7 +76,7 @@ class _Packed:
     calls: dict[object, fx.Node]
 
     def mask(self, given: dict[str, Any]) -> tuple[str, list[fx.Node]]:
-        """The expression of what a query sees, and its vectors."""
+        """Return the expression of what a query sees, and its vectors."""
         lengths = given["cu_seq_q"], given["cu_seq_k"]
         sizes = shape_of(given["query"])[0], shape_of(given["key"])[0]
         same = lengths[0] is lengths[1] and sizes[0] == sizes[1]
@@ -99,12 +99,12 @@ class _Packed:
         return self.made(aten.arange.default, size, dtype=value_of(cu).dtype)
 
     def _documents(self, cu: fx.Node, positions: fx.Node) -> fx.Node:
-        """The number of each position's document; behind the last one are those of none, as of one more."""
+        """Return the number of each position's document; behind the last one are those of none, as of one more."""
         ends = self.made(aten.slice.Tensor, cu, 0, 1)
         return self.made(aten.searchsorted.Tensor, ends, positions, right=True)
 
     def _before_end(self, cu: fx.Node, documents: fx.Node, positions: fx.Node) -> fx.Node:
-        """The place of each position in its document, counted from the end, below zero."""
+        """Return the place of each position in its document, counted from the end, below zero."""
         last = shape_of(cu)[0] - 1
         behind = self.made(aten.clamp.default, self.made(aten.add.Tensor, documents, 1), None, last)
         return self.made(aten.sub.Tensor, positions, self.made(aten.index_select.default, cu, 0, behind))

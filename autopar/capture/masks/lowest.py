@@ -17,7 +17,7 @@ from autopar.ir.program.operators.attention.expressions import Call, Expression,
 
 
 def hidden_by_infinity(mask: Expression) -> Expression:
-    """The mask with -inf in place of the lowest numbers."""
+    """Return the mask with -inf in place of the lowest numbers."""
     return Call("masked_fill", (mask, Call("lt", (mask, LOWEST)), -math.inf))
 
 

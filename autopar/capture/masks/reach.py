@@ -19,7 +19,9 @@ NUM_BLOCKS = 1024
 
 
 def reach_of(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> int | None:
-    """The most positions that a query may see back; None where the last ones see the first, or some what is ahead."""
+    """Return the most positions that a query may see back; None where the last ones see the first, or some what is
+    ahead.
+    """
     if num_queries != num_keys:
         return None
     known: dict[fx.Node, Tensor | None] = {}

@@ -44,7 +44,7 @@ class Reading:
     """Negative dims at which vectors that are read get a dim of one element, the most recently added first."""
 
     def of(self, node: fx.Node) -> Expression:
-        """The expression of a tensor that is broadcast to the scores."""
+        """Return the expression of a tensor that is broadcast to the scores."""
         if node not in self.read:
             self.read[node] = self._read(node)
             self.num_calls[node] = 1 + sum(self.num_calls.get(source, 0) for source in node.all_input_nodes)
@@ -76,14 +76,14 @@ class Reading:
         return self._call(name, node)
 
     def _with_dims(self, dims: tuple[int, ...], source: fx.Node) -> Expression:
-        """The expression of a tensor to whose vectors dims are added."""
+        """Return the expression of a tensor to whose vectors dims are added."""
         inner = Reading(self.draft, self.vectors, dims=(*dims, *self.dims))
         found = inner.of(source)
         self.num_calls[source] = inner.num_calls[source]
         return found
 
     def vector(self, node: fx.Node) -> Vector:
-        """A vector, with the dims that were added to what it is a part of."""
+        """Return a vector, with the dims that were added to what it is a part of."""
         for dim in self.dims:
             if len(shape_of(node)) >= -dim:
                 node = self._made(aten.unsqueeze.default, node, dim)

@@ -105,7 +105,7 @@ def _let_be_causal(node: fx.Node, given: dict[str, Any]) -> None:
 
 
 def _by_mask(draft: TracedGraph, node: fx.Node, given: dict[str, Any], made: _Mask) -> fx.Node:
-    """The attention of a call under a mask that is worked out block by block."""
+    """Return the attention of a call under a mask that is worked out block by block."""
     tensors = (given["query"], *without_repeats(given["key"], given["value"]))
     further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising, "reach": made.reach}
     if given["dropout_p"]:

@@ -22,7 +22,9 @@ LARGEST = 2**24
 
 
 def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> tuple[float, bool]:
-    """The share of the scores in blocks that may be seen whatever the data, and whether later queries see more."""
+    """Return the share of the scores in blocks that may be seen whatever the data, and whether later queries see
+    more.
+    """
     sizes = block_size(num_queries), block_size(num_keys)
     blocks = places(num_queries, sizes[0]), places(num_keys, sizes[1])
     known: dict[fx.Node, Tensor | None] = {}
@@ -47,14 +49,14 @@ def bounds_without_data(constant: Tensor | None, value: Tensor, queries: int, ke
 
 
 def constant(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """The value of a tensor that no input has a part in; None of others, and of random ones."""
+    """Return the value of a tensor that no input has a part in; None of others, and of random ones."""
     if node not in known:
         known[node] = _worked_out(node, known)
     return known[node]
 
 
 def constants(nodes: Sequence[fx.Node]) -> list[Tensor] | None:
-    """The values of tensors; None where data has a part in any of them."""
+    """Return the values of tensors; None where data has a part in any of them."""
     known: dict[fx.Node, Tensor | None] = {}
     found = [x for x in (constant(node, known) for node in nodes) if x is not None and not x.is_meta]
     return found if len(found) == len(nodes) else None

@@ -41,7 +41,7 @@ class Autocast:
 
     @classmethod
     def around(cls, device: str | None) -> Autocast | None:
-        """The region that now is on for a type of device (None: for any)."""
+        """Return the region that now is on for a type of device (None: for any)."""
         kinds = tuple(KEYS) if device is None else (device,)
         found = (each for each in kinds if torch.is_autocast_enabled(each))
         return next((cls(each, torch.get_autocast_dtype(each)) for each in found), None)
@@ -67,7 +67,7 @@ class Casts:
     """The answers of autocast, by `call_key`."""
 
     def applied(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str) -> Arguments:
-        """The arguments with which the call gives, without autocast, what it gives under it."""
+        """Return the arguments with which the call gives, without autocast, what it gives under it."""
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return args, kwargs
         key = call_key(target, args, kwargs)
@@ -87,7 +87,7 @@ class Casts:
         return map_aggregate((args, kwargs), cast)  # type: ignore[return-value]
 
     def _wanted(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> torch.dtype | None:
-        """The dtype that the call's floating-point inputs are cast to; None: they stay as they are."""
+        """Return the dtype that the call's floating-point inputs are cast to; None: they stay as they are."""
         values = map_arg((args, kwargs), lambda node: node.meta["val"])
         floats = [x.dtype for x in pytree.tree_leaves(values) if _is_float(x)]
         if not floats:
@@ -110,7 +110,9 @@ class Casts:
         return found
 
     def _result(self, target: Callable[..., Any], values: Any, enabled: bool = True) -> torch.dtype | None:
-        """The dtype of the call's first floating-point output; None where it has none, or the call is refused."""
+        """Return the dtype of the call's first floating-point output; None where it has none, or the call is
+        refused.
+        """
         device = "cuda" if self.region.key == KEYS["cuda"] else "cpu"
         try:
             with self.draft.mode, torch.no_grad(), autocasting(device, self.region.dtype, enabled):
@@ -135,7 +137,9 @@ def autocasting(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None
 
 
 def _on(device: str, values: Any) -> Any:
-    """The values with tensors on another device, which have no memory; PyTorch without CUDA has no gradients there."""
+    """Return the values with tensors on another device, which have no memory; PyTorch without CUDA has no gradients
+    there.
+    """
     if device == "cpu":
         return values
 

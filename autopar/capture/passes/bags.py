@@ -53,7 +53,7 @@ def _size_of_bags(given: Mapping[str, Any]) -> int | None:
 
 
 def _in_rows(draft: TracedGraph, flat: fx.Node, size: int, module: str) -> fx.Node:
-    """The flat tensor with one row for each bag: what was flattened, where it was that."""
+    """Return the flat tensor with one row for each bag: what was flattened, where it was that."""
     rows = (shape_of(flat)[0] // size, size)
     source = flat.args[0] if flat.target in (aten.view.default, aten.reshape.default) else None
     if isinstance(source, fx.Node) and shape_of(source) == rows:

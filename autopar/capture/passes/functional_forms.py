@@ -120,7 +120,7 @@ def _cast(draft: TracedGraph, value: fx.Node, dtype: torch.dtype, module: str) -
 
 
 def _over(draft: TracedGraph, target: fx.Node, new: fx.Node, module: str) -> fx.Node:
-    """The new value, computed from the one that it overwrites; a tensor without dims gets one for that."""
+    """Return the new value, computed from the one that it overwrites; a tensor without dims gets one for that."""
     if shape_of(target):
         return draft.call(aten.slice_scatter.default, target, new, module=module)
     lines = [draft.call(aten.unsqueeze.default, each, 0, module=module) for each in (target, new)]

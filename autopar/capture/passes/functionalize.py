@@ -80,7 +80,7 @@ class Memory:
         return self.variables.setdefault(node, Variable(node))
 
     def read(self, variable: Variable) -> fx.Node:
-        """A node with the variable's value of now."""
+        """Return a node with the variable's value of now."""
         if variable.parent is not None and variable.version != variable.root.version:
             parent = self.read(variable.parent)
             if variable.keeps_gradient or (_is_detached(variable) and value_of(variable.node).requires_grad):
@@ -139,7 +139,7 @@ class Memory:
                 )
 
     def _again(self, view: fx.Node, parent: fx.Node) -> fx.Node:
-        """The view of the parent's value of now."""
+        """Return the view of the parent's value of now."""
         if view.target is operator.getitem:
             pieces = view.args[0]
             assert isinstance(pieces, fx.Node)
@@ -247,7 +247,7 @@ _MUTATION = {
 
 
 def _origin(node: fx.Node, sources: list[fx.Node]) -> fx.Node | None:
-    """The node whose memory this call's output shares, if any; by storage, as fake tensors share it too."""
+    """Return the node whose memory this call's output shares, if any; by storage, as fake tensors share it too."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not sources:
         return None

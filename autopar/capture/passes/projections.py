@@ -86,7 +86,7 @@ def _packed(node: fx.Node) -> Packed | None:
 
 
 def _packed_experts(node: fx.Node) -> Packed | None:
-    """A product with the matrices of a parameter, one for each expert, which may be transposed for it."""
+    """Return a product with the matrices of a parameter, one for each expert, which may be transposed for it."""
     x, weight = node.args[:2]
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         return None
@@ -122,7 +122,7 @@ def _piece_product(draft: TracedGraph, packed: Packed, piece: Piece) -> fx.Node:
 
 
 def _product(draft: TracedGraph, node: fx.Node, given: dict[str, Any], x: fx.Node) -> fx.Node:
-    """The same product of another left side."""
+    """Return the same product of another left side."""
     module = node.meta["module"]
     if node.target is aten.linear.default:
         return draft.call(aten.linear.default, x, given["weight"], given["bias"], module=module)
@@ -133,7 +133,7 @@ def _product(draft: TracedGraph, node: fx.Node, given: dict[str, Any], x: fx.Nod
 
 
 def _before_flattening(flat: fx.Node, leading: tuple[int, ...]) -> fx.Node | None:
-    """The tensor with these leading dims that a view made one; seen through the cast of autocast."""
+    """Return the tensor with these leading dims that a view made one; seen through the cast of autocast."""
     source = flat.args[0] if flat.args else None
     if not isinstance(source, fx.Node) or len(shape_of(flat)) != 2 or len(leading) < 2:
         return None
@@ -143,7 +143,7 @@ def _before_flattening(flat: fx.Node, leading: tuple[int, ...]) -> fx.Node | Non
 
 
 def _batched(draft: TracedGraph, source: fx.Node, flat: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    """The left side with its leading dims apart."""
+    """Return the left side with its leading dims apart."""
     module, dtype = flat.meta["module"], value_of(flat).dtype
     if shape_of(source) != shape:
         source = draft.call(aten.reshape.default, source, list(shape), module=module)
@@ -151,7 +151,7 @@ def _batched(draft: TracedGraph, source: fx.Node, flat: fx.Node, shape: tuple[in
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """A parameter, or the cast of one."""
+    """Return a parameter, or the cast of one."""
     if node.target is aten.to.dtype and isinstance(node.args[0], fx.Node):
         return _is_parameter(node.args[0])
     return node.op == "placeholder" and node.meta["source"].kind == "parameter"

@@ -85,12 +85,12 @@ def check_result(target: Callable[..., Any], value: Any, module: str) -> None:
 
 
 def where(module: str) -> str:
-    """A module as messages call it."""
+    """Return a module as messages call it."""
     return module or "the forward"
 
 
 def not_evaluated(target: Callable[..., Any], module: str, error: Exception) -> CaptureError:
-    """The error for a call that cannot run on tensors without values."""
+    """Return the error for a call that cannot run on tensors without values."""
     text = str(error).strip().splitlines()
     return NeedsValuesError(
         f"{target} in {where(module)} cannot be traced without the values of its tensors "

@@ -90,7 +90,7 @@ class TracedGraph:
         self.graph.erase_node(node)
 
     def calls(self, *targets: Callable[..., Any]) -> list[fx.Node]:
-        """The calls of any of `targets` (of anything, when none is given), in order."""
+        """Return the calls of any of `targets` (of anything, when none is given), in order."""
         return [n for n in self.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
 
     def placeholders(self) -> list[fx.Node]:
@@ -111,7 +111,7 @@ def call_key(target: Callable[..., Any], args: Any, kwargs: Any) -> object:
 
 
 def _description(value: Any) -> object:
-    """A hashable description of an argument or an output; None where there is none."""
+    """Return a hashable description of an argument or an output; None where there is none."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, Tensor):
@@ -142,7 +142,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def storages(value: Any) -> set[int]:
-    """The memory of a value's tensors; sparse ones, and those that a transform has in hand, have none to ask."""
+    """Return the memory of a value's tensors; sparse ones, and those that a transform has in hand, have none to ask."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and torch._C._has_storage(leaf)]
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
@@ -153,19 +153,19 @@ def set_call(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def value_of(node: fx.Node) -> Tensor:
-    """The fake value of a node with one tensor output."""
+    """Return the fake value of a node with one tensor output."""
     found = node.meta["val"]
     assert isinstance(found, Tensor), f"{node} gives {type(found).__name__}"
     return found
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node with one tensor output."""
+    """Return the shape of a node with one tensor output."""
     return tuple(value_of(node).shape)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an ATen call by schema name, defaults included."""
+    """Return the arguments of an ATen call by schema name, defaults included."""
     assert isinstance(node.target, torch._ops.OpOverload)
     named: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):

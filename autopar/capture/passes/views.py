@@ -83,7 +83,7 @@ def split_before_permuting(draft: TracedGraph) -> None:
 
 
 def _unsure_strides(draft: TracedGraph) -> set[fx.Node]:
-    """Nodes whose strides follow from what a kernel chose."""
+    """Return the nodes whose strides follow from what a kernel chose."""
     unsure: set[fx.Node] = set()
     for node in draft.calls():
         follows = node.target not in OWN_STRIDES and any(source in unsure for source in node.all_input_nodes)
@@ -107,7 +107,7 @@ def _permutation(node: fx.Node) -> list[int]:
 
 
 def _split_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """The sizes that each dim is split into, where a view only splits; None where it merges or changes nothing.
+    """Return the sizes that each dim is split into, where a view only splits; None where it merges or changes nothing.
 
     >>> _split_groups((6, 4), (2, 3, 4))
     [(2, 3), (4,)]

@@ -49,7 +49,7 @@ def is_computed(cls: type, name: str) -> bool:
 
 
 def own_attributes(holder: Any) -> dict[str, Any]:
-    """The attributes that an object itself has."""
+    """Return the attributes that an object itself has."""
     try:
         return object.__getattribute__(holder, "__dict__")
     except AttributeError:
@@ -83,7 +83,7 @@ def value_at(place: Place, root: nn.Module) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among the leaves of a value."""
+    """Return the tensors among the leaves of a value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -10,7 +10,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 
 def cone(tensor: Tensor) -> Iterator[fx.Node]:
-    """The nodes of the graph being traced that a tensor is computed from; none of a tensor that is not traced."""
+    """Return the nodes of the graph being traced that a tensor is computed from; none of a tensor that is not
+    traced.
+    """
     node = node_of(tensor)
     return iter(()) if node is None else cone_of(node)
 
@@ -53,7 +55,7 @@ def _root() -> nn.Module | None:
 
 
 def node_of(tensor: Tensor) -> fx.Node | None:
-    """The node of a tensor in the graph being traced; None of one that is not traced."""
+    """Return the node of a tensor in the graph being traced; None of one that is not traced."""
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node  # type: ignore[union-attr]

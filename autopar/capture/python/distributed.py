@@ -100,7 +100,7 @@ def _is_collective(name: str, function: FunctionType, module: str) -> bool:
 
 
 def _caller() -> FrameType | None:
-    """The frame that called torch.distributed, if it is the forward's: of a user or a library."""
+    """Return the frame that called torch.distributed, if it is the forward's: of a user or a library."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed"):
         frame = frame.f_back

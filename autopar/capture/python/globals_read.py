@@ -20,7 +20,7 @@ from autopar.ir.program.python_state import ATOMS, CONTAINERS, Place
 
 
 def globals_read(model: nn.Module, functions: Sequence[types.FunctionType]) -> tuple[Place, ...]:
-    """The globals, and the cells of closures, that `functions`, called by the forwards of a model, may read."""
+    """Return the globals, and the cells of closures, that `functions`, called by the forwards of a model, may read."""
     found: dict[tuple[int, str], Place] = {}
     for function in functions:
         if is_installed(function.__code__):
@@ -50,7 +50,7 @@ def _class_places(cls: type) -> Iterator[Place]:
 
 
 def called_functions(model: nn.Module) -> list[types.FunctionType]:
-    """The functions of the user's files that the forwards of a model's modules may call."""
+    """Return the functions of the user's files that the forwards of a model's modules may call."""
     left: list[tuple[Any, type | None]] = []
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         left.append((getattr(cls, "forward", None), cls))
@@ -113,7 +113,7 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in a function, and in those written inside it."""
+    """Return the names of globals and attributes in a function, and in those written inside it."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -122,7 +122,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _plain_function(function: Any) -> types.FunctionType | None:
-    """The function written in Python behind a method, a property, a decorator or a partial call."""
+    """Return the function written in Python behind a method, a property, a decorator or a partial call."""
     for _ in range(10):
         if isinstance(function, types.FunctionType):
             inner = getattr(function, "__wrapped__", None)

@@ -101,7 +101,7 @@ def replaced_in(replaced: Mapping[int, Any], namespaces: Sequence[dict[str, Any]
 
 
 def _generators(model: nn.Module, functions: Sequence[types.FunctionType]) -> list[tuple[str, Any]]:
-    """The random generators that are attributes of modules, or globals or closures of the user's functions."""
+    """Return the random generators that are attributes of modules, or globals or closures of the user's functions."""
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
     named = [(f"{path}.{name}".lstrip("."), v) for path, m in model.named_modules() for name, v in vars(m).items()]

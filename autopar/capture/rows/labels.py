@@ -86,7 +86,7 @@ def cut_of(node: fx.Node) -> Cut:
 
 
 def with_ignored(draft: TracedGraph, target: fx.Node, cuts: Iterable[Cut], ignored: int, module: str) -> fx.Node:
-    """Labels with ones that are ignored where positions were cut off, of which the last cut comes first."""
+    """Return the labels with ones that are ignored where positions were cut off, of which the last cut comes first."""
     for dim, before, behind in cuts:
         sides = [0] * (2 * (len(shape_of(target)) - dim - 1)) + [before, behind]
         target = draft.call(aten.constant_pad_nd.default, target, sides, ignored, module=module)
@@ -94,7 +94,7 @@ def with_ignored(draft: TracedGraph, target: fx.Node, cuts: Iterable[Cut], ignor
 
 
 def in_rows(draft: TracedGraph, target: fx.Node, rows: tuple[int, ...], module: str) -> fx.Node:
-    """The labels in this shape: what was flattened, where it was that."""
+    """Return the labels in this shape: what was flattened, where it was that."""
     source = target
     while source.target in (*VIEWS, *ONE_TENSOR) and shape_of(source) != rows and isinstance(source.args[0], fx.Node):
         source = source.args[0]

@@ -111,7 +111,7 @@ class _Lifting:
                 self._note(node, self._call(node, target, *args, **kwargs), leading)
 
     def _changed(self, node: fx.Node, leading: tuple[int, ...]) -> tuple[Any, ...] | None:
-        """The arguments of a call on what is apart; None where it treats tokens otherwise than each alone."""
+        """Return the arguments of a call on what is apart; None where it treats tokens otherwise than each alone."""
         target, source = node.target, node.args[0]
         if target is operator.getitem:
             return node.args
@@ -142,7 +142,7 @@ class _Lifting:
         return all(found == ndim if apart else found < ndim for apart, found in dims)
 
     def _along(self, node: fx.Node, ndim: int, more: int) -> tuple[Any, ...] | None:
-        """The arguments of a call along dims that are not of tokens, these counted with `more` before them."""
+        """Return the arguments of a call along dims that are not of tokens, these counted with `more` before them."""
         said, ndim = arguments(node)["dim"], ndim + (node.target is aten.unsqueeze.default)
         dims = [said] if isinstance(said, int) else list(said or ())
         others = [each for each in node.all_input_nodes if each not in self.apart]
@@ -206,7 +206,9 @@ class _Lifting:
 
 
 def _tokens_of_slots(slots: fx.Node, leading: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape (T, K, ...) of what is (T · K, ...), where the slots K of a token are the last of the leading dims."""
+    """Return the shape (T, K, ...) of what is (T · K, ...), where the slots K of a token are the last of the leading
+    dims.
+    """
     return (math.prod(leading[:-1]), leading[-1], *shape_of(slots)[1:])
 
 
@@ -220,7 +222,7 @@ def _flattens(node: fx.Node) -> bool:
 
 
 def _flat_rows(loss: fx.Node) -> set[fx.Node]:
-    """The views that make the rows of a loss over a list of them, reached through calls of as many rows."""
+    """Return the views that make the rows of a loss over a list of them, reached through calls of as many rows."""
     found: set[fx.Node] = set()
     open_nodes = [arguments(loss)["self"]]
     while open_nodes:

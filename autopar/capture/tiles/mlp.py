@@ -90,7 +90,9 @@ def tiled_mlps(draft: TracedGraph, tiles: int | Fitting, training: bool) -> None
 
 
 def _number(mlp: _Mlp, tiles: int | Fitting) -> int:
-    """The number of tiles; of those that are to fit, so few that these have no more bytes than gradients of weights."""
+    """Return the number of tiles; of those that are to fit, so few that these have no more bytes than gradients of
+    weights.
+    """
     if not isinstance(tiles, Fitting):
         return tiles
     x, products = value_of(mlp.up.x), 2 if mlp.gate is None else 3
@@ -112,7 +114,7 @@ def _mlps(draft: TracedGraph) -> Iterator[_Mlp]:
 
 
 def _mlp(down: _Linear) -> _Mlp | None:
-    """The MLP that a linear layer ends, if it does."""
+    """Return the MLP that a linear layer ends, if it does."""
     region, roots = _region(down.x)
     apart = all(set(node.users) <= {*region, down.node, *down.nodes} for node in region)
     same = [root.x for root in roots if _same(root.x, roots[0].x)]
@@ -129,7 +131,9 @@ def _mlp(down: _Linear) -> _Mlp | None:
 
 
 def _region(h: fx.Node) -> tuple[set[fx.Node], list[_Linear]]:
-    """The elementwise calls that make a tensor, and the linear layers behind; none where there is anything else."""
+    """Return the elementwise calls that make a tensor, and the linear layers behind; none where there is anything
+    else.
+    """
     region: set[fx.Node] = set()
     roots: dict[fx.Node, _Linear] = {}
     left = [h]
@@ -155,7 +159,7 @@ def _same(x: fx.Node, other: fx.Node) -> bool:
 
 
 def _linear(node: fx.Node) -> _Linear | None:
-    """The linear layer that a call is, or ends with the sum of its bias; None for other calls."""
+    """Return the linear layer that a call is, or ends with the sum of its bias; None for other calls."""
     if node.target is aten.linear.default:
         given = arguments(node)
         if len(shape_of(given["weight"])) != 2:
@@ -171,7 +175,7 @@ def _linear(node: fx.Node) -> _Linear | None:
 
 
 def _with_bias(node: fx.Node) -> _Linear | None:
-    """The product with a matrix, and the sum with a vector, that GPT-2's Conv1D is."""
+    """Return the product with a matrix, and the sum with a vector, that GPT-2's Conv1D is."""
     given = arguments(node)
     product, bias = given["self"], given["other"]
     if not isinstance(bias, fx.Node) or given["alpha"] != 1 or product.target not in PRODUCTS[1:]:
@@ -183,7 +187,7 @@ def _with_bias(node: fx.Node) -> _Linear | None:
 
 
 def _recognised(down: _Linear, roots: list[_Linear]) -> _Mlp | None:
-    """The activation that some calls compute, found by its values on random numbers."""
+    """Return the activation that some calls compute, found by its values on random numbers."""
     generator = torch.Generator().manual_seed(0)
     given = {root.node: 4 * torch.randn(512, dtype=torch.float64, generator=generator) for root in roots}
     found = _run(down.x, dict(given))
@@ -209,7 +213,7 @@ def _in_tiles(draft: TracedGraph, mlp: _Mlp, tiles: int) -> fx.Node:
     module = mlp.down.node.meta["module"]
 
     def of(linear: _Linear | None) -> tuple[fx.Node | None, fx.Node | None]:
-        """The weight (out, in), and the bias."""
+        """Return the weight (out, in), and the bias."""
         if linear is None:
             return None, None
         weight = draft.call(aten.t.default, linear.weight, module=module) if linear.transposed else linear.weight

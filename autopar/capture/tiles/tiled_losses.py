@@ -133,7 +133,7 @@ def _refuse(text: str, tiles: int | Literal["auto"] | Fitting) -> None:
 
 
 def _head_of(loss: fx.Node) -> _Head | str:
-    """The linear layer whose outputs a cross-entropy takes, or why it cannot be taken in tiles."""
+    """Return the linear layer whose outputs a cross-entropy takes, or why it cannot be taken in tiles."""
     try:
         return _found_head(loss)
     except _UnfitError as reason:
@@ -223,7 +223,7 @@ def _linear(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
 
 
 def _product(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
-    """A product with a transposed matrix, as `x @ weight.t()`."""
+    """Return a product with a transposed matrix, as `x @ weight.t()`."""
     x, weight = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
     source = weight.args[0] if weight.args else None

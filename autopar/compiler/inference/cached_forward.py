@@ -70,7 +70,7 @@ def _takes_positions(model: nn.Module) -> bool:
 
 @functools.cache
 def with_cache(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a model whose forward may be given a cache; without one it is the model's own."""
+    """Return the class of a model whose forward may be given a cache; without one it is the model's own."""
     plain = kind.forward
 
     @functools.wraps(plain)
@@ -122,7 +122,7 @@ class _StateLayer(CacheLayerMixin):
         return WRITE_CACHE(cache, new, self.positions)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that attention takes, and the position of the first one."""
+        """Return the keys that attention takes, and the position of the first one."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -147,11 +147,11 @@ class _StateCache(Cache):
         super().__init__(layers=list(self.states))
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The position of the first query, for a mask."""
+        """Return the position of the first query, for a mask."""
         return 0
 
     def written(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of all layers as the forward leaves them."""
+        """Return the keys and values of all layers as the forward leaves them."""
         missing = [number for number, layer in enumerate(self.states) if not layer.is_written]
         if missing:
             raise CaptureError(

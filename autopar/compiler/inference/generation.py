@@ -133,7 +133,7 @@ class Generation:
         return input_ids
 
     def _length(self, length: int, least: int = 1) -> int:
-        """The bucket of a length, which does not go beyond what the model has positions for."""
+        """Return the bucket of a length, which does not go beyond what the model has positions for."""
         found = self._buckets.length_for(max(length, least), self._unit)
         most = getattr(self._module.config.get_text_config(decoder=True), "max_position_embeddings", None) or found
         return max(min(found, most), length, least)
@@ -160,13 +160,13 @@ def _lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _aligned(input_ids: Tensor, lengths: Tensor, length: int) -> Tensor:
-    """The tokens of prompts but for the last of each, from the first position on, behind them anything."""
+    """Return the tokens of prompts but for the last of each, from the first position on, behind them anything."""
     places = torch.arange(length, device=input_ids.device) + input_ids.shape[1] - lengths.unsqueeze(-1)
     return input_ids.gather(1, places.clamp(max=input_ids.shape[1] - 1))
 
 
 def from_first(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The values that the first rank of a mesh has, on all of them."""
+    """Return the values that the first rank of a mesh has, on all of them."""
     if not many_processes(mesh):
         return x
     x = x.contiguous()

@@ -75,7 +75,8 @@ class InferenceModule(ParallelModule):
         return pytree.tree_map_only(Tensor, _without_backward, outputs) if torch.is_grad_enabled() else outputs
 
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Tokens (batch, positions) behind prompts, as transformers' `generate` of the model: greedy, or drawn.
+        """Return the tokens (batch, positions) behind prompts, as transformers' `generate` of the model: greedy, or
+        drawn.
 
         Called by all ranks with the same prompts, which get the same tokens. Arguments are those of transformers; what
         is not honoured is an InputError. A batch size, and a bucket of lengths, is planned when it first appears

@@ -35,7 +35,7 @@ class Laid:
 
 @uncollected()
 def program_of(model: nn.Module, request: PlanRequest, sizes: CacheSizes, num_tokens: int) -> Program:
-    """The program of so many tokens a sample, with a cache; `model` is a skeleton whose class takes one."""
+    """Return the program of so many tokens a sample, with a cache; `model` is a skeleton whose class takes one."""
     ids = torch.empty((sizes.batch, num_tokens), dtype=torch.int64)
     positions = torch.empty(sizes.batch, dtype=torch.int64)
     position_ids = positions.unsqueeze(-1) if num_tokens == 1 else None
@@ -53,7 +53,7 @@ def program_of(model: nn.Module, request: PlanRequest, sizes: CacheSizes, num_to
 
 
 def caches_of(program: Program, sizes: CacheSizes) -> list[str]:
-    """The placeholders of keys and values that a program takes."""
+    """Return the placeholders of keys and values that a program takes."""
     shapes = set(sizes.shapes)
     infos = zip(program.inputs, program.input_values, strict=True)
     return [name for name, info in infos if name is not None and getattr(info, "shape", None) in shapes]
@@ -62,7 +62,7 @@ def caches_of(program: Program, sizes: CacheSizes) -> list[str]:
 def best_laid(
     program: Program, request: PlanRequest, mesh: Mesh, sizes: CacheSizes, storage: Mapping[str, Layout] | None = None
 ) -> Laid:
-    """The fastest plan of a token; a preset says the layout of the cache, else all are compared.
+    """Return the fastest plan of a token; a preset says the layout of the cache, else all are compared.
 
     Raises what planning raises, where no layout has a plan.
     """
@@ -102,6 +102,6 @@ def laid(
     layout: Layout,
     storage: Mapping[str, Layout] | None = None,
 ) -> Laid:
-    """The best plan of a program whose cache lies so."""
+    """Return the best plan of a program whose cache lies so."""
     space = request.space(program, mesh, dict.fromkeys(caches_of(program, sizes), layout))
     return Laid(request.plan(space, storage), layout)

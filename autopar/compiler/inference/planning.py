@@ -88,7 +88,7 @@ class GenerationPlan:
 
 
 def plan_for(model: nn.Module, mesh: Mesh, load: Load, request: PlanRequest) -> GenerationPlan:
-    """The best plan of a token, and that of prompts over the same stored weights and the same cache.
+    """Return the best plan of a token, and that of prompts over the same stored weights and the same cache.
 
     Raises InputError for a model that does not generate with a cache, and what planning raises.
     """
@@ -112,7 +112,8 @@ def plan_for(model: nn.Module, mesh: Mesh, load: Load, request: PlanRequest) -> 
 def best_for(
     model: nn.Module, meshes: Sequence[Mesh], load: Load, request: PlanRequest, within: float | None
 ) -> GenerationPlan:
-    """The plan of the most tokens per second on any of the meshes, whose first token comes `within` so many seconds.
+    """Return the plan of the most tokens per second on any of the meshes, whose first token comes `within` so many
+    seconds.
 
     Raises InfeasibleError with what each mesh has, where none has such a plan.
     """

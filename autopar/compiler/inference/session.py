@@ -32,7 +32,9 @@ def arguments_of(
     positions: Any,
     position_ids: Any = None,
 ) -> Arguments:
-    """A call of a forward with a cache, with every argument by name; for one token a sample with `position_ids`."""
+    """Return a call of a forward with a cache, with every argument by name; for one token a sample with
+    `position_ids`.
+    """
     said = {} if position_ids is None else {"position_ids": position_ids}
     cache = {"keys": list(keys), "values": list(values), "positions": positions}
     return canonical_arguments(signature, (), {"input_ids": ids, **said, NAME: cache})
@@ -62,7 +64,7 @@ class Ready:
         return cls(executable, held, changing, tuple(caches.values()))
 
     def run(self, module: ParallelModule, changing: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """The flat outputs; caches are written where they lie."""
+        """Return the flat outputs; caches are written where they lie."""
         given = {self.names[label]: each for label, each in changing.items() if label in self.names}
         inputs = [given[name] if name in given else self.held[name] for name in self.executable.local.placeholders]
         with torch.no_grad(), module._surroundings(self.executable):
@@ -96,7 +98,9 @@ class Session:
         self.prompts[length].run(self.module, {IDS: ids, POSITIONS: positions})
 
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The scores (batch, vocabulary) of what follows one token (batch) of each sample at its position (batch)."""
+        """Return the scores (batch, vocabulary) of what follows one token (batch) of each sample at its position
+        (batch).
+        """
         given = {IDS: ids.unsqueeze(-1), POSITION_IDS: positions.unsqueeze(-1), POSITIONS: positions}
         outputs = self.token.run(self.module, given)
         return outputs[2 * len(self.keys)][:, -1]

@@ -55,7 +55,7 @@ class CacheSizes:
                 yield layout
 
     def whole(self) -> list[Tensor]:
-        """Tensors of the shapes of one side, without memory."""
+        """Return the tensors of the shapes of one side, without memory."""
         return [torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes]
 
     def parts(self, layout: Layout, mesh: DeviceMesh) -> list[Tensor]:
@@ -65,7 +65,7 @@ class CacheSizes:
 
 
 def as_dtensors(parts: Sequence[Tensor], layout: Layout, mesh: DeviceMesh) -> list[Tensor]:
-    """Parts of a layout as the whole that they are of."""
+    """Return the parts of a layout as the whole that they are of."""
     return [DTensor.from_local(part, mesh, placements_of(layout), run_check=False) for part in parts]
 
 

@@ -86,7 +86,7 @@ class Level:
 
 
 def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message: Message | None = None) -> float:
-    """Seconds of one transfer, and of one in a message those of its part in it that no computation hides.
+    """Return the seconds of one transfer, and of one in a message those of its part in it that no computation hides.
 
     With one that runs alone goes what the device rearranges, and the wait for the last host; in messages a layer's
     weights are packed together.
@@ -111,7 +111,9 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
 
 @functools.lru_cache(maxsize=4096)
 def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
-    """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
+    """Return the seconds by which the slowest host of a group on an axis is late: those of every further block of each
+    level.
+    """
     levels = levels_of(hardware.links, mesh, axis)
     return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
 
@@ -138,7 +140,7 @@ def ports_used(transfer: Transfer, mesh: Mesh, hardware: Hardware) -> tuple[tupl
 
 
 def collective_seconds(collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware) -> Bytes | float:
-    """Seconds of a collective of `num_bytes`, a number or an array of them: the least of its `pieces`."""
+    """Return the seconds of a collective of `num_bytes`, a number or an array of them: the least of its `pieces`."""
     times = [
         latency + seconds_per_byte * num_bytes for latency, seconds_per_byte in pieces(collective, mesh, axis, hardware)
     ]
@@ -177,7 +179,8 @@ def _all_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> lis
 
 
 def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
-    """Seconds of a message of each device to its neighbour on `axis`, over the outermost link that joins neighbours.
+    """Return the seconds of a message of each device to its neighbour on `axis`, over the outermost link that joins
+    neighbours.
 
     A message is one step of the ring; what the link's factors say of all_to_all, which is messages too, holds for it.
     """
@@ -213,7 +216,7 @@ def _message(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> tuple
 
 
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:
-    """The links that the groups of `axis` run over, innermost first; none for an axis of one device."""
+    """Return the links that the groups of `axis` run over, innermost first; none for an axis of one device."""
     lines = _lines(mesh, mesh.positions(axis))
     found, inner = [], 1
     for number, (link, used) in enumerate(zip(links, used_devices(links, mesh), strict=True)):

@@ -99,7 +99,7 @@ PROFILE = Record(
 
 
 def known_profiles() -> tuple[str, ...]:
-    """Names of the profiles that come with the package."""
+    """Return the names of the profiles that come with the package."""
     return tuple(sorted(path.stem for path in PROFILES.glob("*.json")))
 
 
@@ -183,7 +183,7 @@ def _read(path: Path) -> Any:
 
 
 def parse(profile: Mapping[str, Any]) -> Hardware:
-    """A Hardware from the JSON of a profile, whose numbers may be bare or given together with their source.
+    """Return a Hardware from the JSON of a profile, whose numbers may be bare or given together with their source.
 
     Raises PlanError, which names the field, for what it lacks and for what makes no sense.
     """
@@ -254,7 +254,7 @@ def _value(found: Mapping[str, Any], key: str) -> Any:
 
 
 def _optional(found: Mapping[str, Any], key: str) -> Any:
-    """A number of `Hardware`, whole where it counts something."""
+    """Return a number of `Hardware`, whole where it counts something."""
     return int(_number(found, key)) if key in _WHOLE else _number(found, key)
 
 

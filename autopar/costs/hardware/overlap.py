@@ -78,14 +78,14 @@ class Message:
     beside: Beside = NOTHING
 
     def average(self, collective: str, num_bytes: float) -> float:
-        """The bytes that move of a parameter of average size where `num_bytes` of this one do."""
+        """Return the bytes that move of a parameter of average size where `num_bytes` of this one do."""
         gathers = collective == GATHERING
         whole = self.weight_bytes if gathers else self.gradient_bytes
         part = num_bytes / whole if whole else 0.0  # a parameter may have no elements
         return part * self._side(collective).num_bytes / max(1, self.beside.num_weights)
 
     def exposed(self, collective: str, moving_each: float, num_devices: int, least: float) -> float:
-        """The share of a collective's seconds that computing does not hide, at least `least`.
+        """Return the share of a collective's seconds that computing does not hide, at least `least`.
 
         `moving_each` are the seconds in a message that a parameter of average size takes.
         """

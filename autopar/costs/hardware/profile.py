@@ -123,7 +123,7 @@ class Link:
             raise PlanError(f"link {self.name!r} has the protocols {', '.join(names)}; give each once.")
 
     def protocol(self, algorithm: str, name: str) -> Protocol | None:
-        """The protocol of that algorithm and name, None where the link lacks it."""
+        """Return the protocol of that algorithm and name, None where the link lacks it."""
         return next((p for p in self.protocols if (p.algorithm, p.name) == (algorithm, name)), None)
 
 
@@ -269,5 +269,5 @@ class Hardware:
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a torch dtype as profiles have it: "bfloat16"."""
+    """Return the name of a torch dtype as profiles have it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -81,12 +81,14 @@ class Accumulation:
         return self.each_time(wire) | (self._seconds_of_each(wire) > 0)
 
     def reduction_seconds(self, wire: Wire, choices: Sequence[int]) -> float:
-        """Seconds in which each micro-batch reduces the gradient of a weight that the step gathers once."""
+        """Return the seconds in which each micro-batch reduces the gradient of a weight that the step gathers once."""
         each = self._seconds_of_each(wire)
         return float(np.broadcast_to(each, self.each_time(wire).shape)[choices[wire.source], choices[wire.target]])
 
     def _seconds_of_each(self, wire: Wire) -> np.ndarray:
-        """Seconds in which each micro-batch reduces the gradient of a weight that the step gathers once; else 0."""
+        """Return the seconds in which each micro-batch reduces the gradient of a weight that the step gathers once;
+        else 0.
+        """
         more, decision = self.microbatches, self.space.decisions[wire.source]
         of_weight = decision.kind == "parameter" or self.is_cast(wire.source)
         if not (more.several and more.reduce_each and of_weight and wire.tensor.requires_grad):
@@ -116,7 +118,7 @@ class Accumulation:
         return self.microbatches.several and (self.is_weight(wire) or wire.tensor.view)
 
     def held(self, wire: Wire) -> Bytes | None:
-        """Bytes of a weight as it was moved, all the time."""
+        """Return the bytes of a weight as it was moved, all the time."""
         if not self.holds(wire) or self.is_cast(wire.target):
             return None
         return self.tensors.cached(("held", self._kind(wire)), lambda: self._held(wire))
@@ -131,7 +133,7 @@ class Accumulation:
         return np.where(self.each_time(wire), own, found) * self.microbatches.in_flight
 
     def accumulated(self, wire: Wire) -> Bytes | None:
-        """Bytes of a gradient to which every micro-batch adds its own."""
+        """Return the bytes of a gradient to which every micro-batch adds its own."""
         if not self._has_gradient(wire):
             return None
         return self.tensors.cached(("accumulated", self._kind(wire)), lambda: self._accumulated(wire))
@@ -144,7 +146,9 @@ class Accumulation:
         return np.where(self.reduced_each_time(wire), before[:, None], after[None, :])
 
     def reduced(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's gradient at the end, as it is stored, where that is not what was added up."""
+        """Return the bytes of a parameter's gradient at the end, as it is stored, where that is not what was added
+        up.
+        """
         learned = self.holds(wire) and wire.tensor.requires_grad
         if not learned or self.space.decisions[wire.source].kind != "parameter":
             return None
@@ -159,7 +163,7 @@ class Accumulation:
         return np.where(cast | (moved & ~self.reduced_each_time(wire)), before[:, None], 0)
 
     def fresh(self, wire: Wire) -> Bytes | None:
-        """Bytes of the gradient that a call's backward has made, and that is yet to be added."""
+        """Return the bytes of the gradient that a call's backward has made, and that is yet to be added."""
         if not self._has_gradient(wire) or self.space.decisions[wire.target].kind != "call":
             return None
         return self.tensors.cached(("fresh", self._kind(wire)), lambda: self._fresh(wire))
@@ -169,7 +173,9 @@ class Accumulation:
         return np.where(self.reduced_each_time(wire), 0, after[None, :])
 
     def arrived(self, wire: Wire) -> Bytes | None:
-        """Bytes of a gradient that one backward has reduced, to be added to those before it when that backward ends."""
+        """Return the bytes of a gradient that one backward has reduced, to be added to those before it when that
+        backward ends.
+        """
         if not self._has_gradient(wire) or not (wire.tensor.regather or self.microbatches.reduce_each):
             return None
         return self.tensors.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
@@ -186,7 +192,9 @@ class Accumulation:
         return (self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)
 
     def gradients(self, number: int) -> Bytes | None:
-        """Bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no call uses."""
+        """Return the bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no
+        call uses.
+        """
         added_up = self.microbatches.several and number in self._with_wire
         return None if added_up else self.tensors.gradients(number)
 

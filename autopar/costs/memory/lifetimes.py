@@ -76,7 +76,7 @@ class Lifetimes:
         ]
 
     def mode_of(self, number: int, modes: Mapping[str, str]) -> int:
-        """The number of the mode of a decision's segment, where segments have these modes."""
+        """Return the number of the mode of a decision's segment, where segments have these modes."""
         return MODES.index(modes.get(self.segment[number], MODES[0]))
 
     @cached_property
@@ -139,7 +139,7 @@ class Lifetimes:
         return found
 
     def _first_call(self, number: int) -> Decision:
-        """The call itself, or the first one that uses the decision."""
+        """Return the call itself, or the first one that uses the decision."""
         place = self.position[number]
         return self.space.decisions[self.calls[place] if place < LATE else number]
 

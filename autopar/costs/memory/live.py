@@ -101,7 +101,9 @@ class Live:
         return [each for each in found if each.first < each.end]
 
     def _taken(self, wire: Wire, itself: bool) -> Bytes:
-        """Bytes of the tensor as it has come; of that which stays where it lay, if `itself` is to be counted."""
+        """Return the bytes of the tensor as it has come; of that which stays where it lay, if `itself` is to be
+        counted.
+        """
         return self.tensors.cached(("taken", itself, self.space.kind(wire)), lambda: self._taken_bytes(wire, itself))
 
     def _taken_bytes(self, wire: Wire, itself: bool) -> Bytes:
@@ -110,11 +112,11 @@ class Live:
         return np.where(self.tensors.stays(wire), unmoved[:, None], after[None, :])
 
     def _arrival(self, wire: Wire) -> int:
-        """The place at which a tensor is taken; outputs are taken when the last call has run."""
+        """Return the place at which a tensor is taken; outputs are taken when the last call has run."""
         return min(self.lifetimes.position[wire.target], len(self.lifetimes.calls) - 1)
 
     def _last(self, number: int, output: int) -> int:
-        """The place at which the last consumer takes a tensor."""
+        """Return the place at which the last consumer takes a tensor."""
         return max(map(self._arrival, self._outgoing[number, output]), default=self.lifetimes.position[number])
 
     def _begun(self, wire: Wire) -> int:
@@ -125,7 +127,7 @@ class Live:
         return max(self._arrival(inbound), self._last(inbound.source, inbound.source_output))
 
     def _end_behind(self, wire: Wire) -> int:
-        """The place up to which a target that passes a tensor on has it; 0 where it does not."""
+        """Return the place up to which a target that passes a tensor on has it; 0 where it does not."""
         target = self.space.decisions[wire.target]
         if target.kind == "hub":
             return self._last(wire.target, 0)

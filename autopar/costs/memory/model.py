@@ -78,7 +78,7 @@ class MemoryModel(TensorBytes):
         return self.space.optimizer.frees_gradients and not self.microbatches.several
 
     def fetching_ahead(self, prefetch: int) -> MemoryModel:
-        """The same model of plans that fetch weights so many layers ahead; it shares all arrays."""
+        """Return the same model of plans that fetch weights so many layers ahead; it shares all arrays."""
         other = copy.copy(self)
         other.prefetch = prefetch
         return other
@@ -86,7 +86,7 @@ class MemoryModel(TensorBytes):
     # Permanently resident bytes.
 
     def stored(self, number: int) -> dict[str, Bytes]:
-        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
+        """Return the bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
         decision, more = self.space.decisions[number], self.accumulation
         if decision.kind not in ("parameter", "buffer", "input") or more.is_received(number):
             return {}
@@ -104,7 +104,9 @@ class MemoryModel(TensorBytes):
         return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
 
     def works_on(self, number: int) -> Bytes | None:
-        """Bytes that the optimizer works on in the step of a parameter; None where no moment is counted for it."""
+        """Return the bytes that the optimizer works on in the step of a parameter; None where no moment is counted for
+        it.
+        """
         if number not in self.stepping:
             return None
         shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[number]
@@ -223,14 +225,18 @@ class MemoryModel(TensorBytes):
         return self.modes([nothing if each is None else each for each in found])
 
     def _sent_once(self, wire: Wire, again: np.ndarray | None) -> Bytes:
-        """Bytes that a segment saves of a tensor that it has sent itself; none if the collectives run `again`."""
+        """Return the bytes that a segment saves of a tensor that it has sent itself; none if the collectives run
+        `again`.
+        """
         sent = self.sent(wire)
         if again is None:
             return sent
         return self.cached(("sent once", id(sent), id(again)), lambda: np.where(again, 0, sent))
 
     def _entering(self, wire: Wire, there: bool, again: np.ndarray | None) -> Bytes:
-        """Bytes that a segment saves of a tensor from outside; as it was before the collectives that run `again`."""
+        """Return the bytes that a segment saves of a tensor from outside; as it was before the collectives that run
+        `again`.
+        """
         kept = self.kept(wire, there)
         if again is None:
             return kept
@@ -293,7 +299,9 @@ class MemoryModel(TensorBytes):
         return total + hidden
 
     def working_forward(self, number: int) -> Bytes | None:
-        """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
+        """Return the bytes that a call works on while it runs forward, where that makes its gradients; None
+        elsewhere.
+        """
         decision = self.space.decisions[number]
         if decision.menu.bound is None or not self.states("forward_bytes", decision):
             return None
@@ -301,7 +309,9 @@ class MemoryModel(TensorBytes):
         return self.cached(("working forward", id(stated)), lambda: stated_or(stated, np.zeros_like(stated)))
 
     def handed_on(self, number: int) -> Bytes | None:
-        """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""
+        """Return the bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no
+        weights.
+        """
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return None
@@ -325,7 +335,7 @@ class MemoryModel(TensorBytes):
         return self.cached(("rows handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
 
     def _gradients_of(self, decision: Decision, inputs: Collection[int]) -> Bytes:
-        """Bytes of the gradients of those of these inputs that need one."""
+        """Return the bytes of the gradients of those of these inputs that need one."""
         call, strategies = _call(decision), decision.menu.strategies
         total = np.zeros(len(strategies), dtype=np.int64)
         for position, info in enumerate(call.inputs):

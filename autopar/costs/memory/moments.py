@@ -40,7 +40,7 @@ class Priced:
     price: float
 
     def of_the_same_calls(self, own: MemoryModel, other: MemoryModel) -> Priced | None:
-        """The same in a model of memory whose calls have the same names; of others, where the backward begins.
+        """Return the same in a model of memory whose calls have the same names; of others, where the backward begins.
 
         None where the two run their micro-batches otherwise.
         """
@@ -56,7 +56,9 @@ class Priced:
 
 
 def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
-    """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
+    """Return the bytes of a decision in a row, by strategy; one array per mode of its segment where the mode
+    matters.
+    """
     if memory.live is not None:
         return _alive(memory, row, memory.live.made(number), number)
     held, first_use = parts_of(memory, number), memory.lifetimes.position[number]
@@ -156,7 +158,7 @@ def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
 
 
 def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: int) -> Modes:
-    """Bytes of a decision in a row, in a forward alone."""
+    """Return the bytes of a decision in a row, in a forward alone."""
     stored = memory.stored(number).values()
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
@@ -300,7 +302,7 @@ def depth_at(memory: MemoryModel, kind: int) -> int:
 
 
 def moment_of(memory: MemoryModel, moment: int) -> Moment:
-    """The moment of that number: places, over phases, over kinds."""
+    """Return the moment of that number: places, over phases, over kinds."""
     return _at(moment, len(memory.lifetimes.calls), memory.microbatches)
 
 

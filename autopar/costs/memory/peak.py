@@ -49,7 +49,8 @@ STEPPING = "optimizer"  # the instant of its step, where that works on more than
 def memory_use(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
 ) -> tuple[int, MemoryUse, int]:
-    """The bytes at the peak, what they are at every moment, and the number of the fullest moment (see `moment_of`).
+    """Return the bytes at the peak, what they are at every moment, and the number of the fullest moment (see
+    `moment_of`).
 
     `imbalance` of the rows of experts is that of the space, unless it is given. Where several backwards of a step can
     be the fullest, the timeline is that of the one that is, with the end.
@@ -88,7 +89,7 @@ def _phase_use(memory: MemoryModel, moments: PlanMoments, number: int) -> tuple[
 
 
 def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> np.ndarray:
-    """The bytes at every moment, by its number (see `moment_of`); 0 at those that are none."""
+    """Return the bytes at every moment, by its number (see `moment_of`); 0 at those that are none."""
     moments, phases = PlanMoments(memory, choices, modes), memory.microbatches.phases
     found = np.zeros((FORWARD + 1, len(phases), moments.count), dtype=np.int64)
     for number, phase in enumerate(phases):
@@ -140,7 +141,7 @@ class PlanMoments:
         return found
 
     def ending(self, phase: Phase) -> dict[str, int]:
-        """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
+        """Return the bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
         waiting = self.buffers(phase)
         if phase.others:
             waiting |= {**self._saved(self._waiting, phase), "sent tensors": phase.others * self.sent}
@@ -151,7 +152,9 @@ class PlanMoments:
         return {**self.always, **moved, "gradients": self.stepped - works_on, "working set": works_on, **waiting}
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
-        """Bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has not."""
+        """Return the bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has
+        not.
+        """
         if self.memory.live is not None:
             never = {ACTIVATIONS: np.zeros(self.count, dtype=np.int64)}
             return never, self.arriving(phase), never, never, self.alone(phase)
@@ -159,7 +162,7 @@ class PlanMoments:
         return self.backward(phase), self.gathering(phase), *behind, self.forward(phase)
 
     def forward(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while each call runs forward."""
+        """Return the bytes by what they are, while each call runs forward."""
         found = {
             **self._always(phase),
             **self._saved(self._until, phase),
@@ -171,7 +174,7 @@ class PlanMoments:
         return {**found, "gradients": np.full(self.count, int(self.born.sum()))}
 
     def alone(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while each call of a forward alone runs."""
+        """Return the bytes by what they are, while each call of a forward alone runs."""
         return {
             **self._always(phase),
             ACTIVATIONS: np.cumsum(self.alive),
@@ -179,14 +182,14 @@ class PlanMoments:
         }
 
     def arriving(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while weights arrive for a layer of a forward alone; 0 at other places."""
+        """Return the bytes by what they are, while weights arrive for a layer of a forward alone; 0 at other places."""
         found = self.alone(phase) | {
             "gathered weights": self._gathered("gathered") + self._gathered("copied") + self._ahead(GATHERING)
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
     def backward(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while each call runs backward."""
+        """Return the bytes by what they are, while each call runs backward."""
         return {
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced() + self.fresh,
@@ -196,7 +199,9 @@ class PlanMoments:
         }
 
     def gathering(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while weights are gathered again for a layer's backward; 0 at other places."""
+        """Return the bytes by what they are, while weights are gathered again for a layer's backward; 0 at other
+        places.
+        """
         found = {
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced(),
@@ -206,7 +211,7 @@ class PlanMoments:
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
     def reducing(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while a layer's gradients are reduced; 0 at other places."""
+        """Return the bytes by what they are, while a layer's gradients are reduced; 0 at other places."""
         found = {
             **self._always(phase),
             "gradients": self._there(phase, True) + self._unreduced() + self._left(self.sent_off) + self.last_made,
@@ -217,7 +222,7 @@ class PlanMoments:
         return {name: np.where(self.reduces, array, 0) for name, array in found.items()}
 
     def updating(self, phase: Phase) -> dict[str, np.ndarray]:
-        """Bytes by what they are, while the optimizer steps behind a call's backward; 0 at other places."""
+        """Return the bytes by what they are, while the optimizer steps behind a call's backward; 0 at other places."""
         found = {
             **self._always(phase),
             "gradients": self._there(phase, True) + self._unreduced(),

@@ -139,7 +139,7 @@ class _Read:
         self.places, self.signs = np.array(places, dtype=np.intp), np.array([part.sign for part in parts])
 
     def at(self, chosen: np.ndarray, modes: np.ndarray) -> np.ndarray:
-        """Bytes of each part at the choice and the mode of every decision."""
+        """Return the bytes of each part at the choice and the mode of every decision."""
         index = tuple([chosen[end] for end in self.ends])
         if len(self.modes) == 1:
             return self.modes[0][index]
@@ -165,7 +165,7 @@ class Sums:
     def at(
         self, choices: Sequence[int], modes: np.ndarray, excess: Callable[[ExpertRows], float]
     ) -> dict[str, np.ndarray]:
-        """Bytes by place, by name, at a choice per decision and the number of a mode for each."""
+        """Return the bytes by place, by name, at a choice per decision and the number of a mode for each."""
         chosen, found = np.array(choices, dtype=np.intp), np.zeros(len(self._numbers) * self._width, dtype=np.int64)
         for each in self._reads:
             num_bytes = each.at(chosen, modes)

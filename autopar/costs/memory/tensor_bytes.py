@@ -46,20 +46,22 @@ class TensorBytes:
     # How tensors lie in memory.
 
     def reduced(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it is."""
+        """Return the pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it
+        is.
+        """
         before, after = self._codes(wire)
         return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
 
     def communicated(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which a tensor goes over links."""
+        """Return the pairs of layouts between which a tensor goes over links."""
         return self.kinds(wire) == COMMUNICATED
 
     def changes(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which a tensor becomes another one, if only a slice."""
+        """Return the pairs of layouts between which a tensor becomes another one, if only a slice."""
         return self.kinds(wire) != SAME
 
     def stays(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
+        """Return the pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
         return self.kinds(wire) <= SLICED
 
     def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +88,9 @@ class TensorBytes:
         return kinds.max(axis=2)
 
     def only_gathers(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which nothing happens but gathers, slices and the reduction of gradients."""
+        """Return the pairs of layouts between which nothing happens but gathers, slices and the reduction of
+        gradients.
+        """
         before, after = self._codes(wire)
         before, after = before[:, None, :], after[None, :, :]
         exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
@@ -95,7 +99,7 @@ class TensorBytes:
         return ~(exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
 
     def gathered_alone(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which a weight is gathered in a message of its own."""
+        """Return the pairs of layouts between which a weight is gathered in a message of its own."""
         return self.cached(("gathered alone", self.space.kind(wire)), lambda: self._gathered_alone(wire))
 
     def _gathered_alone(self, wire: Wire) -> np.ndarray:
@@ -111,7 +115,8 @@ class TensorBytes:
         return found
 
     def sent_alone(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which a weight is gathered alone and its gradient sent from where it lies.
+        """Return the pairs of layouts between which a weight is gathered alone and its gradient sent from where it
+        lies.
 
         Where rows do not divide over the devices, it is padded for its way.
         """
@@ -130,7 +135,7 @@ class TensorBytes:
         )
 
     def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
-        """Bytes on one device of a tensor with elements of `size` bytes, per layout."""
+        """Return the bytes on one device of a tensor with elements of `size` bytes, per layout."""
         key = ("local", tuple(shape), tuple(layouts), size)
         sizes = self.space.mesh.sizes
         return self.cached(
@@ -167,7 +172,7 @@ class TensorBytes:
         return self._cache[key]
 
     def times(self, elements: Bytes, size: float) -> Bytes:
-        """Bytes of so many elements of `size` bytes, which may be a fraction."""
+        """Return the bytes of so many elements of `size` bytes, which may be a fraction."""
         return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
 
     def kept_by_optimizer(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
@@ -179,7 +184,7 @@ class TensorBytes:
         return found
 
     def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
-        """Elements on one device of a decision's tensor, per strategy."""
+        """Return the elements on one device of a decision's tensor, per strategy."""
         layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
         return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
 
@@ -198,14 +203,14 @@ class TensorBytes:
         return found
 
     def sent(self, wire: Wire) -> Bytes:
-        """Bytes of a tensor where it has come over links; where not, it is made again."""
+        """Return the bytes of a tensor where it has come over links; where not, it is made again."""
         return self.cached(
             ("sent", self.space.kind(wire)),
             lambda: np.where(self.communicated(wire), self.wire_ends(wire)[1][None, :], 0),
         )
 
     def gradients(self, number: int) -> Bytes | None:
-        """Bytes of a parameter's gradient, once it is reduced; None where there is none."""
+        """Return the bytes of a parameter's gradient, once it is reduced; None where there is none."""
         decision = self.space.decisions[number]
         info = decision.node.meta["tensor"]
         if decision.kind != "parameter" or not info.requires_grad:
@@ -228,12 +233,12 @@ class TensorBytes:
 
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:
-        """An array per mode; one where all modes agree."""
+        """Return an array per mode; one where all modes agree."""
         return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
 
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:
-    """Layouts as numbers, one row each."""
+    """Return the layouts as numbers, one row each."""
     codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
     codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
     return np.array([[codes[p] for p in each] for each in layouts])

@@ -140,7 +140,7 @@ class Comparison:
         return replace(self, contenders=tuple(every))
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as values of JSON; the hardware is that of the plan's mesh."""
+        """Return the comparison as values of JSON; the hardware is that of the plan's mesh."""
         values = {"contenders": [_to_json(each) for each in self.contenders], "num_late": self.num_late}
         return values | ({"notes": list(self.notes)} if self.notes else {})
 

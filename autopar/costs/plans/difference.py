@@ -104,19 +104,19 @@ class Difference:
 
 
 def share_words(amount: Amount) -> str:
-    """A relative difference: "+1.5%", or "25 times" where a percentage is no longer read."""
+    """Return a relative difference: "+1.5%", or "25 times" where a percentage is no longer read."""
     return f"{amount.share:+.1%}" if amount.share < MAX_SHARE else f"{amount.after / amount.before:.3g} times"
 
 
 def signed_seconds(seconds: float) -> str:
-    """A difference of seconds: "+1.20 ms", "-3.0 µs", "0" where it is next to nothing."""
+    """Return a difference of seconds: "+1.20 ms", "-3.0 µs", "0" where it is next to nothing."""
     if abs(seconds) < 5e-8:
         return "0"
     return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
 
 
 def signed_bytes(count: float) -> str:
-    """A difference of bytes: "+3.00 MB", "0"."""
+    """Return a difference of bytes: "+3.00 MB", "0"."""
     return f"{'+' if count > 0 else '-'}{format_bytes(abs(count))}" if count else "0"
 
 

@@ -122,7 +122,7 @@ class Explanation(Generic[P]):
         return sum(moved.seconds for moved in self.own)
 
     def reshard_seconds(self, inbound: bool) -> float:
-        """Seconds of the reshards of its inputs, or of its outputs."""
+        """Return the seconds of the reshards of its inputs, or of its outputs."""
         return sum(reshard.seconds for reshard in self.reshards if reshard.inbound == inbound)
 
     def __str__(self) -> str:
@@ -227,7 +227,7 @@ def _place(change: Change) -> int:
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str], num_left: int = 1) -> str:
-    """A table whose first columns are words, and the last one too if there are three."""
+    """Return a table whose first columns are words, and the last one too if there are three."""
     words = {*range(num_left), *([len(headers) - 1] if num_left == 1 else [])}
     return fitted_table(rows, headers, [number for number in range(len(headers)) if number not in words])
 

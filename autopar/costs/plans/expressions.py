@@ -46,7 +46,7 @@ class Numbers:
 
 
 def _bounded(value: Fraction | float) -> Fraction | float:
-    """The number, unless it is too large or too long to go on with."""
+    """Return the number, unless it is too large or too long to go on with."""
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise OverflowError("a number in it has too many digits")
@@ -69,7 +69,7 @@ EXACT = Numbers(
 
 
 def evaluate(text: str, values: Mapping[str, Any], numbers: Numbers = EXACT) -> Any:
-    """The value of a formula; PlanError where the text is no formula, or has no value.
+    """Return the value of a formula; PlanError where the text is no formula, or has no value.
 
     >>> evaluate("batch/dp + 1", {"batch": 8, "dp": 2})
     Fraction(5, 1)
@@ -159,7 +159,7 @@ class _Reader:
         return self.token in self.numbers.functions and self.text[self.position :].lstrip().startswith("(")
 
     def closed(self, between: str = "") -> list[Any]:
-        """The values up to a closing bracket."""
+        """Return the values up to a closing bracket."""
         self.nested += 1
         if self.nested > MAX_NESTED:
             raise self.unexpected(f"at most {MAX_NESTED} brackets in each other")

@@ -39,7 +39,9 @@ _NEEDED = ("seconds", "flops", WHOLE, "all_reduce", "all_gather", "reduce_scatte
 
 
 def rate_name(collective: str, axis: str, together: int = 0, passes: int = 1) -> str:
-    """The function that gives the seconds of a collective by its bytes; of so many parameters, the exposed share."""
+    """Return the function that gives the seconds of a collective by its bytes; of so many parameters, the exposed
+    share.
+    """
     return f"{f'exposed{together}x{passes}_' if together else ''}{collective}_over_{axis}"
 
 
@@ -66,7 +68,7 @@ def public(formulas: Mapping[str, str]) -> list[str]:
 
 
 def parts_of(formulas: Mapping[str, str]) -> list[str]:
-    """The texts of what must be whole."""
+    """Return the texts of what must be whole."""
     text = formulas[WHOLE].strip()
     if not (text.startswith("[") and text.endswith("]")):
         raise PlanError(f"not a list of formulas: {text[:80]!r}; give what Plan.save wrote.")
@@ -74,7 +76,7 @@ def parts_of(formulas: Mapping[str, str]) -> list[str]:
 
 
 def rates(formulas: Mapping[str, str], symbols: Mapping[str, Any], numbers: Numbers) -> dict[str, Callable[..., Any]]:
-    """The times of collectives by their bytes, and exposed shares by parts, at these values of the symbols."""
+    """Return the times of collectives by their bytes, and exposed shares by parts, at these values of the symbols."""
 
     @functools.cache
     def beside() -> dict[str, Any]:

@@ -198,7 +198,7 @@ class Plan:
         return view("Plan.formula")(self.with_formulas(), name)
 
     def reprice(self, **values: int) -> Repriced:
-        """The predictions with other values of the plan's symbols (batch=…, sequence=…, dp=…), without a model.
+        """Return the predictions with other values of the plan's symbols (batch=…, sequence=…, dp=…), without a model.
 
         The choices stay, so that another plan may be better there. Raises PlanError for a symbol that the plan has
         not, or values that do not divide as it splits them.
@@ -206,7 +206,7 @@ class Plan:
         return view("Plan.reprice")(self.with_formulas(), values)
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "context"}
         values["rows"] = [asdict(row) for row in self.rows]
         values["kept_whole"] = [asdict(each) for each in self.kept_whole]
@@ -233,7 +233,7 @@ class Plan:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> Plan:
-        """A plan from JSON that agrees with the schema PLAN; PlanError or MeshError for what cannot hold together."""
+        """Return a plan from JSON that agrees with the schema PLAN; PlanError or MeshError if it contradicts itself."""
         values = {name: value for name, value in values.items() if name != "format"}
         values["mesh"] = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
         check_between(values, values["mesh"])
@@ -300,7 +300,7 @@ class Plan:
         return view("Plan.verify")(self)
 
     def beside(self, *others: Any) -> Plan:
-        """The plan with other plans next to its candidates, in its table and on its page.
+        """Return the plan with other plans next to its candidates, in its table and on its page.
 
         `others` are plans of the same model and batch, each a `Plan`, a `PipelinePlan`, or a `Contender`.
         """
@@ -311,16 +311,16 @@ class Plan:
         return view("Plan.attach")(self, model, example_inputs, **options)
 
     def tp_plan(self, axis: str | None = None) -> TensorParallelPlan:
-        """The plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost (docs/other-systems.md).
+        """Return the plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost (docs/other-systems.md).
 
         Raises PlanError where several axes split matrices and `axis` is not given, or for a plan that was loaded.
         """
         return view("Plan.tp_plan")(self, axis)
 
     def parallelize_plan(self, axis: str | None = None) -> ParallelizePlan:
-        """The plan for torch's `parallelize_module` (on one mesh axis) and `fully_shard`; raises as `tp_plan`."""
+        """Return the plan for torch's `parallelize_module` (one axis) and `fully_shard`; raises as `tp_plan`."""
         return view("Plan.parallelize_plan")(self, axis)
 
     def torchtitan_args(self) -> TorchtitanArguments:
-        """The arguments of torchtitan that come nearest to the plan, with what is lost."""
+        """Return the arguments of torchtitan that come nearest to the plan, with what is lost."""
         return view("Plan.torchtitan_args")(self)

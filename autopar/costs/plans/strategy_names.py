@@ -19,12 +19,12 @@ MOVED_TOGETHER = " together"
 
 
 def strategy_name(choices: Sequence[str], kept: bool, implementation: str = "") -> str:
-    """The name of a strategy with these choices."""
+    """Return the name of a strategy with these choices."""
     return " ".join(choices) + (_KEPT if kept else "") + (f"{VIA}{implementation}" if implementation else "")
 
 
 def implementations_of(names: Iterable[str]) -> frozenset[str]:
-    """The names of implementations that some strategies run by.
+    """Return the names of implementations that some strategies run by.
 
     >>> implementations_of(["o -", "s - via ring"])
     frozenset({'ring'})

@@ -38,6 +38,6 @@ VIEWS: Mapping[str, str] = {
 
 
 def view(method: str) -> Callable[..., Any]:
-    """The function behind a method, as "Plan.explain"."""
+    """Return the function behind a method, as "Plan.explain"."""
     module, _, function = VIEWS[method].partition(":")
     return getattr(importlib.import_module(module), function)

@@ -73,7 +73,7 @@ class Workload:
         return self._rate(self.ideal_seconds) / num_devices
 
     def _rate(self, amount: float) -> float:
-        """An amount per second; 0 of a step that takes no time."""
+        """Return an amount per second; 0 of a step that takes no time."""
         return amount / self.seconds if self.seconds else 0.0
 
 

@@ -53,7 +53,7 @@ ALONE = Sharing()
 
 
 def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") -> dict[str, Sharing]:
-    """The sharing of each parameter that a call reads, by its placeholder.
+    """Return the sharing of each parameter that a call reads, by its placeholder.
 
     Beside its messages a program computes, but for those of one layer, which are waited for.
     """
@@ -74,7 +74,7 @@ def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") ->
 
 
 def first_layer(program: Program) -> str:
-    """The layer whose weights are used first; "" where there is none."""
+    """Return the layer whose weights are used first; "" where there is none."""
     return next(iter(layers_in_order(joined_layers(program))), "")
 
 
@@ -123,13 +123,13 @@ def joined_layers(program: Program) -> dict[str, str]:
 
 
 def layers_read(program: Program) -> dict[str, str]:
-    """The layer of each parameter that a call reads, by its placeholder."""
+    """Return the layer of each parameter that a call reads, by its placeholder."""
     read = {name for name, node in program.placeholders().items() if node.users}
     return {weight: layer_or_owner(name) for name, weight in program.parameters.items() if weight in read}
 
 
 def layers_in_order(joined: Mapping[str, str]) -> tuple[str, ...]:
-    """The layers that have a message of `joined_layers`, in the order of their first use."""
+    """Return the layers that have a message of `joined_layers`, in the order of their first use."""
     return tuple(dict.fromkeys(reversed(list(joined.values()))))
 
 

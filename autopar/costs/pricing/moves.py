@@ -42,7 +42,7 @@ class Move:
         return self.source.is_split and self.target in (R, I)
 
     def num_parts(self, sizes: Sequence[int]) -> int:
-        """The ranks that take part, on a mesh of these axis sizes."""
+        """Return the ranks that take part, on a mesh of these axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes)
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class MovedTensor:
         return self.bucketed or self.view or self.reduced is not None
 
     def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
-        """Bytes that each rank holds."""
+        """Return the bytes that each rank holds."""
         return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
 
     def allows(self, layout: Layout, sizes: Sequence[int]) -> bool:
@@ -116,7 +116,9 @@ class MovedTensor:
 
 
 def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
-    """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
+    """Return the collectives of a move, forward and (where a gradient flows, or the weight is gathered again)
+    backward.
+    """
     size = move.num_parts(mesh.sizes)
     if size == 1:
         return ()

@@ -78,7 +78,7 @@ def check_host(hardware: Hardware) -> None:
 def host_bytes(
     parameters: Sequence[tuple[TensorInfo, Layout]], sizes: Sequence[int], optimizer: Optimizer
 ) -> Mapping[str, int]:
-    """Bytes of host memory per device by what they are, of parameters in their storage layouts."""
+    """Return the bytes of host memory per device by what they are, of parameters in their storage layouts."""
     if optimizer.offload is None:
         return {}
     found: dict[str, int] = {}

@@ -45,12 +45,12 @@ def flops(call: Call, op: OpRule, bound: BoundRule) -> int:
 
 
 def bandwidth(op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
-    """The bytes per second at which a call goes through its inputs and outputs."""
+    """Return the bytes per second at which a call goes through its inputs and outputs."""
     return hardware.product_bytes_per_s if is_product(op, bound) else hardware.elementwise_bytes_per_s
 
 
 def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Implementation = ATEN) -> float:
-    """The FLOP/s that a call may reach, by the ATen call or by an implementation."""
+    """Return the FLOP/s that a call may reach, by the ATen call or by an implementation."""
     peak = hardware.flops_of(_computed_in(call, op))
     reached = implementation.efficiency or op.efficiency
     share = hardware.attention_efficiency if reached != "matmul" else 1.0
@@ -58,7 +58,9 @@ def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Imple
 
 
 def _computed_in(call: Call, op: OpRule) -> torch.dtype:
-    """The dtype of what a call gives; where its rule states FLOPs, of what it multiplies: a loss may be wider."""
+    """Return the dtype of what a call gives; where its rule states FLOPs, of what it multiplies: a loss may be
+    wider.
+    """
     first = [*(call.inputs if op.flops is not None else ()), *call.outputs]
     return first[0].dtype if first else torch.float32
 
@@ -79,7 +81,7 @@ def forward_seconds(
     local: LocalSizes = NO_SIZES,
     elementwise_bytes: int = 0,
 ) -> float:
-    """Seconds of the forward of a call that takes each device as long as `num_flops` at its full rate (see
+    """Return the seconds of the forward of a call that takes each device as long as `num_flops` at its full rate (see
     `product_efficiency`), or as its bytes (see `bandwidth`).
 
     `local` are the sizes of factors that the implementation reads. What the call reads and writes in elementwise

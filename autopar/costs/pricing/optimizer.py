@@ -123,12 +123,12 @@ class Optimizer:
         return is_projected(name, info.shape, self.rank, self.matrices)
 
     def master_bytes(self, info: TensorInfo) -> int:
-        """Bytes of the master copy of one element."""
+        """Return the bytes of the master copy of one element."""
         copied = self.master_copies and info.requires_grad and info.dtype.itemsize < MASTER_BYTES
         return MASTER_BYTES if copied else 0
 
     def state_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
-        """Bytes of optimizer state of one element, of a parameter that it takes as a matrix or not."""
+        """Return the bytes of optimizer state of one element, of a parameter that it takes as a matrix or not."""
         if not info.requires_grad or self.name in ("sgd", "none"):
             return 0.0
         if self.name == "adamw-8bit":
@@ -155,11 +155,11 @@ class Optimizer:
         return np.where(in_8_bits, found + 2 * VALUES_BYTES, 2 * self._moment_bytes(info) * elements)
 
     def _moment_bytes(self, info: TensorInfo) -> int:
-        """Bytes of one element of a moment that is kept whole."""
+        """Return the bytes of one element of a moment that is kept whole."""
         return max(info.dtype.itemsize, self.master_bytes(info))
 
     def step_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
-        """Bytes that one step reads and writes per element: gradient read, weight and state read and written."""
+        """Return the bytes per element of one step: gradient read, weight and state read and written."""
         if not info.requires_grad or self.name == "none":
             return 0.0
         return 3.0 * info.dtype.itemsize + 2 * self.state_bytes(info, matrix) + 2 * self.master_bytes(info)

@@ -32,7 +32,7 @@ ITERATED = torch.bfloat16  # what it iterates in, and gathers
 def step_seconds(
     info: TensorInfo, layout: Layout, mesh: Mesh, hardware: Hardware, optimizer: Optimizer, matrix: bool
 ) -> float:
-    """Seconds of the step of a parameter, without what it moves."""
+    """Return the seconds of the step of a parameter, without what it moves."""
     each = optimizer.step_bytes(info, matrix)
     if not each:
         return 0.0
@@ -54,7 +54,7 @@ def step_flops(info: TensorInfo, elements: int, optimizer: Optimizer, matrix: bo
 
 
 def step_peak(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> float:
-    """The FLOP/s of these: Muon iterates in bfloat16."""
+    """Return the FLOP/s of these: Muon iterates in bfloat16."""
     dtype = ITERATED if optimizer.name == "muon" else info.dtype
     return hardware.flops_of(dtype) * hardware.product_efficiency
 
@@ -78,7 +78,7 @@ def step_working_bytes(info: TensorInfo, optimizer: Optimizer, matrix: bool) -> 
 def step_transfers(
     info: TensorInfo, layout: Layout, mesh: Mesh, optimizer: Optimizer, matrix: bool
 ) -> tuple[Transfer, ...]:
-    """The collectives of a step, in order; sizes of the mesh and of the parameter may be symbols."""
+    """Return the collectives of a step, in order; sizes of the mesh and of the parameter may be symbols."""
     if not matrix or not layout.is_split:
         return ()
     if optimizer.name == "muon":
@@ -96,7 +96,9 @@ def step_transfers(
 
 
 def _each(layout: Layout, long: int, on_long: Placement, on_short: Placement) -> Layout:
-    """A layout with other placements on the axes that split the long dim of a matrix, and that split its short one."""
+    """Return a layout with other placements on the axes that split the long dim of a matrix, and that split its short
+    one.
+    """
     return Layout(I if not each.is_split else on_long if each.dim == long else on_short for each in layout)
 
 
@@ -111,7 +113,7 @@ def _gathers(
 def _changes(
     shape: Sequence[int], dtype: torch.dtype, before: Layout, after: Layout, mesh: Mesh, axes: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """The collectives that take a matrix from one layout to another, an axis at a time."""
+    """Return the collectives that take a matrix from one layout to another, an axis at a time."""
     tensor, found, here = MovedTensor(tuple(shape), dtype, False), [], before
     for axis in axes:
         if here[axis] is not after[axis]:

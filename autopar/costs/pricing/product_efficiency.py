@@ -58,7 +58,9 @@ def full_rate_flops(
     hardware: Hardware,
     implementation: Implementation = ATEN,
 ) -> float:
-    """The FLOPs that a device makes at its full rate while a call computes `num_flops`; `local` are its own sizes."""
+    """Return the FLOPs that a device makes at its full rate while a call computes `num_flops`; `local` are its own
+    sizes.
+    """
     if is_attention(op, implementation):
         length = attention_length(op, hardware) if QUERIES in local else 0.0
         num_flops *= (1 + length / local[QUERIES]) if length else 1.0

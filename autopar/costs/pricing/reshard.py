@@ -159,7 +159,7 @@ class ReshardTable:
         return num_gathers, [sum(each[first:]) for each in seconds], [sum(each) for each in seconds]
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
-        """The cheapest path; the layouts must be connected."""
+        """Return the cheapest path; the layouts must be connected."""
         here, there = self.index[source], self.index[target]
         assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
         seconds, ways = float(self.seconds[here, there]), self._alone

@@ -230,7 +230,7 @@ class _Builder:
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
 
     def _layout_of_state(self, written: fx.Node) -> Layout:
-        """The layout in which a cache arrives that is written into, and in which it is to be left."""
+        """Return the layout in which a cache arrives that is written into, and in which it is to be left."""
         cache, _ = source_of(tensor_inputs(written)[0])
         return self.input_layouts.get(cache.name, replicated(self.space.mesh.ndim))
 
@@ -296,13 +296,13 @@ class _Builder:
                     self._connect((hub, 0), use, tensor)
 
     def _reduced(self, name: str, weight: bool, info: TensorInfo) -> torch.dtype | None:
-        """The dtype in which the gradient of a weight, or of what is made of weights, is summed, if not in its own."""
+        """Return the dtype in which the gradient of what is made of weights is summed, if not in its own."""
         made = self.roled.calls.get(name)
         of_weights = weight or (made is not None and made.learned and made.weight_only)
         return self.program.reduced if of_weights and self.program.reduced != info.dtype else None
 
     def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: MovedTensor) -> int:
-        """A decision on the layout that a tensor takes before it goes on to several consumers."""
+        """Return a decision on the layout that a tensor takes before it goes on to several consumers."""
         decisions = self.space.decisions
         origin = decisions[source[0]]
         consumers = tuple(dict.fromkeys((decisions[use.decision].menu, use.position) for use in uses))
@@ -353,7 +353,7 @@ def _hub_layouts(
 
 @functools.lru_cache(maxsize=4096)
 def _moved_together(consumers: tuple[tuple[Menu, int], ...]) -> tuple[Layout, ...]:
-    """The layouts from which all consumers may move a tensor together."""
+    """Return the layouts from which all consumers may move a tensor together."""
     each = [
         dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
         for menu, position in consumers

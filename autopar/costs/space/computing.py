@@ -29,7 +29,7 @@ class Work:
 
 
 def computing_seconds(strategy: Strategy, work: Work, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of what one device computes in the forward of a call."""
+    """Return the seconds of what one device computes in the forward of a call."""
     call, op, bound, implementation = work.call, work.op, work.bound, strategy.implementation
     local = strategy.local_sizes(bound.sizes, mesh)
     stated = implementation.flops(call, local)

@@ -14,7 +14,7 @@ from autopar.strategies.zigzag import QUERIES, later_see_more, num_pieces
 
 
 def notes_on_order(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
-    """A note for each number of positions that is split so."""
+    """Return a note for each number of positions that is split so."""
     calls = RoledProgram.of(space.program).calls
     return tuple(
         dict.fromkeys(

@@ -240,7 +240,7 @@ def _with_waits(
 
 
 def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
-    """Seconds of a strategy's own collectives that its computing, which takes so long, does not hide.
+    """Return the seconds of a strategy's own collectives that its computing, which takes so long, does not hide.
 
     It hides a share of them at most.
     """
@@ -326,7 +326,7 @@ def _strategy(
 
 
 def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Transfer, ...]:
-    """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names.
+    """Return the collectives that an implementation runs itself, one per mesh axis that splits the factor it names.
 
     Those of the backward count where there is one. `sizes` are those of the call's factors.
     """

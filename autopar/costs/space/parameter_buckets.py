@@ -98,7 +98,8 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
 
 
 def axes_apart(backward: Iterable[Transfer]) -> tuple[str, ...]:
-    """The axes with a communicator of their own for weights that are gathered ahead, by what moves in the backward.
+    """Return the axes with a communicator of their own for weights that are gathered ahead, by what moves in the
+    backward.
 
     Those over which it reduces gradients, or activations, too.
     """
@@ -108,7 +109,7 @@ def axes_apart(backward: Iterable[Transfer]) -> tuple[str, ...]:
 
 
 def _steps(space: Space, wire: Wire, path: ReshardPath) -> tuple[BucketMove, ...]:
-    """The steps of a path that a bucket can take; none where the path has a move of another kind."""
+    """Return the steps of a path that a bucket can take; none where the path has a move of another kind."""
     steps = []
     for number, move in enumerate(path.moves):
         gathers = is_gather(move, wire.tensor)

@@ -132,7 +132,9 @@ class Space:
         return self.hardware.devices_on_host(self.num_devices or self.mesh.num_devices)
 
     def with_optimizer(self, optimizer: Optimizer) -> Space:
-        """The same space for an optimizer that takes the same parameters as matrices: other steps of parameters."""
+        """Return the same space for an optimizer that takes the same parameters as matrices: other steps of
+        parameters.
+        """
         menus: dict[int, Menu] = {}
         decisions = list(self.decisions)
         for number, decision in enumerate(decisions):

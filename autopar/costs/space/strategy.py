@@ -59,7 +59,9 @@ class Strategy:
         return tuple(each for each in zip(self.transfers, self.waits, strict=True) if not each[0].backward)
 
     def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-        """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""
+        """Return the size of every factor on one device; under "+x" the parts of x that go with those of another
+        factor.
+        """
         axes = self.axes_by_factor(mesh)
         local = {
             factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
@@ -91,7 +93,7 @@ class Strategy:
         return found
 
     def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes of more than one device that a collective over `factor` runs over, one after the other.
+        """Return the mesh axes of more than one device that a collective over `factor` runs over, one after the other.
 
         A factor with "+" before it stands for the axes that split it with another factor, and several behind "&" for
         those that split any of them: one joined axis.

@@ -42,7 +42,7 @@ def beside_of(program: Program, hardware: Hardware) -> Beside:
 
 
 def seconds_alone(call: Call, op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
-    """Seconds of the forward of a whole call on one device, without the latency."""
+    """Return the seconds of the forward of a whole call on one device, without the latency."""
     whole = ([replicated(0)] * len(call.inputs), [replicated(0)] * len(call.outputs))
     num_flops = full_rate_flops(flops(call, op, bound), op, sides_of(op, bound), bound.sizes, hardware)
     speed = bandwidth(op, bound, hardware)

@@ -56,7 +56,7 @@ class HostSteps:
         self._tasks.beside(UP, UP, elements * step.up, row, [host])
 
     def _of(self, number: int) -> tuple[int, HostStep]:
-        """The elements of a parameter on a device, and what each of them takes."""
+        """Return the elements of a parameter on a device, and what each of them takes."""
         decision, space = self._space.decisions[number], self._space
         info, layout = decision.node.meta["tensor"], decision.menu.strategies[self._choices[number]].outputs[0]
         return local_elements(info, layout, space.mesh.sizes), host_step(info, space.hardware, space.optimizer)

@@ -58,7 +58,7 @@ class Order:
 
 
 def order_of(space: Space, choices: Sequence[int]) -> Order:
-    """The order in which a space runs under a choice per decision."""
+    """Return the order in which a space runs under a choice per decision."""
     return _Walk(space, choices).run()
 
 

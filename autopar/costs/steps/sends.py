@@ -115,7 +115,7 @@ def _ends(
 
 
 def _of_weights(task: Task, share: float) -> Task:
-    """The part of a task of a micro-batch in which the gradients of weights are made."""
+    """Return the part of a task of a micro-batch in which the gradients of weights are made."""
     computes = task.stream == COMPUTE and task.phase != "forward"
     return task if task.of_sums else replace(task, seconds=share * task.seconds if computes else 0.0)
 
@@ -125,7 +125,7 @@ def _begin_of_backward(tasks: Sequence[Task]) -> int:
 
 
 def _with_sends(tasks: Sequence[Task], forward: Send, backward: Send) -> list[Task]:
-    """The tasks of a micro-batch, a send before them, and one before those of the backward."""
+    """Return the tasks of a micro-batch, a send before them, and one before those of the backward."""
     first = _begin_of_backward(tasks)
     computed = [number for number, each in enumerate(tasks[:first]) if each.stream == COMPUTE]
     behind = (computed[-1] + 1,) if computed else ()

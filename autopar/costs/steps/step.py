@@ -40,12 +40,13 @@ END = -1
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
-    """The simulated step under a choice per decision; `modes` says how segments are computed again."""
+    """Return the simulated step under a choice per decision; `modes` says how segments are computed again."""
     return simulate(step_tasks(memory, choices, modes), memory.space.hardware.communication_share)
 
 
 def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of one of several micro-batches, without what a step does once.
+    """Return the seconds of the forward and of the backward of one of several micro-batches, without what a step does
+    once.
 
     Once are casts and moves of resident weights, the reduction of their gradients, and the optimizer.
     """
@@ -53,14 +54,16 @@ def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mappi
 
 
 def forward_and_backward(tasks: Sequence[Task], share: float) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a micro-batch's tasks; collectives take a `share` of the device."""
+    """Return the seconds of the forward and of the backward of a micro-batch's tasks; collectives take a `share` of the
+    device.
+    """
     found = simulate(tasks, share)
     forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
     return forward, found.seconds - forward
 
 
 def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
-    """The tasks of one of several micro-batches, without what a step does once."""
+    """Return the tasks of one of several micro-batches, without what a step does once."""
     return _Step(memory, choices, modes, "microbatch").run()
 
 
@@ -70,7 +73,7 @@ def last_microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Ma
 
 
 def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
-    """The tasks of a step in the order in which they are issued; weights are fetched ahead as the model says."""
+    """Return the tasks of a step in the order in which they are issued; weights are fetched ahead as the model says."""
     return _Step(memory, choices, modes).run()
 
 

@@ -54,7 +54,8 @@ class Uses:
             yield from self.takers(each)
 
     def first(self, number: int) -> int:
-        """The place of the first call that uses what arrives at a decision; the last place of all where none does.
+        """Return the place of the first call that uses what arrives at a decision; the last place of all where none
+        does.
 
         Its gradient is there when the backward has come so far.
         """

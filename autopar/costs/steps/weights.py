@@ -76,7 +76,7 @@ class Messages:
         return tuple(found)
 
     def _step(self, number: int, backward: bool, positions: Sequence[int]) -> Transfer | None:
-        """The collective of a step for weights at some positions; None where it has none."""
+        """Return the collective of a step for weights at some positions; None where it has none."""
         step = self.bucket.steps[number]
         moved = [
             each

@@ -88,7 +88,7 @@ def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> O
 
 
 def _whole(decision: Decision) -> int:
-    """The strategy that splits nothing; of a tensor that arrives split, its only one."""
+    """Return the strategy that splits nothing; of a tensor that arrives split, its only one."""
     for number, strategy in enumerate(decision.menu.strategies):
         if decision.kind == "call":
             if not strategy.implemented and all(choice == "-" for choice in strategy.choices):

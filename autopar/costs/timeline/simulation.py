@@ -34,7 +34,7 @@ from autopar.costs.timeline.values import COMPUTE, Event, Task, Timeline
 
 
 def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
-    """The timeline of tasks whose collectives take a `share` of the device, from 0 to 1."""
+    """Return the timeline of tasks whose collectives take a `share` of the device, from 0 to 1."""
     assert 0 <= share <= 1, f"a share of {share}"
     assert all(before < number for number, task in enumerate(tasks) for before in task.after), "a task waits for itself"
     launched = list(accumulate(task.launch for task in tasks))

@@ -80,7 +80,7 @@ class Timeline:
         return f"Timeline({len(self.events)} events on {len(self.streams)} streams, {format_seconds(self.seconds)})"
 
     def __str__(self) -> str:
-        """A line for the step, a table of its streams, and one of its longest tasks."""
+        """Return a line for the step, a table of its streams, and one of its longest tasks."""
         step = (
             f"step of {format_seconds(self.seconds)}: computing {format_seconds(self.computing)}, waiting "
             f"{format_seconds(self.waiting)}, launching {format_seconds(self.launching)}; "

@@ -95,7 +95,7 @@ class FunctionCall:
         return self.function.__name__
 
     def __str__(self) -> str:
-        """Module and name of the class, which are the same in every process."""
+        """Return the module and name of the class, which are the same in every process."""
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class FunctionCall:
 def function_call(
     function: Function, autocast: torch.dtype | None = None, objects: tuple[tuple[int, object], ...] = ()
 ) -> FunctionCall:
-    """The one FunctionCall of these values; one that holds objects is like no other."""
+    """Return the one FunctionCall of these values; one that holds objects is like no other."""
     return FunctionCall(function, autocast, objects) if objects else _shared(function, autocast)
 
 

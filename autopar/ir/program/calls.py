@@ -9,7 +9,7 @@ from torch import fx
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The call or placeholder that makes a tensor, and which of its outputs (without the absent ones) it is."""
+    """Return the call or placeholder that makes a tensor, and which of its outputs (without the absent ones) it is."""
     if node.op == "call_function" and node.target is operator.getitem:
         parent, position = node.args
         assert isinstance(parent, fx.Node) and isinstance(position, int)
@@ -29,5 +29,5 @@ def is_call(node: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """Path of the module that makes a call, "" for the root."""
+    """Return the path of the module that makes a call, "" for the root."""
     return str(node.meta.get("module", ""))

@@ -58,7 +58,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """The running statistics that a call changes in place; every other change is an output of the graph."""
+    """Return the running statistics that a call changes in place; every other change is an output of the graph."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     given = [node.args[place] for place in _written(node.target) if place < len(node.args)]
@@ -67,7 +67,7 @@ def writes(node: fx.Node) -> list[fx.Node]:
 
 @functools.cache
 def _written(target: torch._ops.OpOverload) -> tuple[int, ...]:
-    """The places of the arguments that a call changes."""
+    """Return the places of the arguments that a call changes."""
     arguments = target._schema.arguments
     return tuple(place for place, argument in enumerate(arguments) if argument.name.startswith("running_"))
 

@@ -31,7 +31,7 @@ PASSING = frozenset(
 
 
 def may_be_infinite(program: Program) -> frozenset[str]:
-    """Names of the placeholders and calls whose floating point values may be infinite."""
+    """Return the names of the placeholders and calls whose floating point values may be infinite."""
     if "infinite" not in program.facts:
         program.facts["infinite"] = _may_be_infinite(program)
     return program.facts["infinite"]

@@ -23,7 +23,7 @@ def split_at_number(path: str) -> tuple[str, str, str] | None:
 
 
 def layer_of(path: str) -> str:
-    """The layer that a module or parameter belongs to: its path up to the first number, "" where it has none.
+    """Return the layer that a module or parameter belongs to: its path up to the first number, "" where it has none.
 
     >>> layer_of("model.layers.3.mlp.up_proj")
     'model.layers.3'
@@ -33,12 +33,12 @@ def layer_of(path: str) -> str:
 
 
 def layer_or_owner(parameter: str) -> str:
-    """The layer of a parameter, or the module that owns it where it lies outside of numbered layers."""
+    """Return the layer of a parameter, or the module that owns it where it lies outside of numbered layers."""
     return layer_of(parameter) or parameter.rpartition(".")[0]
 
 
 def starred(path: str) -> str:
-    """A path with `*` for every number: "model.layers.*.mlp"."""
+    """Return a path with `*` for every number: "model.layers.*.mlp"."""
     return ".".join("*" if is_number(part) else part for part in path.split("."))
 
 
@@ -56,7 +56,7 @@ def ancestors(path: str) -> Iterator[str]:
 
 
 def relative_to(name: str, within: str) -> str | None:
-    """A name as seen from a module; None where it lies outside."""
+    """Return a name as seen from a module; None where it lies outside."""
     if not is_below(name, within):
         return None
     return name[len(within) :].removeprefix(".")

@@ -43,11 +43,11 @@ class Precision:
                 )
 
     def computes(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which a tensor is used that is stored, or given, in this one."""
+        """Return the dtype in which a tensor is used that is stored, or given, in this one."""
         return self.compute if self.compute is not None and stored.is_floating_point else stored
 
     def stores(self, given: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter is stored that is given in this one."""
+        """Return the dtype in which a parameter is stored that is given in this one."""
         return self.parameters if self.parameters is not None and given.is_floating_point else given
 
     @property
@@ -65,7 +65,7 @@ NAMED: Mapping[str, Precision] = {
 
 
 def precision_of(asked: str | Precision | None) -> Precision:
-    """A precision by its name, or itself; without one, that of the model. InputError for a name that is not known."""
+    """Return a precision by its name, or itself; without one, that of the model. InputError for unknown names."""
     if asked is None:
         return AS_IT_IS
     if isinstance(asked, Precision):

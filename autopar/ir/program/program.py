@@ -127,7 +127,9 @@ class Program:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def lines(self) -> list[str]:
-        """The nodes of the graph with their shapes and dtypes, a line each: equal for equal graphs, on any device."""
+        """Return the nodes of the graph with their shapes and dtypes, a line each: equal for equal graphs, on any
+        device.
+        """
         index: dict[fx.Node, int] = {}
         found = []
         for node in self.graph.nodes:
@@ -149,14 +151,14 @@ class Program:
 
 
 def _named(leaf: Any, index: Mapping[fx.Node, int]) -> Any:
-    """An argument as the fingerprint has it: nodes by their place, and every device as the CPU."""
+    """Return an argument as the fingerprint has it: nodes by their place, and every device as the CPU."""
     if isinstance(leaf, fx.Node):
         return f"%{index[leaf]}"
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a call, one entry per use, in the order of its args and then its kwargs."""
+    """Return the tensor arguments of a call, one entry per use, in the order of its args and then its kwargs."""
     found: list[fx.Node] = []
     _collect(node.args, found)
     _collect(tuple(node.kwargs.values()), found)
@@ -175,7 +177,7 @@ def _collect(arguments: Sequence[object], found: list[fx.Node]) -> None:
 
 
 def info_of(node: fx.Node) -> TensorInfo:
-    """The TensorInfo of a node with a single tensor output."""
+    """Return the TensorInfo of a node with a single tensor output."""
     found = node.meta["tensor"]
     assert isinstance(found, TensorInfo), f"{node} has no single tensor output: {found}"
     return found

@@ -57,18 +57,18 @@ class Place:
     """Name of the place as a user writes it: `layers.0.config.beta`."""
 
     def holder(self, root: nn.Module) -> Any:
-        """The object in which the last step looks."""
+        """Return the object in which the last step looks."""
         found: Any = root.get_submodule(self.owner) if isinstance(self.owner, str) else self.owner
         for kind, key in self.steps[:-1]:
             found = getattr(found, key) if kind == "attribute" else found[key]
         return found
 
     def attribute(self, key: str) -> Place:
-        """An attribute of the object that is here."""
+        """Return an attribute of the object that is here."""
         return Place(self.owner, (*self.steps, ("attribute", key)), f"{self.name}.{key}" if self.name else key)
 
     def item(self, key: Any) -> Place:
-        """An item of the container that is here."""
+        """Return an item of the container that is here."""
         return Place(self.owner, (*self.steps, ("item", key)), f"{self.name}[{key!r}]")
 
     def set(self, root: nn.Module, value: Any) -> None:
@@ -176,7 +176,7 @@ class Watch:
         self._state.registered.put(self._root)
 
     def differs_in(self, other: Watch) -> list[str]:
-        """The names of places in which another watch has found something else."""
+        """Return the names of places in which another watch has found something else."""
         mine = dict(zip(self._entries.names, self._entries.values, strict=True))
         theirs = zip(other._entries.names, other._entries.values, strict=True)
         return [name for name, value in theirs if not equal(mine.get(name, MISSING), value)]
@@ -256,7 +256,7 @@ class _Entries:
         )
 
     def compared(self) -> tuple[Any, ...]:
-        """The values, in a form that is equal where they are."""
+        """Return the values, in a form that is equal where they are."""
         return (
             tuple(map(_compared, self.values)),
             tuple(tuple(map(_compared, items)) for _, items in self.containers),
@@ -279,7 +279,7 @@ def is_observable(value: Any) -> bool:
 
 
 def contents(container: Any) -> list[Any]:
-    """The items of a container; of a dict its keys and its values."""
+    """Return the items of a container; of a dict its keys and its values."""
     return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
 
 

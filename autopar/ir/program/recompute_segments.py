@@ -132,7 +132,8 @@ def moves_again(mode: str, inside: bool, before: Bytes, after: Bytes) -> bool | 
 
 
 def leaving(program: Program) -> frozenset[fx.Node]:
-    """The calls whose results may leave for the host with what a segment saves: nothing but that segment uses them.
+    """Return the calls whose results may leave for the host with what a segment saves: nothing but that segment uses
+    them.
 
     A view is used by who uses what it is a view of; views of parameters, buffers and inputs never leave.
     """

@@ -130,7 +130,7 @@ class Annotation:
 
 
 def said_of(value: object, where: str) -> Said:
-    """A role, a dim or None, also from a placement of torch; AnnotationError where it is a partial one."""
+    """Return a role, a dim or None, also from a placement of torch; AnnotationError where it is a partial one."""
     if isinstance(value, Shard):
         return value.dim
     if isinstance(value, Replicate):

@@ -69,7 +69,7 @@ P: Final = Placement("P")
 
 @functools.cache
 def S(dim: int) -> Placement:
-    """The placement that splits dim `dim`."""
+    """Return the placement that splits dim `dim`."""
     if dim < 0:
         raise LayoutError(f"S({dim}): the dim of a split counts from 0.")
     return Placement("S", dim)
@@ -127,7 +127,7 @@ class Layout(tuple[Placement, ...]):
         return tuple(axis for axis, placement in enumerate(self) if placement.kind == "S" and placement.dim == dim)
 
     def replace(self, axis: int, placement: Placement) -> Layout:
-        """The same layout but for one axis."""
+        """Return the same layout but for one axis."""
         return Layout((*self[:axis], placement, *self[axis + 1 :]))
 
     @property
@@ -158,7 +158,7 @@ class Layout(tuple[Placement, ...]):
         return self.num_parts(dim, sizes) * (2 if self.is_dealt(dim) else 1)
 
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-        """The shape each rank holds (padded when a dim does not divide) on a mesh of these axis sizes."""
+        """Return the shape each rank holds (padded when a dim does not divide) on a mesh of these axis sizes."""
         local = list(shape)
         for axis, placement in enumerate(self):
             if placement.kind == "S":

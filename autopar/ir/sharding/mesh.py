@@ -70,7 +70,7 @@ class Mesh:
         return len(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Number of devices along `axis`."""
+        """Return the number of devices along `axis`."""
         return self.sizes[self.index(axis)]
 
     def index(self, axis: str) -> int:
@@ -80,7 +80,7 @@ class Mesh:
         return self.names.index(axis)
 
     def positions(self, axes: str) -> tuple[int, ...]:
-        """Positions of the axes of which one, or several joined ones, have this name; MeshError if there are none.
+        """Return the positions of the axis, or joined axes, of this name; MeshError if there are none.
 
         >>> Mesh({"dp": 2, "tp": 4}).positions("dp_tp")
         (0, 1)
@@ -95,7 +95,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | Mesh, hardware: str | None = None) -> Mesh:
-        """The abstract mesh of a torch `DeviceMesh` (which needs `mesh_dim_names`), or the mesh itself."""
+        """Return the abstract mesh of a torch `DeviceMesh` (which needs `mesh_dim_names`), or the mesh itself."""
         if isinstance(mesh, Mesh):
             return mesh
         names = mesh.mesh_dim_names
@@ -108,13 +108,13 @@ class Mesh:
 
 
 def joined_name(names: Sequence[str], positions: Iterable[int]) -> str:
-    """The name of some of a mesh's axes together: "dp_tp", as torch's DeviceMesh flattens them."""
+    """Return the name of some of a mesh's axes together: "dp_tp", as torch's DeviceMesh flattens them."""
     return "_".join(names[position] for position in positions)
 
 
 @functools.cache
 def joined_axes(names: tuple[str, ...]) -> Mapping[str, tuple[int, ...]]:
-    """The positions of two or more axes by their name together, but for names that two sets of axes would have.
+    """Return the positions of two or more axes by their name together, but for names that two sets of axes would have.
 
     >>> joined_axes(("a", "b", "a_b"))
     {'a_a_b': (0, 2), 'b_a_b': (1, 2), 'a_b_a_b': (0, 1, 2)}
@@ -127,5 +127,5 @@ def joined_axes(names: tuple[str, ...]) -> Mapping[str, tuple[int, ...]]:
 
 
 def _default_hardware(device_type: str) -> str:
-    """The profile assumed when the user names none: a CPU host with gloo, or an H100 node."""
+    """Return the profile assumed when the user names none: a CPU host with gloo, or an H100 node."""
     return "cpu" if device_type == "cpu" else "h100"

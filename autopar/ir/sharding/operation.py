@@ -218,12 +218,12 @@ class OpRule:
         return frozenset().union(*(each.factors or () for each in self.implementations))
 
     def offering(self, asked: Collection[str]) -> OpRule:
-        """The rule without implementations on demand, but for those of these names."""
+        """Return the rule without implementations on demand, but for those of these names."""
         ways = tuple(each for each in self.implementations if not each.on_demand or each.name in asked)
         return self if ways == self.implementations else replace(self, implementations=ways)
 
     def following(self) -> OpRule:
-        """The rule of a call before which another one moves the input that both take."""
+        """Return the rule of a call before which another one moves the input that both take."""
         return replace(self, implementations=tuple(each.follower for each in self.implementations))
 
     def ways(self, choices: Collection[str]) -> tuple[Implementation, ...]:
@@ -310,7 +310,9 @@ def is_product(op: OpRule, bound: BoundRule) -> bool:
 
 
 def largest_split_input(call: Call, bound: BoundRule | None) -> int:
-    """The position of the largest input that the rule can split; of the largest of all, where it can split none."""
+    """Return the position of the largest input that the rule can split; of the largest of all, where it can split
+    none.
+    """
     terms = bound.rule.inputs if bound is not None else ()
     split = [position for position, term in enumerate(terms) if term.factors]
     return max(split or range(len(call.inputs)), key=lambda position: call.inputs[position].num_elements)

@@ -57,7 +57,7 @@ class Term:
         return tuple(name for dim in self.dims for name in dim if name not in (WHOLE, "1"))
 
     def dim_of(self, factor: str) -> int | None:
-        """The dim that is split when `factor` is: the one where it is outermost, None if the term lacks it."""
+        """Return the dim that is split when `factor` is: the one where it is outermost, None if the term lacks it."""
         for index, dim in enumerate(self.dims):
             if dim[0] == factor:
                 return index
@@ -83,7 +83,7 @@ class Choice:
 
 
 def factors_of(choice: str) -> tuple[str, ...]:
-    """The factors that a choice of this name splits, by whatever implementation.
+    """Return the factors that a choice of this name splits, by whatever implementation.
 
     >>> factors_of("t+x"), factors_of("t+x via exchange"), factors_of("P0")
     (('t', 'x'), ('t', 'x'), ())
@@ -220,7 +220,7 @@ def _parse_product(text: str, rule: Rule, whole: str) -> tuple[str, tuple[str, .
 
 
 def _parse_terms(side: str, rule: str) -> tuple[Term, ...]:
-    """The terms of one side; a blank side has none (an operation that makes a tensor from nothing)."""
+    """Return the terms of one side; a blank side has none (an operation that makes a tensor from nothing)."""
     return tuple(_parse_term(part.strip(), rule) for part in side.split(",")) if side.strip() else ()
 
 

@@ -101,7 +101,7 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
 
 
 def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
-    """The dim counted from 0, or -1 where the value stays whole."""
+    """Return the dim counted from 0, or -1 where the value stays whole."""
     if said is None:
         return _REPLICATED
     if not isinstance(said, int) or isinstance(said, bool) or not -ndim <= said < ndim:

@@ -48,7 +48,7 @@ class Catalog:
         self.modules = sorted({path for each in (*owners, *map(self.module, self.calls)) for path in ancestors(each)})
 
     def module(self, number: int) -> str:
-        """Path of the module that makes a call."""
+        """Return the path of the module that makes a call."""
         return module_of(self.space.decisions[number].node)
 
     def find(self, annotation: Annotation) -> Found | None:
@@ -82,7 +82,7 @@ class Catalog:
         return Found("parameter", (), (), (number,)) if number is not None and kind == "parameter" else None
 
     def near(self, annotation: Annotation) -> list[str]:
-        """Names that look like the pattern, layers written as `*`, best first."""
+        """Return the names that look like the pattern, layers written as `*`, best first."""
         if annotation.pattern.startswith(NODE):
             nodes = [f"{NODE}{d.name}" for d in self.space.decisions if d.kind in ("call", "parameter")]
             return difflib.get_close_matches(annotation.pattern, nodes, n=3)
@@ -111,7 +111,7 @@ class Catalog:
         return any(user.op == "output" or not is_below(module_of(user), path) for path in inside for user in users)
 
     def _users(self, parameters: Iterable[int]) -> list[int]:
-        """The calls that compute with the parameters, looking through those that only rearrange or cast one."""
+        """Return the calls that compute with the parameters, looking through those that only rearrange or cast one."""
         found: set[int] = set()
         left = [self.space.decisions[number].node for number in parameters]
         while left:
@@ -126,7 +126,7 @@ class Catalog:
         return sorted(found)
 
     def _operation_names(self, number: int, within: str) -> tuple[str, str, str]:
-        """An operation's own name ("linear"), that of its node, and its own after the path of its module."""
+        """Return an operation's own name ("linear"), that of its node, and its own after the path of its module."""
         decision = self.space.decisions[number]
         name = operation_of(decision)
         return name, decision.node.name, f"{relative_to(module_of(decision.node), within)}.{name}".removeprefix(".")
@@ -143,7 +143,7 @@ def placeholders_of(arguments: Iterable[object]) -> Iterator[str]:
 
 
 def operation_of(decision: Decision) -> str:
-    """Name of a call's operation, as "linear"."""
+    """Return the name of a call's operation, as "linear"."""
     assert decision.menu.call is not None, f"{decision.name} is no call"
     return decision.menu.call.name
 

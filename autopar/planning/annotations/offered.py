@@ -13,7 +13,7 @@ from autopar.ir.sharding.layout import P
 
 
 def offered_roles(decision: Decision) -> np.ndarray:
-    """The role of every strategy on every mesh axis: strings, of shape (strategies, axes)."""
+    """Return the role of every strategy on every mesh axis: strings, of shape (strategies, axes)."""
     strategies = decision.menu.strategies
     words = [[decision.role(number, axis) for axis in range(len(s.choices))] for number, s in enumerate(strategies)]
     return np.array(words, dtype=object)
@@ -32,7 +32,9 @@ def output_shapes(decision: Decision) -> tuple[tuple[int, ...], ...]:
 
 
 def offered_slices(decision: Decision, sizes: Sequence[int]) -> tuple[Slices | None, ...]:
-    """Number of slices of every dim of every input, per strategy; None for those that take a partial input."""
+    """Return the number of slices of every dim of every input, per strategy; None for those that take a partial
+    input.
+    """
     call = decision.menu.call
     assert call is not None, f"{decision.name} has no inputs"
 

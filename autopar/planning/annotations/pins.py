@@ -124,7 +124,7 @@ class _Pins:
             self._add(number, annotation, mask)
 
     def _role_of_call(self, annotation: Annotation, found: Found, number: int, role: str) -> str:
-        """The role of a call: columns of the first layers of an MLP in tiles are the rows of the last one."""
+        """Return the role of a call: columns of the first layers of an MLP in tiles are the rows of the last one."""
         node = self._decision(number).node
         if node.target is not MLP_IN_TILES or role not in ("column", "row"):
             return role

@@ -87,7 +87,7 @@ def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> s
 
 
 def _named(strategy: Strategy, axis: int) -> str:
-    """The choice on an axis, with the implementation where that has a name."""
+    """Return the choice on an axis, with the implementation where that has a name."""
     name = strategy.implementation.name
     return f"{strategy.choices[axis]}{VIA}{name}" if name else strategy.choices[axis]
 
@@ -201,21 +201,21 @@ def _place(decision: Decision) -> str:
 
 
 def _signature(decision: Decision) -> str:
-    """A call with its inputs: `linear(float32[2, 8], float32[4, 8])`."""
+    """Return a call with its inputs: `linear(float32[2, 8], float32[4, 8])`."""
     call = decision.menu.call
     inputs: tuple[TensorInfo, ...] = call.inputs if call is not None else ()
     return f"{operation_of(decision)}({', '.join(map(str, inputs))})"
 
 
 def _offered(space: Space, calls: Iterable[int], axis: str) -> list[str]:
-    """Roles that some of the calls offer on an axis."""
+    """Return the roles that some of the calls offer on an axis."""
     index = space.mesh.index(axis)
     found = {role for number in calls for role in offered_roles(space.decisions[number])[:, index]}
     return [role for role in (*_WHAT_A_ROLE_SPLITS, "replicated") if role in found]
 
 
 def _placement_words(space: Space, decision: Decision, axis: str) -> list[str]:
-    """The placements of a decision's first output on an axis, as annotations say them."""
+    """Return the placements of a decision's first output on an axis, as annotations say them."""
     index = space.mesh.index(axis)
     placements = [strategy.outputs[0][index] for strategy in decision.menu.strategies]
     return [f"{axis}={p.dim}" if p.is_split else f"{axis}=None" for p in placements if p is not P]

@@ -81,7 +81,7 @@ def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Said]]
 
 
 def plan_of(model: nn.Module, asked: str) -> Mapping[str, str]:
-    """The plan of a Hugging Face model that "auto" or "ep" asks for; AnnotationError where it has none."""
+    """Return the plan of a Hugging Face model that "auto" or "ep" asks for; AnnotationError where it has none."""
     name, config = BROUGHT[asked], getattr(model, "config", None)
     for found in (
         getattr(model, name, None),
@@ -97,7 +97,7 @@ def plan_of(model: nn.Module, asked: str) -> Mapping[str, str]:
 
 
 def _transposed(model: nn.Module, entries: Mapping[str, object]) -> frozenset[str]:
-    """The patterns of matrices [experts, in, out]: those of modules with packed ones among them."""
+    """Return the patterns of matrices [experts, in, out]: those of modules with packed ones among them."""
     batches = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     found = {pattern for pattern in entries if _matches(pattern, batches)}
     modules = {pattern.rpartition(".")[0] for pattern in found if entries[pattern] in _TRANSPOSED}

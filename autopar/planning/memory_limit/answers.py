@@ -61,12 +61,12 @@ def share(answer: Answer) -> float:
 
 
 def choices_of_nodes(choices: Sequence[int], modes: Iterable[str]) -> tuple[int, ...]:
-    """The choices of a problem's nodes: those of decisions, and the modes of segments."""
+    """Return the choices of a problem's nodes: those of decisions, and the modes of segments."""
     return (*choices, *(MODES.index(mode) for mode in modes))
 
 
 def in_each_mode(answer: Answer, modes: Mapping[str, str], known: Sequence[str]) -> list[tuple[int, ...]]:
-    """The choices of an answer, and the same with every segment in each of the `known` modes that it may have.
+    """Return the choices of an answer, and the same with every segment in each of the `known` modes that it may have.
 
     `modes` say which these are, as of problems (`Formulation.problem`). So it shows what memory costs where nothing
     changes but what is computed again.
@@ -81,7 +81,8 @@ def in_each_mode(answer: Answer, modes: Mapping[str, str], known: Sequence[str])
 def without_idle_modes(
     answer: Answer, formulation: Formulation, pins: Pins, modes: Mapping[str, str], limit: int
 ) -> Answer:
-    """The answer with segments as they are that gain nothing by being computed again, or by leaving for the host.
+    """Return the answer with segments as they are that gain nothing by being computed again, or by leaving for the
+    host.
 
     Among answers of the same seconds any may be found. `modes` say what a segment may be (`Formulation.problem`).
     """
@@ -138,7 +139,7 @@ def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
 
 
 def full(taken: np.ndarray, limit: int, most: int = MAX_AT_ONCE, apart_by: float = APART) -> set[int]:
-    """The fullest moments of those that take more than the limit, `most` of them, and so far from each other."""
+    """Return the fullest moments of those that take more than the limit, `most` of them, and so far from each other."""
     found: set[int] = set()
     left = np.where(taken > limit, taken, -1)
     apart = max(1, int(apart_by * len(taken)))
@@ -163,7 +164,7 @@ class Places:
     """Number of times that moments may still be added at which mixed choices exceed the limit on average."""
 
     def rows(self) -> tuple[list[int], tuple[MemoryRow, ...]]:
-        """The numbers in order, and a row of each moment."""
+        """Return the numbers in order, and a row of each moment."""
         numbers = sorted(self.numbers)
         return numbers, tuple([MemoryRow(((number, 1),)) for number in numbers])
 
@@ -191,7 +192,7 @@ class Places:
 
 
 def row_of(prices: Mapping[int, float]) -> MemoryRow:
-    """The sum of moments with weights like their prices."""
+    """Return the sum of moments with weights like their prices."""
     whole = sum(prices.values())
     parts = ((place, round(PRICE_PARTS * price / whole)) for place, price in prices.items() if whole > 0)
     return MemoryRow(tuple(sorted((place, part) for place, part in parts if part)))

@@ -71,7 +71,8 @@ def least_peak(
     enough: int = 0,
     is_brief: bool = False,
 ) -> LeastPeak:
-    """The plan under pins whose fullest moment is the least full; where a little search proves no plan less full.
+    """Return the plan under pins whose fullest moment is the least full; where a little search proves no plan less
+    full.
 
     Ends early at a plan of at most `enough` bytes, and where it is to be brief once no plan can take so little, or
     weights of moments prove no more. Unless the time is over the answer does not depend on how fast the
@@ -101,7 +102,7 @@ class Moments:
         self.taken.append(taken)
 
     def heaviest(self, parts: int, near: MemoryRow | None = None) -> MemoryRow:
-        """The sum of moments, with weights in so many parts, of which the least that a plan takes is the most.
+        """Return the sum of moments, with weights in so many parts, of which the least that a plan takes is the most.
 
         With `near`, a sum between that and this one, which swings less from plan to plan.
         """
@@ -208,7 +209,7 @@ class _Search(Moments):
         self.points.append(point)
 
     def split(self, point: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
-        """Choices of decisions, and modes of segments."""
+        """Return the choices of decisions, and modes of segments."""
         count = len(self.formulation.space.decisions)
         return point[:count], {name: MODES[c] for name, c in zip(self.modes or (), point[count:], strict=True)}
 
@@ -229,7 +230,7 @@ def _excesses_of(problem: Problem, margin: float, deadline: float) -> Excesses |
 
 
 def _with_bytes(problem: Problem, other: Problem) -> Problem:
-    """The problem with the bytes and the budget of another that has the same nodes and edges."""
+    """Return the problem with the bytes and the budget of another that has the same nodes and edges."""
     nodes = (Node(n.name, n.seconds, o.num_bytes) for n, o in zip(problem.nodes, other.nodes, strict=True))
     edges = (Edge(e.ends, e.seconds, o.num_bytes) for e, o in zip(problem.edges, other.edges, strict=True))
     return Problem(tuple(nodes), tuple(edges), other.budget)

@@ -8,7 +8,9 @@ from autopar.costs.memory.model import MemoryModel
 
 
 def least_stored(memory: MemoryModel) -> int:
-    """The least bytes that parameters, master copies, states of the optimizer and kept gradients take on a device."""
+    """Return the least bytes that parameters, master copies, states of the optimizer and kept gradients take on a
+    device.
+    """
     total = 0
     for number, decision in enumerate(memory.space.decisions):
         if decision.kind == "parameter":

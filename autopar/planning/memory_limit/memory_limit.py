@@ -132,7 +132,7 @@ class _Search(Pieced):
         gap: float = 0.0,
         near: Answer | None = None,
     ) -> Answer:
-        """The best under one row and a limit per moment; `near` is an answer whose price of memory may be like its."""
+        """Return the best under one row and a limit per moment; `near` may have a similar price of memory."""
         gap, left = max(gap, self.gap), self._seconds_left * (HALF if row else 1)
         if self.solver == "ilp":
             problem = self._problem(row, limit, modes)
@@ -144,7 +144,7 @@ class _Search(Pieced):
         return self._answer(prepared.problem, solution, modes, row)
 
     def without_a_limit(self, limit: int | None, modes: Modes | None) -> Answer:
-        """The best without the limit, or where that would not fit, choices near it."""
+        """Return the best without the limit, or where that would not fit, choices near it."""
         found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
         fits = limit is None or found.peak_bytes <= limit
         if limit and fits and share(found):
@@ -160,7 +160,7 @@ class _Search(Pieced):
         return math.inf if self.is_hurried else self.enough
 
     def _prepared(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Prepared:
-        """The problem with a row and a limit, ready to be solved; that of the row before is kept."""
+        """Return the problem with a row and a limit, ready to be solved; that of the row before is kept."""
         if row not in self.prepared:
             self.prepared.clear()
             self.prepared[row] = Prepared.of(self._problem(row, limit, modes), self.deadline)
@@ -172,7 +172,7 @@ class _Search(Pieced):
             raise CutOffError(bound)
 
     def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
-        """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
+        """Return the best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
         found = Found(first)
         found.meet(self._bytes_of(first))
         found.fitting += self.of_fewer_bytes(first, limit)
@@ -251,7 +251,7 @@ class _Search(Pieced):
         return bound_at(self._prepared(near.row, limit, modes), near.price, self.deadline)
 
     def _priced(self, proof: Answer) -> Priced:
-        """The moments and prices of a proof; of one without, of another plan of the model, or where backward begins."""
+        """Return the moments and prices of a proof, or of another plan, or of the start of the backward."""
         if proof.row is not None:
             return Priced(proof.row, proof.multiplier)
         last = MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))
@@ -321,7 +321,7 @@ class _Search(Pieced):
         return Narrowed(lambda: Cuts(self._prepared(row, limit, modes), first.multiplier, self.deadline))
 
     def _proven(self, proof: Answer, prices: Mapping[int, float], bound: float) -> Answer:
-        """The proof with a better bound, which prices of moments prove, if they do; its problem is yet to be stated."""
+        """Return the proof with a better bound, if prices of moments prove one; its problem is not stated yet."""
         if bound <= proof.bound:
             return proof
         if not (row := answers.row_of(prices)).weights:  # counts alone prove it
@@ -329,7 +329,7 @@ class _Search(Pieced):
         return replace(proof, bound=bound, multiplier=sum(prices.values()) / row.total, row=row)
 
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
-        """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""
+        """Return the best choices that fit even with all of them at their largest at once; [] if there is none."""
         while len(places) <= MAX_MOMENTS and not is_over(self.deadline):
             row = MemoryRow(tuple((place, 1) for place in sorted(places)), worst=True)
             try:

@@ -103,12 +103,12 @@ class Asked:
         return [self._answer_of(smallest, limit)] if smallest.peak_bytes <= limit else []
 
     def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
-        """Choices of decisions, and modes of segments."""
+        """Return the choices of decisions, and modes of segments."""
         count = len(self.formulation.space.decisions)
         return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
 
     def _taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
-        """Bytes at every moment, of choices of decisions and modes of segments."""
+        """Return the bytes at every moment, of choices of decisions and modes of segments."""
         return bytes_by_moment(self.formulation.memory, *self._split(choices, modes))
 
     def _bytes_of(self, answer: Answer) -> np.ndarray:
@@ -119,7 +119,7 @@ class Asked:
         return self.formulation.problem(self.pins, row, budget, modes)
 
     def stated(self, answer: Answer, row: MemoryRow | None, limit: int, modes: Modes | None) -> Answer:
-        """An answer with the problem of its row, where that is another one than its problem was stated with."""
+        """Return an answer with the problem of its row, where that is another one than its problem was stated with."""
         return answer if answer.row == row else replace(answer, problem=self._problem(answer.row, limit, modes))
 
     def _answer(
@@ -131,7 +131,7 @@ class Asked:
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
     def _answer_of(self, smallest: LeastPeak, limit: int) -> Answer:
-        """The choices of a small peak as an answer of which nothing is proven."""
+        """Return the choices of a small peak as an answer of which nothing is proven."""
         modes = smallest.modes or None
         problem = self._problem(None, limit, modes)
         choices = choices_of_nodes(smallest.choices, smallest.modes.values())

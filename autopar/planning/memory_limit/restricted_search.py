@@ -60,7 +60,8 @@ class Pieced(Asked):
         modes: Modes | None,
         tolerance: float,
     ) -> tuple[int, ...] | None:
-        """The fastest choices of decisions and modes, with a row of each of the moments and of those that need one.
+        """Return the fastest choices of decisions and modes, with a row of each of the moments and of those that need
+        one.
 
         `start` are those of the known choices that fit, if any do.
         """

@@ -20,7 +20,7 @@ SHOWN = 0.05
 
 
 def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
-    """A plan whose step is of so many micro-batches, one after the other."""
+    """Return a plan whose step is of so many micro-batches, one after the other."""
     return Candidate(
         plan=plan,
         seconds=simulated_seconds(plan) if count > 1 and plan.context is not None else plan.step_seconds,
@@ -33,7 +33,7 @@ def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
 
 
 def of_pipeline(plan: PipelinePlan) -> Candidate[Plan | PipelinePlan]:
-    """A plan of a pipeline; how far it is from the best is not known."""
+    """Return a plan of a pipeline; how far it is from the best is not known."""
     schedule = plan.schedule
     on_ranks = (schedule.stages_of(rank) for rank in range(schedule.num_ranks))
     every = {(stage.number, name): mode for stage in plan.stages for name, mode in stage.plan.recompute.items()}

@@ -144,7 +144,8 @@ def best_mesh(
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
 ) -> Searched[P]:
-    """The best plan on any of the meshes, in at most so many seconds; `at_least` bounds a step on a mesh from below.
+    """Return the best plan on any of the meshes, in at most so many seconds; `at_least` bounds a step on a mesh from
+    below.
 
     Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, with what came
     nearest, and TimeLimitError where none was found in time.
@@ -259,7 +260,7 @@ def _better(before: Tried[P], again: Tried[P]) -> Tried[P]:
 
 
 def _joined(mesh: Mesh, found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> float:
-    """The least step that is known of meshes that two neighbouring axes of this one are one axis of."""
+    """Return the least step that is known of meshes that two neighbouring axes of this one are one axis of."""
     outer, sizes = int(pipeline in mesh.axes), mesh.sizes
     joined = ((*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]) for at in range(outer, mesh.ndim - 1))
     others = (Mesh(dict(zip(mesh.names, each, strict=False)), mesh.hardware) for each in joined)
@@ -267,7 +268,9 @@ def _joined(mesh: Mesh, found: Mapping[Mesh, Tried[Any]], pipeline: str | None) 
 
 
 def cutoff_of(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
-    """The step that a plan on a mesh has to beat: where the mesh is no simpler, by more than equal plans differ by."""
+    """Return the step that a plan on a mesh has to beat: where the mesh is no simpler, by more than equal plans differ
+    by.
+    """
     known = [(each.found.seconds, each.mesh.ndim) for each in found if each.found]
     seconds, ndim = min(known, default=(math.inf, 0))
     return seconds if mesh.ndim < ndim else (1 - EQUAL_SECONDS) * seconds

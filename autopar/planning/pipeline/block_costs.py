@@ -52,7 +52,7 @@ class PlannedWhole:
 
 
 def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost, ...]:
-    """The cost of every block. Calls that stages share are left out."""
+    """Return the cost of every block. Calls that stages share are left out."""
     space = whole.space
     home = block_of_decisions(space, blocks)
     sums = [StepSeconds(0.0, 0.0, 0.0)] * len(blocks)
@@ -69,7 +69,7 @@ def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost
 def cut_seconds(
     whole: PlannedWhole, blocks: Sequence[Block], mesh: Mesh, axis: str, hardware: Hardware
 ) -> tuple[float, ...]:
-    """Seconds to send, there and back, what crosses the start of each block over `axis` of `mesh`."""
+    """Return the seconds to send, there and back, what crosses the start of each block over `axis` of `mesh`."""
     there, back = [0] * len(blocks), [0] * len(blocks)
     for node, (made, last) in crossings(whole.space, blocks).items():
         num_bytes = boundary_bytes(whole, node)
@@ -81,7 +81,7 @@ def cut_seconds(
 
 
 def boundary_bytes(whole: PlannedWhole, node: fx.Node) -> int:
-    """Bytes of a value that each device sends from stage to stage."""
+    """Return the bytes of a value that each device sends from stage to stage."""
     info: TensorInfo = node.meta["tensor"]
     shape = boundary_layout(whole, node).local_shape(info.shape, whole.space.mesh.sizes)
     return math.prod(shape) * info.dtype.itemsize

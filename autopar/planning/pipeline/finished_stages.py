@@ -34,7 +34,9 @@ class StageFinisher:
     """Structure → seconds that no choices take less than, whatever the memory."""
 
     def plan(self, first: int, end: int, stage: int, storage: Mapping[str, Layout]) -> Plan:
-        """The plan of a stage; it is solved where `storage` says of its parameters what the search did not know."""
+        """Return the plan of a stage; it is solved where `storage` says of its parameters what the search did not
+        know.
+        """
         search = self.search
         (program, number), stored = search.program(first, end), search.planned.request.storage
         known = None
@@ -47,7 +49,7 @@ class StageFinisher:
         return self._like(known, program, number, stage)
 
     def _like(self, known: Known, program: Program, number: int, stage: int) -> Plan:
-        """The plan of a stage by the choices of a known one of equal structure."""
+        """Return the plan of a stage by the choices of a known one of equal structure."""
         search, made = self.search, known.made
         assert made is not None
         space = search.space(program)
@@ -71,7 +73,7 @@ class StageFinisher:
         return written(own, found, formulation.memory.fetching_ahead(prefetch))[0]
 
     def _bounded(self, found: Answer, own: Solved, structure: int) -> Answer:
-        """The answer with a bound for its own stage: choices of another one may not be the best here."""
+        """Return the answer with a bound for its own stage: choices of another one may not be the best here."""
         problem = own.formulation.problem(own.pins)
         if structure not in self.bounds:
             try:
@@ -82,7 +84,7 @@ class StageFinisher:
 
 
 def _answer_on(answer: Answer, made: Solved, own: Solved, model: MemoryModel) -> Answer:
-    """An answer in the words of another stage of equal structure, with what it takes there."""
+    """Return an answer in the words of another stage of equal structure, with what it takes there."""
     names = dict(zip(made.formulation.memory.lifetimes.segments, model.lifetimes.segments, strict=True))
     modes = {names[name]: mode for name, mode in answer.modes.items()}
     peak, use, fullest = memory_use(model, answer.choices, modes)

@@ -21,7 +21,9 @@ from autopar.planning.pipeline.planned_blocks import PlannedBlocks
 
 
 def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]) -> dict[int, np.ndarray]:
-    """The user's pins on the decisions of a stage, the layouts of what it sends, and those of stored parameters."""
+    """Return the user's pins on the decisions of a stage, the layouts of what it sends, and those of stored
+    parameters.
+    """
     program, whole, pins = space.program, planned.whole.space, planned.pins
     found: dict[int, np.ndarray] = {}
     for here, decision in enumerate(space.decisions):
@@ -58,5 +60,7 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
 
 
 def _name(strategy: Strategy, is_chosen: bool) -> str:
-    """The name of a strategy: one for a weight that is gathered again and one that is kept, unless that is chosen."""
+    """Return the name of a strategy: one for a weight that is gathered again and one that is kept, unless that is
+    chosen.
+    """
     return str(strategy if is_chosen else replace(strategy, kept=False))

@@ -171,7 +171,7 @@ class PipelinePlan:
         return self.reserved.on_device(self.peak_bytes)
 
     def rank_bytes(self, rank: int) -> int:
-        """Predicted bytes on each device of a rank of the pipeline: no less than its stages take together.
+        """Return the predicted bytes on each device of a rank of the pipeline: no less than its stages take together.
 
         What waits for a backward counts for the micro-batches that its stages have in flight together, where that is
         most; what a stage holds only while it runs, for that of them which takes the most; all else as if each of them
@@ -229,7 +229,7 @@ class PipelinePlan:
         return found
 
     def idle(self, rank: int) -> float:
-        """The share of the step in which a rank waits."""
+        """Return the share of the step in which a rank waits."""
         busy = sum(each.end - each.start for each in self.timeline.slices if each.rank == rank)
         return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 
@@ -238,7 +238,7 @@ class PipelinePlan:
         return view("PipelinePlan.beside")(self, others)
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         stages = [
             {
                 "number": stage.number,

@@ -42,7 +42,7 @@ class PlannedBlocks:
     """The nodes of the whole model by name, which they keep in stages."""
 
     def boundary(self, name: str) -> Layout:
-        """The layout in which a value goes from stage to stage."""
+        """Return the layout in which a value goes from stage to stage."""
         return boundary_layout(self.whole, self.nodes[name])
 
     def places(self) -> dict[int, int]:

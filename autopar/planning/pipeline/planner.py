@@ -69,7 +69,7 @@ _Cut = tuple[tuple[int, ...], StageSearch, float]
 
 
 def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
-    """The best plan of a pipeline; with Memory(offload="auto") the better of those with, and without it.
+    """Return the best plan of a pipeline; with Memory(offload="auto") the better of those with, and without it.
 
     Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold, and
     TimeLimitError where none was found in time.
@@ -139,7 +139,7 @@ def _cut_problem(planned: PlannedBlocks) -> CutProblem:
 
 
 def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
-    """The best cut, and what was found on the way."""
+    """Return the best cut, and what was found on the way."""
     request, memory = planned.request, planned.request.settings.tensor_limit
     schedule, problem = request.schedule, _cut_problem(planned)
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
@@ -233,14 +233,14 @@ def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
 
 
 def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
-    """The space of a stage that was planned before, and the choices of its plan."""
+    """Return the space of a stage that was planned before, and the choices of its plan."""
     received = {name: plan.layout_of(name) for name in program.received}
     space = replace(request, dealing=plan.dealing).space(program, received)
     return space, choices_of(plan, space)
 
 
 def messages(planned: PlannedBlocks, program: Program) -> tuple[Send, Send]:
-    """Messages of a stage: its outputs on, and the gradients of its inputs back."""
+    """Return the messages of a stage: its outputs on, and the gradients of its inputs back."""
     later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
     earlier = [node for name, node in program.placeholders().items() if name in program.received]
     return _message(planned, later), _message(planned, [n for n in earlier if n.meta["tensor"].requires_grad])

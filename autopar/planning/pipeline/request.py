@@ -33,7 +33,7 @@ def pipeline_axis(mesh: Mesh, asked: str | None) -> str | None:
 
 
 def stage_mesh(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh of one stage: the other axes, or one device."""
+    """Return the mesh of one stage: the other axes, or one device."""
     others = {name: size for name, size in mesh.axes.items() if name != axis}
     return Mesh(others or {ONE_DEVICE: 1}, mesh.hardware)
 
@@ -96,7 +96,7 @@ class PipelineRequest:
         return self.schedule.num_microbatches
 
     def microbatches(self, stage: int) -> Microbatches:
-        """The micro-batches of a stage, as the schedule runs them."""
+        """Return the micro-batches of a stage, as the schedule runs them."""
         schedule, buffers = self.schedule, receive_buffers(self.schedule, stage)
         return Microbatches(
             schedule.num_microbatches,
@@ -110,7 +110,7 @@ class PipelineRequest:
         )
 
     def space(self, program: Program, received: Mapping[str, Layout]) -> Space:
-        """The space of a stage, or of the whole program, which receives nothing."""
+        """Return the space of a stage, or of the whole program, which receives nothing."""
         here = program.placeholders()
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
         received = {**inputs, **received}

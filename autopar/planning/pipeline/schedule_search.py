@@ -52,7 +52,7 @@ class Wish:
         return cls(said.schedule, request.microbatches, said.stages_per_rank, among)
 
     def schedule(self, num_ranks: int) -> Schedule | None:
-        """The schedule, where nothing is left open that matters."""
+        """Return the schedule, where nothing is left open that matters."""
         if self.name is None or self.num_microbatches is None:
             return None
         return Schedule(self.name, num_ranks, self.num_microbatches, chunks_of(self.name, self.chunks))
@@ -120,7 +120,9 @@ def _interleaved(num_ranks: int, count: int, chunks: int) -> Schedule | None:
 def _between(
     measured: dict[int, tuple[list[BlockCost], list[float]]], count: int
 ) -> tuple[list[BlockCost], list[float]]:
-    """Costs at a number of micro-batches: on the line, in the size of a micro-batch, through what is known."""
+    """Return the costs at a number of micro-batches: on the line, in the size of a micro-batch, through what is
+    known.
+    """
     if count in measured:
         return measured[count]
     few, many = min(measured), max(measured)
@@ -165,7 +167,7 @@ def best_schedule(
     time_limit: float,
     cutoff: float = math.inf,
 ) -> Chosen:
-    """The schedule that is wished for, or the best that goes with the wish; `limited` by memory, it is tried.
+    """Return the schedule that is wished for, or the best that goes with the wish; `limited` by memory, it is tried.
 
     Micro-batches stay as large as all devices of a stage can share, where the batch is.
 

@@ -32,7 +32,7 @@ ASKED = 8
 
 
 def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[SamplesOf, float, int]:
-    """The samples of each stage: choices of a stage of middling length of a cut, with what they hold there.
+    """Return the samples of each stage: choices of a stage of middling length of a cut, with what they hold there.
 
     The seconds are those of its blocks, by the plan of the whole, and the number is that of its blocks. Samples serve
     the search for stages, too.

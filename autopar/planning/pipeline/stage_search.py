@@ -137,7 +137,7 @@ class StageSearch:
         return (has_cut and asked >= self.most_asked) or is_over(self.deadline)
 
     def own_seconds(self, first: int, end: int) -> float:
-        """Seconds of the blocks from one to another, by the plan of the whole."""
+        """Return the seconds of the blocks from one to another, by the plan of the whole."""
         return self.until[end] - self.until[first]
 
     def seconds(self, first: int, end: int, stage: int) -> float:
@@ -203,7 +203,7 @@ class StageSearch:
         return next((each for each in known if each.made is not None and self._fits(each, stage)), None)
 
     def program(self, first: int, end: int) -> tuple[Program, int]:
-        """The program of a stage, and the number of its structure."""
+        """Return the program of a stage, and the number of its structure."""
         if (first, end) not in self.programs:
             program = self.splitter.between(first, end)
             number = self.numbers.setdefault(structure(self.planned, program), len(self.numbers))
@@ -211,7 +211,9 @@ class StageSearch:
         return self.programs[first, end]
 
     def least(self, first: int, end: int, stage: int) -> int:
-        """The least bytes of a stage at its fullest moment, as far as they are found; found once for equal stages."""
+        """Return the least bytes of a stage at its fullest moment, as far as they are found; found once for equal
+        stages.
+        """
         key = self.program(first, end)[1], self.runs[stage]
         if key not in self.leasts:
             (space, pins), settings = self._first_alike(first, end), self.settings(stage)
@@ -221,7 +223,7 @@ class StageSearch:
         return self.leasts[key]
 
     def _first_alike(self, first: int, end: int) -> tuple[Space, Pins]:
-        """The space of the first stage that has the structure of one, and its pins."""
+        """Return the space of the first stage that has the structure of one, and its pins."""
         program, number = self.program(first, end)
         if number not in self.spaces:
             space = self.space(program)
@@ -234,7 +236,7 @@ class StageSearch:
         return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
 
     def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
-        """The best choices within a gap, which keep no more than they may while others run."""
+        """Return the best choices within a gap, which keep no more than they may while others run."""
         room = self.rooms[stage]
         found = self._within(space, pins, stage, gap, None if room is None else room.peak)
         if room is None:
@@ -249,7 +251,9 @@ class StageSearch:
         return replace(made, answer=replace(made.answer, bound=min(bound, made.answer.seconds)))
 
     def _within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
-        """The best choices within a gap and a peak; with all of the time where a share of it was too little for any."""
+        """Return the best choices within a gap and a peak; with all of the time where a share of it was too little for
+        any.
+        """
         runs, most = self.runs[stage], SHARE_OF_CLOSER if gap <= TOLERANCE else SHARE_OF_TIME
         try:
             return solved(space, pins, self.settings(stage, most, gap, peak), runs)
@@ -328,7 +332,7 @@ class StageSearch:
         return self.holds[key]
 
     def _memory_with(self, made: Solved, runs: Microbatches) -> MemoryModel:
-        """The memory of a stage that was planned, with other micro-batches in flight."""
+        """Return the memory of a stage that was planned, with other micro-batches in flight."""
         memory = made.formulation.memory
         runs, ahead = replace(runs, reduce_each=memory.microbatches.reduce_each), memory.prefetch
         key = id(made.space), runs, ahead

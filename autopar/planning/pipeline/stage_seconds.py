@@ -19,7 +19,7 @@ NOTHING = Send()
 
 
 def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
-    """Seconds of one micro-batch's backward in which calls compute the gradients of weights."""
+    """Return the seconds of one micro-batch's backward in which calls compute the gradients of weights."""
     return sum(weight_seconds_by_decision(memory, choices))
 
 
@@ -48,7 +48,9 @@ def weight_seconds_by_decision(memory: MemoryModel, choices: Sequence[int]) -> l
 
 
 def step_parts(plan: Plan) -> StepSeconds:
-    """Seconds of one micro-batch's forward and backward, and once a step; PlanError for a plan that was loaded."""
+    """Return the seconds of one micro-batch's forward and backward, and once a step; PlanError for a plan that was
+    loaded.
+    """
     context = _context(plan)
     return parts_of(context.memory_model, context.choices, plan.recompute)
 

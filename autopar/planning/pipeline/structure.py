@@ -20,7 +20,7 @@ def structure(planned: PlannedBlocks, program: Program) -> object:
 
 
 def kinds(planned: PlannedBlocks) -> list[int]:
-    """A number per block, the same for blocks that are equal but for the names of their nodes."""
+    """Return a number per block, the same for blocks that are equal but for the names of their nodes."""
     program = planned.request.program
     parameters, inputs = program.parameter_names, program.placeholders()
     shared = shared_calls(program)
@@ -41,7 +41,7 @@ def _described(
     received: Collection[str],
     outside: int = 0,
 ) -> tuple[object, ...]:
-    """Nodes in their order, numbered; those `outside`, the first ones, without what makes them."""
+    """Return the nodes in their order, numbered; those `outside`, the first ones, without what makes them."""
     whole, pins = planned.whole.space, planned.pins
     stored = planned.request.storage
     number = {node: i for i, node in enumerate(nodes)}

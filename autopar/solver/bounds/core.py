@@ -65,7 +65,7 @@ class Core:
             choices[bucket.bag[0]] = best[given]
 
     def evaluated(self, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
-        """The tables of the problem, and the messages."""
+        """Return the tables of the problem, and the messages."""
         return evaluate(self.elimination, tables, deadline)
 
     def spread(self, reached: list[Floats], tables: Sequence[Floats], most: float, bound: float) -> None:
@@ -141,7 +141,7 @@ class _Shrinking:
         return Core(tuple(self.at), own, self._joints(), tuple(self.constants), elimination)
 
     def _priority(self, node: int) -> tuple[int, int, int] | None:
-        """The entries of its bag; shallow nodes first, so that equal layers shrink alike. None: it stays."""
+        """Return the entries of its bag; shallow nodes first, so that equal layers shrink alike. None: it stays."""
         around: set[int] = set()
         for factor in self.at[node]:
             around.update(self.factors[factor][1])

@@ -38,7 +38,7 @@ class Domains:
         """True if a node has no strategy left before any node took one."""
 
     def take(self, node: int, row: Floats) -> int | None:
-        """The least of a row whose strategy leaves every other node one; None if none does."""
+        """Return the least of a row whose strategy leaves every other node one; None if none does."""
         for choice in np.argsort(row, kind="stable").tolist():
             if not self.allowed[node][choice] or row[choice] == np.inf:
                 continue

@@ -53,7 +53,7 @@ class Wide:
         return 0 if self._messages is None else self._messages.num_entries
 
     def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
-        """A bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
+        """Return a bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
         Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
         choices cost no more than is `known`: no bound is above that; and at a bound that is `enough`.

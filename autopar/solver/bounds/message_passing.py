@@ -115,7 +115,9 @@ class Messages:
             self._met, self.cost = choices, cost
 
     def choices(self) -> tuple[int, ...]:
-        """The best choices that were read off, completed at these prices; there are some where `cost` is finite."""
+        """Return the best choices that were read off, completed at these prices; there are some where `cost` is
+        finite.
+        """
         assert self._met is not None, "no choices are allowed that were read off"
         found = list(self._met)
         self._core.extend(found, self._evaluated)
@@ -194,7 +196,7 @@ class Messages:
 
 
 def _spread(table: Floats, axes: Sequence[int], num_ends: int) -> Floats:
-    """A table with a dim for each end, of size one where it does not depend on it."""
+    """Return a table with a dim for each end, of size one where it does not depend on it."""
     table = table.transpose(sorted(range(len(axes)), key=axes.__getitem__))
     sizes = iter(table.shape)
     return table.reshape([next(sizes) if axis in axes else 1 for axis in range(num_ends)])

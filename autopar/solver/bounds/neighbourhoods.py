@@ -25,7 +25,7 @@ Solve = Callable[[Problem, float], Point | None]
 
 
 def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
-    """The best solution found; None where none was."""
+    """Return the best solution found; None where none was."""
     held = separators(problem, NARROW)
     best: Point | None = None
     for start in _starts(problem, held):

@@ -60,7 +60,7 @@ class Priced(Protocol):
         ...
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
-        """Seconds of choices, and their bytes in each row."""
+        """Return the seconds of choices, and their bytes in each row."""
         ...
 
 
@@ -81,7 +81,7 @@ class BestPrices:
     """True if the mixture exceeds a budget that is no row."""
 
     def or_faster(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> BestPrices:
-        """The same with choices that take so many seconds, if they are faster and within all budgets."""
+        """Return the same with choices that take so many seconds, if they are faster and within all budgets."""
         is_better = (over <= 0).all() and seconds < self.seconds
         return replace(self, choices=choices, seconds=seconds) if is_better else self
 
@@ -173,7 +173,8 @@ def best_prices(
 
 
 def filled(rows: Priced, best: BestPrices, other: Sequence[int]) -> BestPrices:
-    """The best known with those parts of other choices that make it faster within all budgets, best bargains first.
+    """Return the best known with those parts of other choices that make it faster within all budgets, best bargains
+    first.
 
     Parts are the connected regions in which the two differ: no edge joins two, so that what they save and add sums up.
     """
@@ -245,7 +246,7 @@ class _Planes:
         return bound, found * self._unit
 
     def mixture(self) -> Mixture:
-        """The solutions that bound the most that is proven, by their shares in that: the duals of the program.
+        """Return the solutions that bound the most that is proven, by their shares in that: the duals of the program.
 
         Nothing where prices ended at the edge of their radius, as what is mixed there is over the budgets.
         """

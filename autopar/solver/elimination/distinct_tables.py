@@ -60,7 +60,7 @@ class Tables:
         return len(self._menus) + len(self._matrices)
 
     def kinds(self, problem: Problem) -> list[int]:
-        """A number per node, the same for nodes with equal tables and surroundings (Weisfeiler & Leman 1968)."""
+        """Return a number per node, the same for nodes with equal tables and surroundings (Weisfeiler & Leman 1968)."""
         at: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]
         for number, edge in enumerate(problem.edges):
             for place, end in enumerate(edge.ends):
@@ -78,17 +78,17 @@ class Tables:
         return kinds
 
     def costs(self) -> list[_Table]:
-        """Seconds of every table, and its bytes in each of the problems; None: no bytes."""
+        """Return the seconds of every table, and its bytes in each of the problems; None: no bytes."""
         return [*self._menus, *self._matrices]
 
     def weighted(self, *prices: float) -> list[Floats]:
-        """The tables of the seconds and the bytes of each problem at its price (in seconds per byte)."""
+        """Return the tables of the seconds and the bytes of each problem at its price (in seconds per byte)."""
         return [
             seconds + paid if (paid := _paid(held, prices)) is not None else seconds for seconds, held in self.costs()
         ]
 
     def bytes_only(self) -> list[Floats]:
-        """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
+        """Return the tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
         return [only_bytes(seconds, held[0]) for seconds, held in self.costs()]
 
 

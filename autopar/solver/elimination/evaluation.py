@@ -16,7 +16,9 @@ SMALL = 1 << 20  # entries of a bag that is built whole: below 8 MB that is as f
 
 
 def evaluate(elimination: Elimination, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
-    """The given tables followed by the message of every step; TimeLimitError where that takes until the deadline."""
+    """Return the given tables followed by the message of every step; TimeLimitError where that takes until the
+    deadline.
+    """
     found = list(tables)
     for step in elimination.steps:
         check(deadline)
@@ -25,13 +27,15 @@ def evaluate(elimination: Elimination, tables: Sequence[Floats], deadline: float
 
 
 def optimum(elimination: Elimination, tables: Sequence[Floats]) -> float:
-    """The least sum, from the tables that `evaluate` returned; inf if everything is forbidden."""
+    """Return the least sum, from the tables that `evaluate` returned; inf if everything is forbidden."""
     roots = (bucket for bucket in elimination.buckets if len(bucket.bag) == 1)
     return sum(float(tables[elimination.num_tables + bucket.step]) for bucket in roots)
 
 
 def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int, ...]:
-    """A choice per node that attains the optimum, from the tables of `evaluate`; the first index among equals."""
+    """Return a choice per node that attains the optimum, from the tables of `evaluate`; the first index among
+    equals.
+    """
     chosen = [0] * len(elimination.buckets)
     best: dict[tuple[int, ...], int] = {}  # of a step, where its neighbours are chosen: equal layers choose alike
     for bucket in reversed(elimination.buckets):
@@ -55,7 +59,7 @@ def bag_sum(step: EliminationStep, tables: Sequence[Floats], out: Floats | None 
 
 
 def _message(step: EliminationStep, tables: Sequence[Floats]) -> Floats:
-    """The minimum over the bag's first axis, without building the whole bag where it is large."""
+    """Return the minimum over the bag's first axis, without building the whole bag where it is large."""
     if math.prod(step.sizes) <= SMALL or len(step.sizes) == 1:
         return np.asarray(bag_sum(step, tables).min(axis=0))
     parts = _partial_sums(step, tables)
@@ -69,7 +73,7 @@ def _message(step: EliminationStep, tables: Sequence[Floats]) -> Floats:
 
 
 def _product(one: Floats, other: Floats) -> Floats:
-    """The message of two broadcast parts."""
+    """Return the message of two broadcast parts."""
     dims = range(1, one.ndim)
     shared = [dim for dim in dims if one.shape[dim] > 1 and other.shape[dim] > 1]
     of_one = [dim for dim in dims if one.shape[dim] > 1 and dim not in shared]
@@ -98,7 +102,7 @@ def _add_into(total: Floats, parts: Sequence[Floats]) -> Floats:
 
 
 def _partial_sums(step: EliminationStep, tables: Sequence[Floats]) -> list[Floats]:
-    """The tables of a step, broadcast to its bag, added up as far as that leaves them smaller than the bag."""
+    """Return the tables of a step, broadcast to its bag, added up as far as that leaves them smaller than the bag."""
     whole = math.prod(step.sizes)
     parts: list[Floats] = []
     for number, axes in step.inputs:

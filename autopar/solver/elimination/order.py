@@ -32,7 +32,7 @@ _Ends = tuple[tuple[int, ...], ...]
 
 
 def separators(problem: Problem) -> frozenset[int]:
-    """The nodes that parts of some nodes have in common, each part being one that no single node separates."""
+    """Return the nodes that parts of some nodes have in common, each part being one that no single node separates."""
     graph = nx.Graph()
     for edge in problem.edges:
         graph.add_edges_from(itertools.combinations(dict.fromkeys(edge.ends), 2))
@@ -44,7 +44,8 @@ def separators(problem: Problem) -> frozenset[int]:
 def elimination_order(
     problem: Problem, balanced: bool, by_growth: bool = False, last: Collection[int] = (), most: float = math.inf
 ) -> list[int] | None:
-    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come `last`.
+    """Return the nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come
+    `last`.
 
     Returns None as soon as a bucket has more than `most` entries: larger ones follow, which take the longest.
     """

@@ -53,7 +53,7 @@ def best_below(
     known: float,
     is_over_elsewhere: OverElsewhere = nowhere,
 ) -> Best:
-    """The best of what is left that is below some seconds; its bound holds for what is left.
+    """Return the best of what is left that is below some seconds; its bound holds for what is left.
 
     `constant` are the seconds of what is decided, `start` prices that are near the best, and `known` seconds of choices
     of the whole problem. If the bound of the prices is below the limit, the choices that they mix are checked against
@@ -156,7 +156,7 @@ class _Search:
         return is_closed(*self._of_the_whole(), self.enough.counted)
 
     def _of_the_whole(self) -> tuple[float, float]:
-        """Seconds of the best of the whole problem that is known, and its bound."""
+        """Return the seconds of the best of the whole problem that is known, and its bound."""
         return min(self.seconds + self.constant, self.known), self.bound + self.constant
 
     def _margin(self, limit: float) -> float:

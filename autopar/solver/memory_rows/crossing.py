@@ -55,7 +55,7 @@ def crossed(
 
 
 def taken_by(met: Sequence[Sequence[int]], sizes: Sequence[int]) -> Cut:
-    """The strategies that any of some choices take, of nodes with so many each; equal ones are one array."""
+    """Return the strategies that any of some choices take, of nodes with so many each; equal ones are one array."""
     shared: dict[tuple[int, bytes], NDArray[np.bool_]] = {}
     kept = []
     for size, strategies in zip(sizes, np.array(met, dtype=np.intp).T, strict=True):

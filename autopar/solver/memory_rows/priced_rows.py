@@ -75,7 +75,7 @@ class Rows:
         return least - paid - slack, choices_of(self.elimination, evaluated)
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
-        """Seconds of choices, and their bytes in each row."""
+        """Return the seconds of choices, and their bytes in each row."""
         seconds, held = self.parts.cost_of(choices)
         return seconds, np.array(held)
 
@@ -124,7 +124,7 @@ class Rows:
         effort: float,
         only_few: bool = False,
     ) -> Counted | None:
-        """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ).
+        """Return the best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ).
 
         With `only_few` None where what is left takes long to count.
         """
@@ -175,7 +175,7 @@ class WideRows:
         self._budgets = np.array([each.budget for each in problems], dtype=np.float64)
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
-        """Seconds of choices, and their bytes in each row."""
+        """Return the seconds of choices, and their bytes in each row."""
         seconds, held = self._parts.cost_of(choices)
         return seconds, np.array(held)
 
@@ -191,7 +191,7 @@ class WideRows:
     def at(
         self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
     ) -> tuple[float, tuple[int, ...] | None]:
-        """A bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
+        """Return a bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
         paid = float(np.dot(prices, self._budgets))
         least, met = self._wide.least(*prices, known=known + paid, enough=enough + paid)
         return least - paid - ROUNDING * (abs(least) + paid), None if met is None else met.choices

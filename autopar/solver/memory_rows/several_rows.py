@@ -77,7 +77,7 @@ def solve_rows(
     limit: float = math.inf,
     is_over_elsewhere: OverElsewhere = nowhere,
 ) -> Best:
-    """The best choice per node within all budgets, or better than `known` seconds.
+    """Return the best choice per node within all budgets, or better than `known` seconds.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
     near those of the answer. Returns the best found by the time limit, with its bound. A gap (a share of the seconds)
@@ -310,7 +310,7 @@ def _best_beside(
 def _faster(
     problem: Problem, made: tuple[int, ...] | None, best: tuple[int, ...] | None, known: float
 ) -> tuple[tuple[int, ...] | None, float]:
-    """The best choices so far and the seconds known, or others that were made, if they are faster."""
+    """Return the best choices so far and the seconds known, or others that were made, if they are faster."""
     seconds = math.inf if made is None else problem.seconds_of(made)
     return (made, seconds) if seconds < known else (best, known)
 

@@ -31,7 +31,7 @@ class Contracted:
     members: tuple[dict[int, Integers], ...]
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the original problem from those of the smaller one."""
+        """Return the choices of the original problem from those of the smaller one."""
         if sum(map(len, self.members)) == len(choices):
             return tuple(choices)  # no two nodes were joined
         found = {
@@ -42,7 +42,9 @@ class Contracted:
         return tuple(found[node] for node in range(len(found)))
 
     def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the smaller problem from those of the original one, none of whose pairs may be forbidden."""
+        """Return the choices of the smaller problem from those of the original one, none of whose pairs may be
+        forbidden.
+        """
         if len(self.members) == len(choices):
             return tuple(choices)  # no two nodes were joined
         found = []
@@ -63,7 +65,9 @@ def contract(problem: Problem) -> Contracted:
 
 
 def contract_each(problems: Sequence[Problem]) -> list[Contracted]:
-    """The same of one problem with a memory row each: they differ in bytes and budgets, of which nothing depends."""
+    """Return the same of one problem with a memory row each: they differ in bytes and budgets, of which nothing
+    depends.
+    """
     first = contract(problems[0])
     if len(first.members) == len(problems[0].nodes):
         return [first, *(Contracted(each, first.members) for each in problems[1:])]
@@ -114,7 +118,7 @@ class _State:
         return found
 
     def _pairs(self, one: int, other: int, edges: list[int]) -> tuple[Integers, Integers] | None:
-        """The pairs that are allowed, if they are few."""
+        """Return the pairs that are allowed, if they are few."""
         tables = [(self.edges[number].seconds, self.edges[number].ends[0] == one) for number in edges]
         key = (
             "pairs",
@@ -150,7 +154,7 @@ class _State:
     def _joined(
         self, nodes: tuple[Node, Node], edges: list[Edge], rows: dict[int, Integers], pairs: tuple[Integers, Integers]
     ) -> Node:
-        """The costs of all allowed pairs."""
+        """Return the costs of all allowed pairs."""
         parts = tuple((id(each.seconds), id(each.num_bytes)) for each in (*nodes, *edges))
         places = tuple(tuple(list(rows).index(end) for end in edge.ends) for edge in edges)
         key = "node", id(pairs), parts, places
@@ -166,7 +170,7 @@ class _State:
         return Node(f"{nodes[0].name} & {nodes[1].name}", seconds, held)
 
     def _indexed(self, edge: Edge, rows: dict[int, Integers], joined: int) -> Edge:
-        """An edge to one of two nodes, or to both, as one to what they have become."""
+        """Return an edge to one of two nodes, or to both, as one to what they have become."""
         at = tuple(end if end in rows else None for end in edge.ends)
         ids = tuple(None if end is None else id(rows[end]) for end in at)
         key = "edge", id(edge.seconds), id(edge.num_bytes), ids
@@ -189,7 +193,9 @@ class _State:
 
 
 def _taken(table: np.ndarray, at: Sequence[int | None], rows: dict[int, Integers]) -> np.ndarray:
-    """The rows of pairs along the dims of the two nodes; one dim in their place where a table of three has both."""
+    """Return the rows of pairs along the dims of the two nodes; one dim in their place where a table of three has
+    both.
+    """
     dims = [dim for dim, end in enumerate(at) if end is not None]
     if len(dims) == 1 or table.ndim == 2:
         for dim in dims:

@@ -30,14 +30,16 @@ class Remaining:
     """Position in the original problem of each node of the smaller one."""
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the original problem from those of the smaller one."""
+        """Return the choices of the original problem from those of the smaller one."""
         found = [int(kept[0]) for kept in self.kept]
         for node, choice in zip(self.undecided, choices, strict=True):
             found[node] = int(self.kept[node][choice])
         return tuple(found)
 
     def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the smaller problem from those of the original one, which are to be among what is left."""
+        """Return the choices of the smaller problem from those of the original one, which are to be among what is
+        left.
+        """
         return tuple([int(np.searchsorted(self.kept[node], choices[node])) for node in self.undecided])
 
 
@@ -49,7 +51,8 @@ def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
 def remaining_of_each(
     problems: Sequence[Problem], found: Excesses, limit: float, parts: Parts | None = None
 ) -> list[Remaining]:
-    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once.
+    """Return the same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut
+    once.
 
     `parts` are those of the problems, where they are known.
     """
@@ -126,7 +129,9 @@ def _cut(
     ends: Sequence[tuple[Integers, Integers]],
     limit: float,
 ) -> tuple[Floats, list[Integers | None]]:
-    """Seconds of an edge, and its bytes in each problem, over what its ends have left; none of what is decided."""
+    """Return the seconds of an edge, and its bytes in each problem, over what its ends have left; none of what is
+    decided.
+    """
     near, kept = zip(*ends, strict=True)
     shape = tuple(len(each) for each in kept if len(each) > 1)
     seconds = np.where(cut_table(excess, near) <= limit, cut_table(edge.seconds, kept), np.inf)

@@ -45,7 +45,7 @@ class Reduction:
     removed: tuple[_Removed, ...]
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """A solution of the original problem, equally good, from one of the smaller problem."""
+        """Return a solution of the original problem, equally good, from one of the smaller problem."""
         found = {node: int(self.strategies[i][choices[i]]) for i, node in enumerate(self.kept)}
         for each in reversed(self.removed):
             row = each.seconds
@@ -55,7 +55,7 @@ class Reduction:
         return tuple(found[node] for node in range(len(found)))
 
     def restrict(self, choices: Sequence[int]) -> tuple[int, ...] | None:
-        """The part of a solution of the original problem that the smaller one decides, if it still allows it."""
+        """Return the part of a solution of the original problem that the smaller one decides, if it still allows it."""
         found = []
         for node, strategies in zip(self.kept, self.strategies, strict=True):
             place = int(np.searchsorted(strategies, choices[node]))
@@ -230,7 +230,7 @@ class _Made:
         return self._found[key][0]
 
     def number(self, value: int) -> Integers:
-        """A number as an array, always the same one."""
+        """Return a number as an array, always the same one."""
         return self._numbers.setdefault(value, np.array(value))
 
 
@@ -276,7 +276,7 @@ def _cut(table: Numbers, *rows: Integers) -> Numbers:
 
 
 def _cut_bytes(held: Integers, seconds: Floats, *rows: Integers) -> Integers | None:
-    """The bytes of an edge, in the shape of its seconds; None where there are none."""
+    """Return the bytes of an edge, in the shape of its seconds; None where there are none."""
     found = cut_table(np.broadcast_to(held, seconds.shape), rows)
     return np.ascontiguousarray(found) if found.any() else None
 
@@ -286,7 +286,7 @@ _Tables = tuple[Floats, Integers]
 
 
 def _limited(nodes: tuple[Node, ...], edges: tuple[Edge, ...], budget: int | None) -> Problem:
-    """A problem whose limit the nodes left out may already exceed: then nothing is allowed."""
+    """Return a problem whose limit the nodes left out may already exceed: then nothing is allowed."""
     if budget is not None and budget < 0:
         blocked = Node("limit", np.array([np.inf]), np.zeros(1, dtype=np.int64))
         return Problem((*nodes, blocked), edges, 0)
@@ -301,11 +301,11 @@ class Pruned:
     kept: tuple[Integers, ...]
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the original problem from those of the smaller one."""
+        """Return the choices of the original problem from those of the smaller one."""
         return tuple(int(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
     def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the smaller problem from those of the original one, all of which it kept."""
+        """Return the choices of the smaller problem from those of the original one, all of which it kept."""
         return tuple(int(np.searchsorted(kept, choice)) for kept, choice in zip(self.kept, choices, strict=True))
 
 
@@ -315,7 +315,9 @@ def prune(problem: Problem) -> Pruned:
 
 
 def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
-    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once."""
+    """Return the same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut
+    once.
+    """
     first = problems[0]
     allowed = {id(node.seconds): node.seconds for node in first.nodes}
     rows_of = {key: np.flatnonzero(np.isfinite(seconds)) for key, seconds in allowed.items()}

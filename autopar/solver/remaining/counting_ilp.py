@@ -44,7 +44,7 @@ class _Step:
 
 
 def best_counts(residual: Residual, tolerance: float, effort: float = math.inf) -> Counted:
-    """The choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
+    """Return the choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
     The ILP ends with what it has after so much `effort`, which is counted in CP-SAT's deterministic seconds: the answer
     is the same on every machine. Where little is to be counted, a short search comes first: what it finds leaves less.

@@ -98,7 +98,7 @@ class _Groups:
         """Cost of each label above the best label for the same neighbours, at the prices."""
 
     def of(self, around: Integers) -> Integers:
-        """The group of each choice of neighbours, or -1."""
+        """Return the group of each choice of neighbours, or -1."""
         known = self._number
         return np.array([known.get(tuple(each), -1) for each in around.tolist()], dtype=np.intp)
 

@@ -57,7 +57,7 @@ class _Labels:
 
 
 def best_labels(residual: Residual) -> Counted:
-    """The fastest choices within all budgets that labels lead to, and a bound.
+    """Return the fastest choices within all budgets that labels lead to, and a bound.
 
     TimeLimitError where that takes until the deadline.
     """
@@ -74,7 +74,7 @@ class _Part:
     parts: tuple[_Part, ...] = ()
 
     def unfolded(self, label: int) -> dict[int, list[int]]:
-        """The labels of each root that one is made of, by step."""
+        """Return the labels of each root that one is made of, by step."""
         found: defaultdict[int, list[int]] = defaultdict(list)
         left = [(self, label)]
         while left:
@@ -128,7 +128,9 @@ class _Labelling:
         return self.residual.limit - (self.residual.margin - self.margin)
 
     def _add(self, step: int) -> float | None:
-        """The labels of a step; where none is within the margin, the seconds by which one that was left out may be."""
+        """Return the labels of a step; where none is within the margin, the seconds by which one that was left out may
+        be.
+        """
         residual, children = self.residual, self.residual.messages(step)
         entries, excess = residual.choices[step]
         if not len(entries):
@@ -189,7 +191,9 @@ class _Labelling:
         )
 
     def _whole(self) -> _Part:
-        """The labels of all parts of a graph together: equal ones by twos, fours, …, then one kind after another."""
+        """Return the labels of all parts of a graph together: equal ones by twos, fours, …, then one kind after
+        another.
+        """
         whole: _Part | None = None
         for step, count in sorted(self.residual.roots.items(), key=lambda each: len(self.labels[each[0]])):
             power = _Part(self.labels[step], step)
@@ -212,7 +216,7 @@ class _Labelling:
         return _Part(found.labels(1, first.loss + second.loss + lost), -1, (one, other))
 
     def _choices(self, at_roots: dict[int, list[int]]) -> tuple[int, ...]:
-        """A choice per node, from the labels that are taken at the roots of each step."""
+        """Return a choice per node, from the labels that are taken at the roots of each step."""
         buckets, children = self.elimination.buckets, children_of(self.elimination)
         taken: dict[int, int] = {}
         chosen: dict[int, int] = {}

@@ -96,7 +96,7 @@ class Residual:
         return sum(len(entries) for entries, _ in self.choices)
 
     def below(self, limit: float) -> Residual:
-        """The same with a smaller limit."""
+        """Return the same with a smaller limit."""
         found = copy(self)
         found.limit, found.margin = limit, self.margin - (self.limit - limit)
         near = [excess <= found.margin for _, excess in self.choices]
@@ -106,7 +106,7 @@ class Residual:
         return found
 
     def sharpened(self) -> Residual:
-        """The same without choices that are in no good enough solution at other prices, either.
+        """Return the same without choices that are in no good enough solution at other prices, either.
 
         Choices that the best prices barely leave in may be excluded at others: halved, doubled, … for one row after the
         other, as with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
@@ -165,7 +165,7 @@ class Residual:
         return bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]
 
     def messages(self, step: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The children of a step, which are steps, with the axes of its bag that their neighbours are on."""
+        """Return the children of a step, which are steps, with the axes of its bag that their neighbours are on."""
         num_tables = self.elimination.num_tables
         inputs = self.elimination.steps[step].inputs
         return [(table - num_tables, axes) for table, axes in inputs if table >= num_tables]
@@ -191,7 +191,7 @@ class Residual:
         return found
 
     def own(self, step: int) -> tuple[Floats, Integers]:
-        """Seconds of the problem's own tables in a step, and bytes by memory row, of its choices."""
+        """Return the seconds of the problem's own tables in a step, and bytes by memory row, of its choices."""
         entries, _ = self.choices[step]
         seconds = np.zeros(len(entries))
         num_bytes = np.zeros((len(self.budgets), len(entries)), dtype=np.int64)

@@ -63,7 +63,7 @@ class Pieces:
             self._rows.append((self._summed(left.problem, lambda part: part.num_bytes), left.problem.budget))
 
     def best(self, effort: float, tolerance: float, start: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """The fastest choices within all budgets that are found with so much effort (`solve_ilp`); None: none.
+        """Return the fastest choices within all budgets that are found with so much effort (`solve_ilp`); None: none.
 
         Choices that are faster by no more than a tolerance (in seconds) are not looked for. `start` are known choices,
         from which it is looked for better ones.
@@ -147,7 +147,9 @@ class Pieces:
 
 
 def _kinds_of(problem: Problem) -> list[int]:
-    """A number per node, the same for nodes that are alike but for their bytes, and so are their surroundings."""
+    """Return a number per node, the same for nodes that are alike but for their bytes, and so are their
+    surroundings.
+    """
     nothing = {node.num_strategies: np.zeros(node.num_strategies, dtype=np.int64) for node in problem.nodes}
     nodes = [Node(node.name, node.seconds, nothing[node.num_strategies]) for node in problem.nodes]
     plain = Problem(tuple(nodes), tuple([Edge(edge.ends, edge.seconds) for edge in problem.edges]))

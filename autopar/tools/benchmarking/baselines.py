@@ -68,7 +68,7 @@ def dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> B
 
 
 def dtensor_sequence(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
-    """The same with sequence parallelism between the split projections."""
+    """Return the same with sequence parallelism between the split projections."""
     return _dtensor(model, mesh, inputs, sequence=True)
 
 

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace, meshes: Sequence[Mesh]) -> bool:
 
 
 def _of_fake_world(options: argparse.Namespace, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """The meshes, each with as many devices as the fake world has ranks; by default all ranks on one axis."""
+    """Return the meshes, each with as many devices as the fake world has ranks; by default all ranks on one axis."""
     from autopar.ir.sharding.mesh import Mesh
 
     if not meshes:

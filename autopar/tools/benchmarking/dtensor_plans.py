@@ -135,7 +135,7 @@ def _perceptron(
 
 
 def _layers(names: set[str], projection: str) -> list[str]:
-    """The modules that have the projection below them, in their order."""
+    """Return the modules that have the projection below them, in their order."""
     layers = [name.removesuffix(f".{projection}") for name in names if name.endswith(f".{projection}")]
     return sorted(layers, key=lambda name: int(name.rpartition(".")[2]))
 
@@ -149,7 +149,7 @@ def _split(layer: str, columns: Sequence[str], rows: Sequence[str], sequence: bo
 
 
 def _whole_sequence(module: str, keyword: str | None = None) -> Styles:
-    """A module that takes parts of the sequence and computes on the whole."""
+    """Return a module that takes parts of the sequence and computes on the whole."""
     parts, whole = Shard(1), Replicate()
     if keyword is None:
         return {module: PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(whole,))}

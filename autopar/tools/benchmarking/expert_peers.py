@@ -120,7 +120,7 @@ def _with_own_samples(
 
 
 def _stacked(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
-    """The modules of stacked experts; InapplicableError where there are none, or they do not divide."""
+    """Return the modules of stacked experts; InapplicableError where there are none, or they do not divide."""
     found: list[Any] = [module for module in model.modules() if _is_stacked(module)]
     if not found:
         raise InapplicableError(
@@ -153,5 +153,5 @@ def _install(stacked: Sequence[Any], mesh: DeviceMesh, same_batch: DeviceMesh, i
 
 
 def _own_part(weight: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The experts of this rank."""
+    """Return the experts of this rank."""
     return weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()

@@ -92,7 +92,7 @@ def _without_zeros(traffic: Mapping[str, int]) -> dict[str, int]:
 
 
 def to_json(measurements: Sequence[Measurement], about: Mapping[str, str]) -> str:
-    """The measurements as text, with what is known about the machine and the run."""
+    """Return the measurements as text, with what is known about the machine and the run."""
     rows = [asdict(each) for each in measurements]
     for row in rows:
         row["apart"] = None if row["apart"] is None else repr(row["apart"])  # JSON has no number for nan
@@ -161,6 +161,6 @@ def _line(measurement: Measurement) -> dict[str, Any]:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference, nan where one is no number."""
+    """Return the largest relative difference, nan where one is no number."""
     differences = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True)]
     return math.nan if any(math.isnan(each) for each in differences) else max(differences)

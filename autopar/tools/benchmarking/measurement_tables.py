@@ -28,7 +28,7 @@ def report(measurements: Sequence[Measurement], about: Mapping[str, str]) -> str
 
 
 def cell_table(measurements: Sequence[Measurement]) -> str:
-    """The strategies of one cell by their step time; below, why others were not measured."""
+    """Return the strategies of one cell by their step time; below, why others were not measured."""
     model, mesh = measurements[0].cell
     measured = sorted(_measured(measurements), key=lambda found: found[1])
     fastest = measured[0][1] if measured else math.nan
@@ -72,7 +72,7 @@ def _losses(each: Measurement) -> str:
 
 
 def _shortened(reason: str) -> str:
-    """A reason in one line."""
+    """Return a reason in one line."""
     line = " ".join(reason.split())
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]} …"
 
@@ -118,7 +118,9 @@ def _beside(name: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
 
 
 def _within_cells(measurements: Sequence[Measurement]) -> list[str]:
-    """The same correlation inside each cell, where models do not differ; the mean of the cells that have three."""
+    """Return the same correlation inside each cell, where models do not differ; the mean of the cells that have
+    three.
+    """
     found = []
     for cell in dict.fromkeys(each.cell for each in measurements):
         own = [each for each in measurements if each.cell == cell]
@@ -133,7 +135,9 @@ def _within_cells(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def _auto_beside_the_best(measurements: Sequence[Measurement]) -> list[str]:
-    """The step of autopar's plan over the fastest of the presets and over the fastest of the peers, cell by cell."""
+    """Return the step of autopar's plan over the fastest of the presets and over the fastest of the peers, cell by
+    cell.
+    """
     lines = []
     for cell in dict.fromkeys(each.cell for each in measurements):
         measured = [each for each, _ in _measured([each for each in measurements if each.cell == cell])]
@@ -151,7 +155,7 @@ def _auto_beside_the_best(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def _ratio_to_best(auto: Measurement, others: Sequence[Measurement]) -> tuple[str, str]:
-    """The ratio of the medians, with twice its standard error, and the name of the best."""
+    """Return the ratio of the medians, with twice its standard error, and the name of the best."""
     measured = _measured(others)
     if not measured or auto.measured is None:
         return "", ""

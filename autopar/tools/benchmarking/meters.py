@@ -82,7 +82,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The process group among the arguments of a collective: an object, or its name, which comes last."""
+    """Return the process group among the arguments of a collective: an object, or its name, which comes last."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             if "ProcessGroup" in argument._type().qualified_name():
@@ -93,7 +93,8 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def peak_bytes(step: Callable[[], object], clear: Callable[[], object], held: Callable[[], Iterable[Tensor]]) -> int:
-    """Bytes of tensors at the highest moment of an eager step on the CPU: bytes resident before it, and those it makes.
+    """Return the bytes of tensors at the highest moment of an eager step on the CPU: bytes resident before it, and
+    those it makes.
 
     Args:
         step: one step of training that leaves its gradients.
@@ -136,7 +137,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def look(self) -> int:
-        """Bytes that the storages hold now: a storage may be gone, or empty for a while."""
+        """Return the bytes that the storages hold now: a storage may be gone, or empty for a while."""
         total = self._count()
         if total > self.highest:
             time.sleep(self.SETTLING_S)
@@ -170,13 +171,13 @@ def held_in_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages that lie under the tensors on this rank, each once; gradients of a bucket share one."""
+    """Return the storages that lie under the tensors on this rank, each once; gradients of a bucket share one."""
     local = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in local if x.device.type != "meta"}
 
 
 def cuda_peak_bytes(step: Callable[[], object], before: int) -> int:
-    """Bytes at the highest moment of a step on a GPU, beyond the `before` that others had allocated."""
+    """Return the bytes at the highest moment of a step on a GPU, beyond the `before` that others had allocated."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()

@@ -60,7 +60,7 @@ def require_pyplot() -> Any:
 
 
 def _times(pyplot: Any, measurements: Sequence[Measurement]) -> Any:
-    """A point per plan on logarithmic axes, a colour per model; on the line the prediction is right."""
+    """Return a point per plan on logarithmic axes, a colour per model; on the line the prediction is right."""
     figure, axes = pyplot.subplots(figsize=(6, 6))
     found = [(each, each.predicted, each.measured) for each in measurements]
     pairs = [(m, p.seconds / MILLISECOND, q.seconds / MILLISECOND) for m, p, q in found if p and q]
@@ -90,7 +90,7 @@ def _traffic(pyplot: Any, measurements: Sequence[Measurement]) -> Any:
 
 
 def _bars(pyplot: Any, measurements: Sequence[Measurement], label: str, of: Callable[[Costs], int]) -> Any:
-    """A panel per cell: what each strategy measured, and a mark at what was predicted."""
+    """Return a panel per cell: what each strategy measured, and a mark at what was predicted."""
     cells = [cell for cell in dict.fromkeys(each.cell for each in measurements) if _of_cell(measurements, cell)]
     tallest = max(len(_of_cell(measurements, cell)) for cell in cells)
     figure, panels = pyplot.subplots(

@@ -24,7 +24,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """The place of each value in their order, from 0; the mean place where several are equal."""
+    """Return the place of each value in their order, from 0; the mean place where several are equal."""
     array = np.asarray(values, dtype=float)
     if not array.size:
         return np.zeros(1)

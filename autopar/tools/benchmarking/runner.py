@@ -62,7 +62,7 @@ class Cell:
     fake: bool = False
 
     def subject(self) -> Subject:
-        """The model and the global batch, equal on every rank."""
+        """Return the model and the global batch, equal on every rank."""
         return trainable(self.model, self.batch, self.sequence, self.layers, self.device, self.seed)
 
     def measurement(self, strategy: str, **found: Any) -> Measurement:
@@ -107,7 +107,7 @@ def race(cell: Cell) -> list[Measurement]:
 
 
 def _losses_alone(cell: Cell, subject: Subject) -> list[float] | None:
-    """The first losses of one process with the whole batch, found by rank 0; None for a fake world."""
+    """Return the first losses of one process with the whole batch, found by rank 0; None for a fake world."""
     if cell.fake:
         return None
     losses: list[list[float] | None] = [None]
@@ -122,7 +122,7 @@ def _losses_alone(cell: Cell, subject: Subject) -> list[float] | None:
 
 
 def _entered(cell: Cell, name: str, mesh: DeviceMesh, subject: Subject) -> tuple[_Entry | None, str]:
-    """The contestant after its first steps; or None, on all ranks, and the reason why it does not train."""
+    """Return the contestant after its first steps; or None, on all ranks, and the reason why it does not train."""
     allocated = torch.cuda.memory_allocated() if cell.device == "cuda" else 0
     built, reason = _tried(cell, lambda: contestant(name, *copy.deepcopy(subject), mesh, cell.terms))
     if built is None:
@@ -182,7 +182,7 @@ def _number(loss: Tensor) -> float:
 
 
 def _axes_by_group(mesh: DeviceMesh) -> dict[str, str]:
-    """Names of process groups → the axes of the mesh that they are, or all of them."""
+    """Return the names of process groups → the axes of the mesh that they are, or all of them."""
     names = mesh.mesh_dim_names or ()
     axes = {str(mesh.get_group(name).group_name): name for name in names}
     if mesh.ndim > 1:
@@ -202,7 +202,7 @@ def _same_programs(entries: list[_Entry]) -> dict[str, str]:
 
 
 def _in_turns(cell: Cell, entries: list[_Entry]) -> list[list[float]]:
-    """Seconds of each step of each contestant, of the rank that took longest."""
+    """Return the seconds of each step of each contestant, of the rank that took longest."""
     gc.collect()
     gc.freeze()  # the collector need not walk through all models in the midst of a step
     wait = torch.cuda.synchronize if cell.device == "cuda" else lambda: None

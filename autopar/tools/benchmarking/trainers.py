@@ -121,7 +121,7 @@ class Trainer:
 
 
 def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh, terms: Terms) -> Trainer:
-    """The model, trained as the strategy of that name does, on its inputs of the global batch.
+    """Return the model, trained as the strategy of that name does, on its inputs of the global batch.
 
     Raises InapplicableError, or another AutoparError of `compile`, where the strategy does not apply.
     """

@@ -54,7 +54,7 @@ class _Level:
     """Protocol of an all-reduce of a few numbers, if that is clearly faster than the fit; otherwise None."""
 
     def protocols(self, names: Sequence[str]) -> tuple[Protocol, ...]:
-        """The protocols of the link, those of the fit by these names."""
+        """Return the protocols of the link, those of the fit by these names."""
         return (*self.fit.protocols(names), *([] if self.few is None else [self.few]))
 
 
@@ -65,7 +65,7 @@ def calibrate(
     name: str | None = None,
     links: str | None = None,
 ) -> Profile:
-    """The profile of this machine, as `costs.hardware.load` reads it from a JSON file; the same on every rank.
+    """Return the profile of this machine, as `costs.hardware.load` reads it from a JSON file; the same on every rank.
 
     With a process group, or under torchrun, the ranks that are there measure the axes of `mesh` (an int: nodes ×
     devices); else `mesh` says how many ranks to start here. One rank has no link to measure: those, and what hides
@@ -88,7 +88,8 @@ def calibrate(
 
 
 def measured_anew(profile: Profile, device: str, effort: Effort) -> Profile:
-    """A measured profile with what one device computes measured again, on the ranks that call this; its links stay.
+    """Return a measured profile with what one device computes measured again, on the ranks that call this; its links
+    stay.
 
     A machine is not as fast at all times: who shares it, and how warm it is, changes over minutes.
     """
@@ -184,7 +185,7 @@ def _stamp(device: str) -> Stamp:
 
 
 def _of_first_rank(profile: Profile, device: str) -> Profile:
-    """The profile as the first rank has it, whose memory and load count; checked."""
+    """Return the profile as the first rank has it, whose memory and load count; checked."""
     answer = [profile]
     dist.broadcast_object_list(answer, device=torch.device(device))
     parse(answer[0])
@@ -192,7 +193,7 @@ def _of_first_rank(profile: Profile, device: str) -> Profile:
 
 
 def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
-    """The axes, and joined ones, whose groups lie inside a node, and those that have one member in each node."""
+    """Return the axes, and joined ones, whose groups lie inside a node, and those that have one member in each node."""
     places = (Link(IN_NODE, node, 0.0, 1.0), Link(BETWEEN_NODES, None, 0.0, 1.0))
     found: dict[str, dict[str, Level]] = {place.name: {} for place in places}
     for axis in mesh.names:
@@ -239,7 +240,8 @@ def _others(mesh: Mesh, axis: str) -> str | None:
 
 
 def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) -> Protocol | None:
-    """A tree that takes the seconds of all-reduces of a few numbers, and those of the fit before its least message.
+    """Return a tree that takes the seconds of all-reduces of a few numbers, and those of the fit before its least
+    message.
 
     None where they are not clearly faster than that message. The fit's factors for all-reduces are taken out of it.
     """

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(profile: Profile) -> str:
-    """The profile as people read it, with the error of the fits and the load before."""
+    """Return the profile as people read it, with the error of the fits and the load before."""
     hardware = parse(profile)
     rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
     rows.append(("optimizer", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))

@@ -32,12 +32,12 @@ class Stamp:
     text: str
 
     def number(self, value: float, how: str) -> dict[str, Any]:
-        """A number of the profile, to three digits."""
+        """Return a number of the profile, to three digits."""
         return {"value": float(f"{value:.3g}"), "source": f"{self.text}: {how}"}
 
 
 def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
-    """The numbers of one device."""
+    """Return the numbers of one device."""
     device = timer.device.type
     threads = torch.get_num_threads()
     each = "one device" if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} on each rank, all at once"
@@ -105,7 +105,7 @@ def product_wave(rates: Mapping[int, float]) -> float:
 
 
 def attention_rate(rates: Mapping[int, float]) -> tuple[float, float]:
-    """The FLOP/s of attention over long sequences, and `Hardware.attention_length`, from those of two lengths.
+    """Return the FLOP/s of attention over long sequences, and `Hardware.attention_length`, from those of two lengths.
 
     Over s queries it reaches  rate / (1 + length / s).
     """
@@ -116,7 +116,7 @@ def attention_rate(rates: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
-    """Bytes of one device, and how they were found."""
+    """Return the bytes of one device, and how they were found."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory, "memory of the device"
     host = _host_bytes()

@@ -49,7 +49,7 @@ class Line:
     seconds_per_byte: float
 
     def latency(self, sample: Sample) -> float:
-        """The seconds of a sample that its bytes do not take."""
+        """Return the seconds of a sample that its bytes do not take."""
         return self.base_s + sample.steps * self.step_s
 
     def seconds(self, sample: Sample, slowdown: float = 1.0) -> float:
@@ -75,7 +75,9 @@ class Fit:
         return 1 / min(line.seconds_per_byte for line in self.lines)
 
     def protocols(self, names: Sequence[str]) -> tuple[Protocol, ...]:
-        """The lines as ring protocols of a link of `bytes_per_s`, one for each name; a single line takes them all."""
+        """Return the lines as ring protocols of a link of `bytes_per_s`, one for each name; a single line takes them
+        all.
+        """
         lines = self.lines if len(self.lines) == len(names) else self.lines * len(names)
         return tuple(
             Protocol(name, "ring", line.base_s, line.step_s, min(1.0, 1 / (line.seconds_per_byte * self.bytes_per_s)))
@@ -89,7 +91,7 @@ class Fit:
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """The best fit of at least two samples of different sizes, refined where that is worth it."""
+    """Return the best fit of at least two samples of different sizes, refined where that is worth it."""
     sizes = {sample.num_bytes for sample in samples}
     assert len(sizes) >= 2, f"a line through messages of {sorted(sizes)} bytes says nothing of bandwidth"
     plain = _refined(_made(samples, (samples,), {}), samples)
@@ -108,7 +110,9 @@ def relative_error(predict: Callable[[Sample], float], samples: Sequence[Sample]
 
 
 def _refined(single: Fit, samples: Sequence[Sample]) -> Fit:
-    """The best pair of lines, for messages up to a size and above it, or the single one where no pair is worth it."""
+    """Return the best pair of lines, for messages up to a size and above it, or the single one where no pair is worth
+    it.
+    """
     best = single
     for size in sorted({sample.num_bytes for sample in samples})[:-1]:
         small = [sample for sample in samples if sample.num_bytes <= size]
@@ -126,14 +130,14 @@ def _is_worth(refined: Fit, plain: Fit, share: float) -> bool:
 
 
 def _made(samples: Sequence[Sample], parts: Sequence[Sequence[Sample]], efficiencies: Mapping[str, float]) -> Fit:
-    """A fit with a line through each part, and its error over all samples."""
+    """Return a fit with a line through each part, and its error over all samples."""
     lines = tuple(_line([_scaled(sample, efficiencies) for sample in part]) for part in parts)
     found = Fit(lines, 0.0, efficiencies)
     return replace(found, error=relative_error(found.seconds, samples))
 
 
 def _scaled(sample: Sample, efficiencies: Mapping[str, float]) -> Sample:
-    """The sample with the bytes that would take as long at full efficiency."""
+    """Return the sample with the bytes that would take as long at full efficiency."""
     return replace(sample, num_bytes=sample.num_bytes / efficiencies.get(sample.collective, 1.0))
 
 
@@ -150,7 +154,7 @@ def _efficiencies(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _with_latencies(samples: Sequence[Sample], plain: Fit) -> Fit:
-    """The fit of one line with a latency and a bandwidth for each collective, in two steps.
+    """Return the fit of one line with a latency and a bandwidth for each collective, in two steps.
 
     The line of all says how latencies grow with the steps; then each collective has the least squares, in relative
     error, of two unknowns: times that latency, and seconds per byte. The plain fit where one of them is not positive.

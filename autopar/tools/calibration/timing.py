@@ -84,7 +84,7 @@ class Timer:
         self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def seconds(self, call: Callable[[], object], inner: int = 1) -> float:
-        """Seconds of one call, over `inner` of them."""
+        """Return the seconds of one call, over `inner` of them."""
         self._wait()
         start = time.perf_counter()
         for _ in range(inner):
@@ -95,7 +95,7 @@ class Timer:
     def median_seconds(
         self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
     ) -> list[float]:
-        """The median seconds of each call: over the repetitions, those of the rank that took longest."""
+        """Return the median seconds of each call: over the repetitions, those of the rank that took longest."""
         return self._repeated(calls, what, repeated_for).quantile(0.5, dim=0).tolist()
 
     def _repeated(
@@ -118,13 +118,13 @@ class Timer:
         return torch.tensor(self._slowest(times), dtype=torch.float64).reshape(-1, len(calls))
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of all ranks' values, one by one."""
+        """Return the largest of all ranks' values, one by one."""
         slowest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()
 
     def on_device(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The call as a device computes it: on CUDA a graph of its kernels, which the host launches at once."""
+        """Return the call as a device computes it: on CUDA a graph of its kernels, which the host launches at once."""
         if self.device.type != "cuda":
             return call
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
@@ -155,7 +155,8 @@ class Timer:
         return found
 
     def elementwise_bytes_per_s(self) -> tuple[float, str]:
-        """Bytes read plus bytes written per second by what makes no products, forward and backward, and of what.
+        """Return the bytes read plus bytes written per second by what makes no products, forward and backward, and of
+        what.
 
         Counted as `cost.forward_seconds` does: inputs and output of each, once more for each input with a gradient.
         """
@@ -178,7 +179,7 @@ class Timer:
         return len(calls) * counted_bytes(x) / seconds
 
     def product_bytes_per_s(self) -> float:
-        """Bytes read plus bytes written per second of products of few rows, forward and backward."""
+        """Return the bytes read plus bytes written per second of products of few rows, forward and backward."""
         rows, size = self.effort.product
         x, *weights = (
             torch.randn(each, size, device=self.device).requires_grad_() for each in (rows, *LAYERS * [size])
@@ -211,7 +212,7 @@ class Timer:
         return lambda: a @ b
 
     def _piece(self) -> Callable[[], object]:
-        """A computation of about PIECE_SECONDS on a rank of its own."""
+        """Return a computation of about PIECE_SECONDS on a rank of its own."""
         matmul = self._matmul(self.effort.matmul_sizes[0])
         (seconds,) = self.median_seconds([matmul], "computation", PIECE_SECONDS)
         count = max(1, round(PIECE_SECONDS / seconds))
@@ -223,7 +224,7 @@ class Timer:
         return compute
 
     def host_link_bytes_per_s(self) -> float:
-        """Bytes per second between the device and its host, in the slower direction."""
+        """Return the bytes per second between the device and its host, in the slower direction."""
         count = self.effort.message_bytes[-1] // torch.float32.itemsize
         there = torch.empty(count, pin_memory=self.device.type == "cuda")
         here = torch.empty(count, device=self.device)
@@ -231,7 +232,7 @@ class Timer:
         return count * torch.float32.itemsize / max(self.median_seconds(calls, "link to the host"))
 
     def optimizer_bytes_per_s(self, device: torch.device | None = None) -> float:
-        """Bytes read plus bytes written per second of a fused step of AdamW, counted as `cost` does.
+        """Return the bytes read plus bytes written per second of a fused step of AdamW, counted as `cost` does.
 
         It is on the own device of each rank, or on the host, all ranks at once.
         """
@@ -247,7 +248,8 @@ class Timer:
         return LAYERS * size**2 * Optimizer("adamw").step_bytes(info) / seconds
 
     def op_latency_s(self) -> tuple[float, float]:
-        """Seconds of a product of two numbers in a graph that is differentiated, its backward being two more.
+        """Return the seconds of a product of two numbers in a graph that is differentiated, its backward being two
+        more.
 
         Those of the device, and those until the host is done: the same where it is the device.
         """
@@ -327,7 +329,7 @@ def _in_order(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 
 def _fitting(num_bytes: int, size: int) -> int:
-    """The next number of bytes that is a whole number of float32 elements for each of `size` ranks."""
+    """Return the next number of bytes that is a whole number of float32 elements for each of `size` ranks."""
     return -(-num_bytes // (4 * size)) * 4 * size
 
 

@@ -16,7 +16,7 @@ Parts = list[Tensor]
 
 
 def split(x: Tensor, placement: Placement, num_ranks: int) -> Parts:
-    """The value of each rank."""
+    """Return the value of each rank."""
     if placement.is_split:
         return list(x.detach().chunk(num_ranks, placement.dim))
     if placement is not P:
@@ -44,19 +44,21 @@ def value_fault(parts: Parts, placement: Placement, expected: Tensor, tolerance:
 
 
 def local_shape(x: Tensor, placement: Placement, num_ranks: int) -> tuple[int, ...]:
-    """The shape of one rank's part, where the split dim divides."""
+    """Return the shape of one rank's part, where the split dim divides."""
     return tuple(
         size // num_ranks if placement.is_split and d == placement.dim else size for d, size in enumerate(x.shape)
     )
 
 
 def splits_of(x: Tensor, num_ranks: int) -> tuple[Placement, ...]:
-    """The placements that split a dim of `x` evenly."""
+    """Return the placements that split a dim of `x` evenly."""
     return tuple(S(dim) for dim, size in enumerate(x.shape) if size and size % num_ranks == 0)
 
 
 def tolerance_of(tensors: Iterable[Tensor]) -> float:
-    """The error, relative or absolute, that the coarsest of the types allows; relative to numbers of size one."""
+    """Return the error, relative or absolute, that the coarsest of the types allows; relative to numbers of size
+    one.
+    """
     return max((TOLERANCE.get(x.dtype, 1e-9) for x in tensors), default=1e-9)
 
 

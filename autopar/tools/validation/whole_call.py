@@ -73,11 +73,11 @@ class Whole:
         return Call.of(node)
 
     def bind(self, op: OpRule) -> BoundRule:
-        """The rule fitted to the shapes of this call."""
+        """Return the rule fitted to the shapes of this call."""
         return Rule.parse(op.rule).bind([x.shape for x in self.inputs], [y.shape for y in self.outputs])
 
     def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with other tensors in the place of its inputs."""
+        """Return the call's arguments with other tensors in the place of its inputs."""
         tensors = iter(inputs)
         leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -159,14 +159,16 @@ def show(choice: Choice) -> str:
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """The tensors among the outputs of a call, in order."""
+    """Return the tensors among the outputs of a call, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def gradients_of(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of every input that requires one (None: it requires none, or does not matter to the outputs)."""
+    """Return the gradient of every input that requires one (None: it requires none, or does not matter to the
+    outputs).
+    """
     pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs or not wanted:
@@ -185,7 +187,7 @@ def run_with(
 
 
 def _leaf(x: Tensor, requires_grad: bool) -> Tensor:
-    """A copy without history, so that an operation that writes into its inputs spoils nothing."""
+    """Return a copy without history, so that an operation that writes into its inputs spoils nothing."""
     return x.detach().clone().requires_grad_(requires_grad)
 
 

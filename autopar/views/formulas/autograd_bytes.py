@@ -28,7 +28,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def hidden_bytes(decision: Decision, call: Call, shapes: Shapes, num_bytes: int, symbols: Mapping[str, int]) -> Size:
-    """Bytes of the whole call, which are `num_bytes` now, on inputs of these shapes."""
+    """Return the bytes of the whole call, which are `num_bytes` now, on inputs of these shapes."""
     largest = max(shapes, key=math.prod)
     batches, sequences = (range(1, degree + 2 if name in symbols else 2) for name, degree in DEGREES)
     values = [[_at(decision, call, shapes, symbols, (i, j)) for j in sequences] for i in batches]
@@ -49,7 +49,7 @@ def hidden_bytes(decision: Decision, call: Call, shapes: Shapes, num_bytes: int,
 
 
 def _through(values: Sequence[Fraction]) -> list[Fraction]:
-    """The coefficients, constant first, of the polynomial that has these one to three values at 1, 2 and 3."""
+    """Return the coefficients, constant first, of the polynomial that has these one to three values at 1, 2 and 3."""
     first = values[0]
     if len(values) == 1:
         return [first]
@@ -61,7 +61,7 @@ def _through(values: Sequence[Fraction]) -> list[Fraction]:
 def _at(
     decision: Decision, call: Call, shapes: Shapes, symbols: Mapping[str, int], times: tuple[int, ...]
 ) -> int | None:
-    """Bytes at multiples of batch and sequence; None where the call does not take such inputs."""
+    """Return the bytes at multiples of batch and sequence; None where the call does not take such inputs."""
     more = {name: m for (name, _), m in zip(DEGREES, times, strict=True)}
     values = {name: value * more.get(name, 1) for name, value in symbols.items()}
     infos = []

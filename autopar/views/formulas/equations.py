@@ -132,7 +132,7 @@ class Equations:
 
 
 def _solved(whole: Size, given: Sequence[Size], count: int, equation: Equation) -> Size | None:
-    """The one unknown part, which stands `count` times in the equation; None where it has no polynomial."""
+    """Return the one unknown part, which stands `count` times in the equation; None where it has no polynomial."""
     if not equation.is_product:
         return (whole - sum(given) - equation.constant) // count
     rest = Size.of(math.prod(given))

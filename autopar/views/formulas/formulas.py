@@ -87,7 +87,7 @@ def formulas_of(
 
 
 def with_formulas(plan: Plan) -> Plan:
-    """The plan with its symbols and formulas: made now, unless it has them or was loaded without."""
+    """Return the plan with its symbols and formulas: made now, unless it has them or was loaded without."""
     if plan.formulas or plan.context is None:
         return plan
     context = context_of(plan)
@@ -170,7 +170,7 @@ class _Ledger:
         return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
-        """The tensors that a decision takes and makes."""
+        """Return the tensors that a decision takes and makes."""
         if decision.menu.call is None:
             return [(decision.node.name, 0)]
         made = [(decision.name, position) for position in range(len(decision.menu.call.outputs))]
@@ -291,7 +291,7 @@ class _Ledger:
         )
 
     def _whole(self, call: Call, op: OpRule, bound: BoundRule) -> str:
-        """Seconds of the whole call on one device, without the latency."""
+        """Return the seconds of the whole call on one device, without the latency."""
         hardware = self.space.hardware
         read, written = (
             sum(Size.of(i.num_elements) * i.dtype.itemsize for i in infos) for infos in (call.inputs, call.outputs)
@@ -356,12 +356,12 @@ class _Ledger:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
 
     def _copy(self, num_bytes: int) -> str:
-        """Seconds in which a device brings a message into order."""
+        """Return the seconds in which a device brings a message into order."""
         hardware = self.space.hardware
         return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
 
     def _rate(self, collective: str, axis: str) -> str:
-        """The name of a rate, which is kept."""
+        """Return the name of a rate, which is kept."""
         name = rate_name(collective, axis)
         if name not in self.rates:
             self.rates[name] = rate(collective, axis, self.space.mesh, self.space.hardware)

@@ -40,7 +40,7 @@ class LocalSizes:
         self.fractions: set[Polynomial] = set()
 
     def shape(self, key: Key) -> tuple[int, ...]:
-        """The global shape; equal ones are one object."""
+        """Return the global shape; equal ones are one object."""
         return self._shapes[key]
 
     def of_wire(self, wire: Wire) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class LocalSizes:
         return self._shapes[self._space.decisions[wire.source].node.name, wire.source_output]
 
     def local(self, shape: Sequence[int], layout: Layout) -> Size:
-        """Elements that a device holds of a tensor."""
+        """Return the elements that a device holds of a tensor."""
         local = [Size.of(size) for size in layout.local_shape(shape, self.axes.sizes)]
         self.fractions.update(size.polynomial for size in local if size.polynomial.is_fraction)
         return Size.of(math.prod(local))
@@ -66,7 +66,7 @@ class LocalSizes:
 
 
 def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:
-    """The call with these shapes, also among its arguments."""
+    """Return the call with these shapes, also among its arguments."""
     tensors = tuple(symbolic_info(info, shape) for info, shape in zip(call.inputs, inputs, strict=True))
     left: dict[int, list[TensorInfo]] = defaultdict(list)
     for info, tensor in zip(call.inputs, tensors, strict=True):

@@ -47,8 +47,8 @@ from autopar.views.formulas.symbols import Polynomial, Size
 def memory_formulas(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
 ) -> dict[str, str]:
-    """Name → formula, at the fullest moment of a choice per decision; none for stages, several micro-batches and a
-    forward alone.
+    """Return the name → formula, at the fullest moment of a choice per decision; none for stages, several micro-batches
+    and a forward alone.
     """
     several = memory.microbatches.several or memory.space.program.num_sent
     if memory.live is not None or not memory.lifetimes.calls or several:
@@ -145,7 +145,7 @@ class _Moment:
         self._hidden_bytes: dict[Hashable, Size] = {}
 
     def parts(self) -> dict[str, Polynomial]:
-        """The bytes, by what they are."""
+        """Return the bytes, by what they are."""
         for number, decision in enumerate(self.space.decisions):
             if decision.kind == "call" and not self.at.phase.steps:
                 self._call(number)
@@ -265,7 +265,7 @@ class _Moment:
         return 0 if there is None else int(there[mode_of(self.memory, number, self.modes, len(there))][choices])
 
     def _kept(self, number: int, kept: int) -> Size:
-        """Outputs and hidden tensors that make this many bytes."""
+        """Return the outputs and hidden tensors that make this many bytes."""
         decision, strategy = self.space.decisions[number], self.space.decisions[number].menu.strategies
         call, layouts = decision.menu.call, strategy[self.choices[number]].outputs
         assert call is not None

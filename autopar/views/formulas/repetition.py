@@ -35,7 +35,7 @@ class Stack:
 
 
 def stacks_of(program: Program) -> tuple[Stack, ...]:
-    """The longest stacks (an encoder and a decoder, if they are equally long), each of two layers at least.
+    """Return the longest stacks (an encoder and a decoder, if they are equally long), each of two layers at least.
 
     Modules are layers of one stack where most of them have the same parameters, and these are most of a layer's.
     """

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def rate(collective: str, axis: str, mesh: Mesh, hardware: Hardware) -> str:
-    """The seconds of a collective in `bytes`: the least of its pieces; of LAST_HOST those for which ranks wait."""
+    """Return the seconds of a collective in `bytes`: the least of its pieces; of LAST_HOST those for which ranks
+    wait.
+    """
     if collective == LAST_HOST:
         return repr(lateness(mesh, axis, hardware))
     return _least_of(pieces(collective, mesh, axis, hardware), "bytes")
@@ -80,7 +82,7 @@ def formula(plan: Plan, name: str) -> Any:
 
 
 def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
-    """The plan with other values of its symbols.
+    """Return the plan with other values of its symbols.
 
     Raises PlanError for a symbol that the plan has not or that cannot vary, and for values at which it does not fit.
     """
@@ -134,7 +136,7 @@ def _check_whole(plan: Plan, at: Mapping[str, Fraction]) -> None:
 
 
 def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
-    """The times of collectives on a mesh with these axis sizes."""
+    """Return the times of collectives on a mesh with these axis sizes."""
     symbols = axis_symbols(plan.mesh)
     mesh = Mesh({axis: at.get(symbol, 1) for symbol, axis in symbols.items()}, plan.mesh.hardware)
     if mesh.sizes == plan.mesh.sizes:

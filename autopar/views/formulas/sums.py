@@ -37,7 +37,7 @@ def multiplied(share: str, function: str) -> str:
 
 
 def _added(parts: list[str]) -> str:
-    """A sum in groups, as parsers go down one level for each term of a long one."""
+    """Return a sum in groups, as parsers go down one level for each term of a long one."""
     while len(parts) > _GROUP:
         parts = [f"({' + '.join(parts[i : i + _GROUP])})" for i in range(0, len(parts), _GROUP)]
     return " + ".join(parts) or "0"
@@ -47,7 +47,7 @@ _GROUP = 40
 
 
 def grouped(items: Iterable[Item], same: Callable[[Item], Hashable]) -> list[tuple[Item, int]]:
-    """The first of all items that are the same, and how many they are."""
+    """Return the first of all items that are the same, and how many they are."""
     found: dict[Hashable, tuple[Item, int]] = {}
     for item in items:
         key = same(item)

@@ -55,7 +55,9 @@ def symbolic_shapes(space: Space, stacks: Sequence[Stack]) -> SymbolicShapes:
 
 
 def _seeds(space: Space, stacks: Sequence[Stack]) -> dict[str, int]:
-    """The symbols of dims and their values now; a size of one is broadcast wherever it meets others, and is none."""
+    """Return the symbols of dims and their values now; a size of one is broadcast wherever it meets others, and is
+    none.
+    """
     found: dict[str, int] = {}
     for decision in space.decisions:
         if decision.kind == "input":
@@ -94,7 +96,7 @@ class _Walk:
         }
 
     def shapes(self) -> tuple[dict[Key, tuple[int, ...]], dict[str, str]]:
-        """The shape of every tensor, and why some symbols cannot vary."""
+        """Return the shape of every tensor, and why some symbols cannot vary."""
         for decision in self._space.decisions:
             if decision.kind == "call":
                 self._call(decision)
@@ -107,7 +109,7 @@ class _Walk:
         return found, {**self._equations.conflicts, **self._learned(found)}
 
     def _found(self) -> dict[Key, tuple[int, ...]]:
-        """The shapes; equal ones are one object, so that what is computed of them can be kept by it."""
+        """Return the shapes; equal ones are one object, so that what is computed of them can be kept by it."""
         sizes: dict[Polynomial, Size] = {}
         shapes: dict[tuple[int, ...], tuple[Size, ...]] = {}
         one_of = {root: sizes.setdefault(size.polynomial, size) for root, size in self._equations.known.items()}
@@ -193,7 +195,7 @@ class _Walk:
                     self._equations.add(Equation(whole, (piece,), False, margin, "a slice"))
 
     def _learned(self, shapes: Mapping[Key, tuple[int, ...]]) -> dict[str, str]:
-        """Inputs cannot change the size of a parameter."""
+        """Return the inputs cannot change the size of a parameter."""
         found: dict[str, str] = {}
         for name, placeholder in self._space.program.parameters.items():
             for size in shapes[placeholder, 0]:
@@ -208,5 +210,5 @@ def _is_table(parameter: fx.Node) -> bool:
 
 
 def input_keys(space: Space, decision: Decision) -> list[Key]:
-    """The tensors that a call takes, in the order of its inputs."""
+    """Return the tensors that a call takes, in the order of its inputs."""
     return [(source.name, position) for source, position in map(source_of, tensor_inputs(decision.node))]

@@ -33,7 +33,7 @@ class Polynomial:
 
     @classmethod
     def of(cls, value: Polynomial | Number) -> Polynomial:
-        """A number as a polynomial; the polynomial of a Size."""
+        """Return a number as a polynomial; the polynomial of a Size."""
         if isinstance(value, Size):
             return value.polynomial
         if isinstance(value, Polynomial):
@@ -68,7 +68,7 @@ class Polynomial:
         return _polynomial(found)
 
     def __truediv__(self, other: Polynomial | Number) -> Polynomial:
-        """The quotient by a monomial, which is all that tensors are divided by."""
+        """Return the quotient by a monomial, which is all that tensors are divided by."""
         ((monomial, coefficient),) = Polynomial.of(other).terms
         inverse = coefficient if coefficient == 1 else Fraction(1, coefficient)  # type: ignore[arg-type]
         return self * Polynomial(((tuple((name, -exponent) for name, exponent in monomial), inverse),))
@@ -98,7 +98,7 @@ def _polynomial(found: Mapping[Monomial, Number]) -> Polynomial:
 
 
 def _plain(value: Number) -> Number:
-    """A fraction that is whole as an int."""
+    """Return a fraction that is whole as an int."""
     return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
@@ -111,7 +111,7 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
 
 
 def _term(monomial: Monomial, coefficient: Number) -> str:
-    """A product as text: "3*batch*hidden/(8*tp)"."""
+    """Return a product as text: "3*batch*hidden/(8*tp)"."""
     whole = coefficient if isinstance(coefficient, float) else Fraction(coefficient).numerator
     part = 1 if isinstance(coefficient, float) else Fraction(coefficient).denominator
     above = [_power(name, exponent) for name, exponent in monomial if exponent > 0]
@@ -142,12 +142,12 @@ class Size(int):
 
     @classmethod
     def symbol(cls, name: str, value: int) -> Size:
-        """A symbol with the value that it has now."""
+        """Return a symbol with the value that it has now."""
         return cls.make(value, Polynomial.symbol(name))
 
     @classmethod
     def of(cls, value: int) -> Size:
-        """A number, which depends on nothing; a Size is itself."""
+        """Return a number, which depends on nothing; a Size is itself."""
         return value if isinstance(value, Size) else cls.make(value, Polynomial.of(value))
 
     def __add__(self, other: int) -> Size:
@@ -170,7 +170,7 @@ class Size(int):
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int) -> Size:
-        """The quotient; where it is rounded now, it is rounded at all values."""
+        """Return the quotient; where it is rounded now, it is rounded at all values."""
         value, divisor = int(self) // int(other), Polynomial.of(other)
         if int(self) % int(other) == 0 and len(divisor.terms) == 1:
             return Size.make(value, self.polynomial / divisor)
@@ -185,6 +185,8 @@ class Size(int):
 
 
 def axis_symbols(mesh: Mesh) -> dict[str, str]:
-    """The symbols of a mesh's axes, each with its axis: the axis's name, unless that is a size or a word of Python."""
+    """Return the symbols of a mesh's axes, each with its axis: the axis's name, unless that is a size or a word of
+    Python.
+    """
     reserved = {BATCH, SEQUENCE, HIDDEN, LAYERS, "bytes"}
     return {f"{axis}_axis" if axis in reserved or keyword.iskeyword(axis) else axis: axis for axis in mesh.names}

@@ -95,7 +95,7 @@ def choice_words(plan: Plan, row: PlanRow, axes: Sequence[str] | None = None) ->
 
 
 def layout_words(layout: str, names: Sequence[str], shown: Sequence[str] | None = None) -> str:
-    """A layout as people say it.
+    """Return a layout as people say it.
 
     >>> layout_words("S(0) R P", ("dp", "sp", "tp")), layout_words("I", ("dp",))
     ('dim 0 on dp, partial on tp', 'whole')

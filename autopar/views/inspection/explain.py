@@ -89,12 +89,12 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
 
 
 def _own_seconds(decision: Decision, choice: int) -> float:
-    """Seconds of an optimizer's step without its collectives."""
+    """Return the seconds of an optimizer's step without its collectives."""
     return float(decision.menu.seconds[choice]) - sum(decision.menu.strategies[choice].waits)
 
 
 def label(space: Space, number: int) -> str:
-    """A decision as people know it: the path of its parameter or module, or its name in the graph."""
+    """Return a decision as people know it: the path of its parameter or module, or its name in the graph."""
     decision = space.decisions[number]
     parameters = space.program.parameter_names
     if decision.kind == "parameter":
@@ -178,13 +178,13 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
 
 
 def _allowed(context: PlanContext, number: int) -> np.ndarray:
-    """The strategies of a decision that the pins leave."""
+    """Return the strategies of a decision that the pins leave."""
     every = np.ones(len(context.space.decisions[number].menu.strategies), dtype=bool)
     return context.pins.get(number, every) & np.isfinite(context.space.decisions[number].menu.seconds)
 
 
 def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
-    """The pins of a plan in which the decision keeps to a mask too."""
+    """Return the pins of a plan in which the decision keeps to a mask too."""
     return {**context.pins, number: _allowed(context, number) & mask}
 
 
@@ -215,7 +215,7 @@ def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[
 
 
 def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | None:
-    """The strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
+    """Return the strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
     if context.settings.limit is None:
         return None
     with unsaid():

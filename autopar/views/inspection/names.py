@@ -20,7 +20,7 @@ SHOWN = 6  # names in an error
 
 
 def decision_named(space: Space, name: str) -> int:
-    """The one decision that a name means; InputError with names close to it where it means none or several.
+    """Return the one decision that a name means; InputError with names close to it where it means none or several.
 
     In this order, the first that finds something: whole names of modules, of parameters and of decisions, then the
     end of such a name.
@@ -51,7 +51,7 @@ def _only(found: Sequence[str], name: str, kind: str) -> str:
 
 
 def _main_call(catalog: Catalog, module: str) -> int:
-    """The call of a module that computes most, its own before those of modules inside."""
+    """Return the call of a module that computes most, its own before those of modules inside."""
     decisions = catalog.space.decisions
     own = [number for number in catalog.calls if catalog.module(number) == module]
     inside = [number for number in catalog.calls if is_below(catalog.module(number), module)]

@@ -25,7 +25,7 @@ _PARTS = {"recomputation": RECOMPUTATION, "optimizer": OPTIMIZER}
 
 
 def timeline(plan: Plan) -> Timeline:
-    """The simulated step of a plan; PlanError where it was loaded."""
+    """Return the simulated step of a plan; PlanError where it was loaded."""
     context = context_of(plan, "timeline")
     return step_timeline(context.memory_model, context.choices, plan.recompute)
 

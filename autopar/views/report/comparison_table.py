@@ -106,7 +106,7 @@ def _row(each: Contender, is_taken: bool) -> list[str]:
 
 
 def schedule_words(each: Contender) -> str:
-    """Name the schedule, with the stages of a rank if there are several."""
+    """Return the name the schedule, with the stages of a rank if there are several."""
     return f"{each.schedule} {TIMES} {each.chunks}" if each.chunks > 1 else each.schedule
 
 

@@ -141,7 +141,9 @@ def host_words(host: Mapping[str, int]) -> str:
 
 
 def modes(plan: Plan) -> tuple[str, str]:
-    """Name the segments that are recomputed, with their mode, and those saved on the host; numbered ones as ranges."""
+    """Return the name the segments that are recomputed, with their mode, and those saved on the host; numbered ones as
+    ranges.
+    """
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for segment, mode in plan.recompute.items():
         stem, _, number = segment.rpartition(".")
@@ -168,7 +170,9 @@ def solver_words(solver: str) -> str:
 
 
 def timeline_words(plan: Plan) -> tuple[str, str]:
-    """The step, and its largest differences from the sum, "" where they are small; PlanError for a loaded plan."""
+    """Return the step, and its largest differences from the sum, "" where they are small; PlanError for a loaded
+    plan.
+    """
     found = plan.timeline()
     hidden = f"; {format_seconds(found.hidden)} of collectives hidden" if found.hidden > SMALL * found.seconds else ""
     apart = [

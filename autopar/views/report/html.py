@@ -32,7 +32,7 @@ NUM_COLOURS = 8
 
 
 def page(plan: Plan) -> str:
-    """The whole page as HTML text."""
+    """Return the whole page as HTML text."""
     parts = {
         "title": f"Plan for {escape(str(plan.mesh))}",
         "header": _header(plan),
@@ -64,14 +64,14 @@ def fact_items(facts: Iterable[Fact]) -> str:
 
 
 def _legend(plan: Plan) -> str:
-    """A chip per role with its meaning, and the mark of pinned rows if there are any."""
+    """Return a chip per role with its meaning, and the mark of pinned rows if there are any."""
     chips = "".join(f'<span class="chip {role}" title="{escape(words)}">{role}</span>' for role, words in ROLES.items())
     pinned = '<span class="mode">pinned</span> by an annotation' if any(row.pinned for row in plan.rows) else ""
     return chips + pinned
 
 
 def memory_section(plan: Plan) -> str:
-    """The bar of a device against the limit, its parts as a table, and the live bytes over the step."""
+    """Return the bar of a device against the limit, its parts as a table, and the live bytes over the step."""
     parts = dict(plan.memory.parts) if plan.memory else {}
     named = sum(parts.values())
     if plan.peak_bytes > named:
@@ -131,7 +131,7 @@ def _timeline(timeline: Sequence[Instant], limit: int | None) -> str:
 
 
 def time_section(plan: Plan) -> str:
-    """Seconds by what is done, and compute by operation, as tables with bars."""
+    """Return the seconds by what is done, and compute by operation, as tables with bars."""
     shares = sorted(breakdown(plan).items(), key=lambda item: -item[1].seconds)
     kinds = [(name, share.seconds, format_bytes(share.num_bytes) if share.num_bytes else "") for name, share in shares]
     seconds: dict[str, float] = defaultdict(float)
@@ -152,7 +152,7 @@ def time_section(plan: Plan) -> str:
 
 
 def _bars(names: tuple[str, str], rows: Iterable[tuple[str, float, str]], whole: float) -> str:
-    """A table of (name, seconds, more) with a bar each, as long as its share of the longest."""
+    """Return a table of (name, seconds, more) with a bar each, as long as its share of the longest."""
     rows = list(rows)
     longest = max((seconds for _, seconds, _ in rows), default=0.0)
     cells = []
@@ -231,7 +231,7 @@ def _columns(plan: Plan, row: PlanRow, texts: _Texts, choices: _Texts, moves: _T
 
 
 def colour_of(role: str) -> str:
-    """The class of a role: its own word, or what a placement ("S(0)", "R", "I", "P") amounts to."""
+    """Return the class of a role: its own word, or what a placement ("S(0)", "R", "I", "P") amounts to."""
     if role in ROLES:
         return role
     if role in ("R", "I"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def html_table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
-    """A table of cells that are HTML already; the columns of `numbers` (all but the first) are aligned right."""
+    """Return a table of cells that are HTML already; the columns of `numbers` (all but the first) are aligned right."""
     right = set(range(1, len(names)) if numbers is None else numbers)
     kind = ['class="number"' if column in right else "" for column in range(len(names))]
     head = "".join(f"<th {kind[i]}>{name}</th>" for i, name in enumerate(names))

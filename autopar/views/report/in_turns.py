@@ -21,7 +21,9 @@ ROUNDING = 1e-9
 
 
 def in_turns(plan: Plan) -> Timeline:
-    """The step of a plan's rows, one thing after the other; PlanError where the parts of a row take longer than it."""
+    """Return the step of a plan's rows, one thing after the other; PlanError where the parts of a row take longer than
+    it.
+    """
     rests = {row.name: _rest(row) for row in plan.rows}
     rows = _in_order([row for row in plan.rows if row.kind != "parameter"])
     tasks = [*_forward(rows, rests), *_backward(rows)]
@@ -68,7 +70,7 @@ def _computed(row: PlanRow, phase: str, seconds: float) -> Task:
 
 
 def _moves(row: PlanRow, moved: Iterable[Moved]) -> list[Task]:
-    """A task per collective of a row."""
+    """Return a task per collective of a row."""
     return [
         Task(
             *(each.collective, each.axis, each.seconds, "backward" if each.backward else "forward"),
@@ -87,7 +89,9 @@ def _in_order(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def _rest(row: PlanRow) -> float:
-    """Seconds of a row that none of its parts has: the copies of reshards, and the optimizer of a parameter."""
+    """Return the seconds of a row that none of its parts has: the copies of reshards, and the optimizer of a
+    parameter.
+    """
     parts = row.forward_seconds + row.backward_seconds + row.recompute_seconds
     parts += sum(moved.seconds for moved in row.transfers)
     if parts - row.seconds > ROUNDING * max(parts, 1e-6):

@@ -34,7 +34,7 @@ LIGHTEST = 0.5  # opacity of the last stage of a rank
 
 
 def page(plan: PipelinePlan) -> str:
-    """The whole page as HTML text."""
+    """Return the whole page as HTML text."""
     style = re.search(r"<style>.*?</style>", PLAN_TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)
     assert style is not None, f"no style in {PLAN_TEMPLATE.name}"
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
@@ -57,7 +57,7 @@ def page(plan: PipelinePlan) -> str:
 
 
 def gantt(plan: PipelinePlan) -> str:
-    """The chart as SVG: a lane per rank, a rectangle per slice, times below."""
+    """Return the chart as SVG: a lane per rank, a rectangle per slice, times below."""
     ranks = range(plan.schedule.num_ranks)
     bottom = len(ranks) * (LANE + GAP)
     scale = (WIDTH - LEFT) / plan.seconds if plan.seconds else 0.0
@@ -82,7 +82,7 @@ def _tick(plan: PipelinePlan, number: int, bottom: int) -> str:
 
 
 def _slice(plan: PipelinePlan, each: Slice, scale: float) -> str:
-    """A rectangle with its label, where that fits, and what it is as a tooltip."""
+    """Return a rectangle with its label, where that fits, and what it is as a tooltip."""
     stages = plan.schedule.stages_of(each.rank)
     place = stages.index(each.stage)
     opacity = 1 - (1 - LIGHTEST) * place / max(len(stages) - 1, 1)
@@ -109,7 +109,7 @@ def _words(plan: PipelinePlan) -> str:
 
 
 def _legend(plan: PipelinePlan) -> str:
-    """A key per kind that occurs."""
+    """Return a key per kind that occurs."""
     there = {each.kind for each in plan.timeline.slices}
     found = []
     for kind, name in KINDS.items():
@@ -125,12 +125,12 @@ def _stage_cells(plan: PipelinePlan) -> list[list[str]]:
 
 
 def _numbers() -> list[int]:
-    """The columns of numbers."""
+    """Return the columns of numbers."""
     return [column for column, name in enumerate(HEADERS) if name != "blocks"]
 
 
 def _details(stage: StagePlan) -> str:
-    """Memory and time of a stage's own plan, folded."""
+    """Return the memory and time of a stage's own plan, folded."""
     peak = format_bytes(stage.plan.peak_bytes)
     title = f"Stage {stage.number}: {escape(stage.range)}, {peak} per device"
     inside = (

@@ -20,7 +20,7 @@ LEGEND = (
 
 
 def pipeline_table(plan: PipelinePlan) -> str:
-    """The plan as text: a header, the stages, notes, and how to see more of a stage."""
+    """Return the plan as text: a header, the stages, notes, and how to see more of a stage."""
     mesh = plan.mesh
     title = f"pipeline plan for the mesh {mesh} ({mesh.num_devices} devices, hardware {mesh.hardware})"
     header = [wrapped(title), *fact_lines(facts(plan))]
@@ -54,7 +54,7 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
 
 
 def stage_rows(plan: PipelinePlan) -> list[list[str]]:
-    """A line of text per stage, in the columns of HEADERS."""
+    """Return a line of text per stage, in the columns of HEADERS."""
     return [_row(plan, stage) for stage in plan.stages]
 
 

@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def trace(plan: PipelinePlan) -> str:
-    """The predicted step as JSON text that Perfetto and chrome://tracing open."""
+    """Return the predicted step as JSON text that Perfetto and chrome://tracing open."""
     events: list[Event] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "predicted step"}}]
     for rank in range(plan.schedule.num_ranks):
         stages = ", ".join(str(stage) for stage in plan.schedule.stages_of(rank))

@@ -54,7 +54,7 @@ class _Line:
 
 
 def plan_table(plan: Plan, verbose: bool = False) -> str:
-    """The plan as text: a header, choices by module, traffic by collective, calls without a rule, notes."""
+    """Return the plan as text: a header, choices by module, traffic by collective, calls without a rule, notes."""
     lines, rest = _lines(plan, verbose)
     sections = [
         _header(plan),
@@ -75,7 +75,7 @@ def _header(plan: Plan) -> str:
 
 
 def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
-    """The lines in the order of the model, and the rows that no line shows."""
+    """Return the lines in the order of the model, and the rows that no line shows."""
     position = {row.name: number for number, row in enumerate(plan.rows)}
     first_call: dict[str, int] = {}
     for row in plan.rows:
@@ -110,12 +110,12 @@ def _line(row: PlanRow, storage: str) -> _Line:
 
 
 def kind_words(kind: str) -> str:
-    """The kind of a decision that is no call, in words."""
+    """Return the kind of a decision that is no call, in words."""
     return SHARED if kind == "hub" else f"({kind})"
 
 
 def _storages(plan: Plan) -> dict[str, str]:
-    """Module → how its parameters are stored, one line of text where they are stored alike."""
+    """Return the module → how its parameters are stored, one line of text where they are stored alike."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for row in plan.rows:
         if row.kind == "parameter":
@@ -133,7 +133,7 @@ def _storages(plan: Plan) -> dict[str, str]:
 
 
 def _storage(layout: str, axes: Sequence[str]) -> str:
-    """A layout as people say it: "dim 0 on dp, tp" (one dim a line), "whole"."""
+    """Return a layout as people say it: "dim 0 on dp, tp" (one dim a line), "whole"."""
     split: dict[str, list[str]] = defaultdict(list)
     for part, axis in zip(layout.split(), axes, strict=True):
         if part.startswith(("S", "Z")):
@@ -167,7 +167,7 @@ def _summed(transfers: Iterable[tuple[Any, ...]]) -> Transfers:
 
 
 def _choices(plan: Plan, lines: Sequence[_Line], rest: Sequence[PlanRow], verbose: bool) -> str:
-    """The table of choices, with what it leaves out and the total as its last lines."""
+    """Return the table of choices, with what it leaves out and the total as its last lines."""
     blank = [""] * plan.mesh.ndim
     layout = [""] if verbose else []
     table = [
@@ -209,7 +209,7 @@ def _legend(plan: Plan, lines: Sequence[_Line]) -> str:
 
 
 def _leftovers(rest: Sequence[PlanRow]) -> list[tuple[str, list[PlanRow]]]:
-    """Rows without a line of their own, in two kinds."""
+    """Return the rows without a line of their own, in two kinds."""
     parameters = [row for row in rest if row.kind == "parameter"]
     others = [row for row in rest if row.kind != "parameter"]
     kinds = (("(all other: views, elementwise …)", others), ("(optimizer step)", parameters))
@@ -217,7 +217,9 @@ def _leftovers(rest: Sequence[PlanRow]) -> list[tuple[str, list[PlanRow]]]:
 
 
 def _shortened(path: str, width: int) -> str:
-    """A path that is too long loses its first modules, and then its first letters; other words lose their last."""
+    """Return the cell shortened: a path loses its first modules, then its first letters; other words lose their
+    last.
+    """
     if path.startswith("("):
         return path if len(path) <= width else f"{path[: width - 1]}…"
     while len(path) > min(width, MODULE_WIDTH) and "." in path.removeprefix("…."):
@@ -233,7 +235,7 @@ def _moved(transfers: Transfers) -> str:
 
 
 def _traffic(plan: Plan) -> str:
-    """Bytes per step and device by collective and axis."""
+    """Return the bytes per step and device by collective and axis."""
     collectives = sorted({collective for collective, _ in plan.traffic})
     if not collectives:
         return "no bytes are moved"

@@ -23,7 +23,7 @@ Written = dict[str, Any]
 
 
 def trace(plan: Plan) -> str:
-    """The trace as JSON text. Raises PlanError where the parts of a row take longer than the row."""
+    """Return the trace as JSON text. Raises PlanError where the parts of a row take longer than the row."""
     timeline = in_turns(plan) if plan.context is None else plan.timeline()
     rows = {row.name: row for row in plan.rows}
     tracks = {name: number for number, name in enumerate(dict.fromkeys((COMPUTE, *plan.mesh.names, *timeline.streams)))}
@@ -59,7 +59,7 @@ def _event(kind: str, name: str, start: float, *others: tuple[str, Any]) -> Writ
 
 
 def _memory(plan: Plan, timeline: Timeline) -> list[Written]:
-    """The live bytes while a row runs, where the plan knows them."""
+    """Return the live bytes while a row runs, where the plan knows them."""
     starts: dict[tuple[str, bool], float] = {}
     for each in timeline.events:
         if each.task.phase in ("forward", "rest", "backward"):
@@ -77,7 +77,7 @@ def _choice(row: PlanRow) -> dict[str, str]:
 
 
 def _names(tracks: dict[str, int], beside: set[str]) -> list[Written]:
-    """The names of the process and its tracks, in the order in which they are shown."""
+    """Return the names of the process and its tracks, in the order in which they are shown."""
     events: list[Written] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "predicted step"}}]
     for stream, track in tracks.items():
         name = stream if stream == COMPUTE or stream in beside else f"communication on {stream}"

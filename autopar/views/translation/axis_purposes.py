@@ -52,7 +52,7 @@ def tensor_axis(plan: Plan, axis: str | None) -> str | None:
 
 
 def stored_in_parts(plan: Plan) -> frozenset[str]:
-    """The axes on which most parameters, counted in tensors, are stored in parts."""
+    """Return the axes on which most parameters, counted in tensors, are stored in parts."""
     layouts = [Layout.parse(row.layout) for row in plan.rows if row.kind == "parameter"]
     split = (
         (axis, sum(layout[position].is_split for layout in layouts)) for position, axis in enumerate(plan.mesh.names)

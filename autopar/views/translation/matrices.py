@@ -61,7 +61,9 @@ class _Chain:
 
 
 def matrices_on(context: PlanContext, axis: str, weights_in_chains: bool) -> Matrices:
-    """The matrices of a plan on an axis; chains with weights are taken for broken without `weights_in_chains`."""
+    """Return the matrices of a plan on an axis; chains with weights are taken for broken without
+    `weights_in_chains`.
+    """
     walk = _Walk(context, context.space.mesh.names.index(axis))
     found, tied = walk.modules()
     columns = {number for number, each in found.items() if each.kind == "linear" and each.role == "column"}
@@ -119,7 +121,7 @@ class _Walk:
                 yield wire, source
 
     def weights(self, number: int) -> frozenset[str] | None:
-        """The parameters that a decision is made of, where it is made of nothing else."""
+        """Return the parameters that a decision is made of, where it is made of nothing else."""
         decision = self.space.decisions[number]
         if decision.kind == "parameter":
             return frozenset({self.parameters[decision.node.name]})
@@ -149,7 +151,7 @@ class _Walk:
         return kept, tuple(sorted(tied))
 
     def _also(self, names: frozenset[str]) -> Iterator[str]:
-        """The further names of parameters."""
+        """Return the further names of parameters."""
         return (alias for alias, first in self.space.program.tied.items() if first in names)
 
     def chain(self, start: int, rows: set[int]) -> _Chain:

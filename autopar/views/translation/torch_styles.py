@@ -92,7 +92,7 @@ def apply(plan: ParallelizePlan, model: nn.Module, mesh: DeviceMesh) -> nn.Modul
 
 
 def _one_each(mesh: DeviceMesh, replicated: tuple[str, ...], sharded: tuple[str, ...]) -> DeviceMesh:
-    """The mesh for fully_shard: one axis that shards, and before it one that replicates, where there is such."""
+    """Return the mesh for fully_shard: one axis that shards, and before it one that replicates, where there is such."""
     names = []
     for axes in (replicated, sharded):
         if len(axes) > 1:

@@ -13,7 +13,7 @@ KNOWN = (TENSOR, "data", "sequence", "expert")
 
 
 def torchtitan_args(plan: Plan) -> TorchtitanArguments:
-    """The arguments of torchtitan that come nearest to a plan, loaded or not."""
+    """Return the arguments of torchtitan that come nearest to a plan, loaded or not."""
     purpose, parts = purposes(plan), stored_in_parts(plan)
     lost = [
         f"{axis}: divided by {each}; torchtitan has no degree for it"

@@ -115,7 +115,7 @@ class _ByPositions:
         add_gradients(sums, self._pairs(ranks, step), *given, block=block)
 
     def _pairs(self, ranks: Ranks, step: int) -> tuple[Pair, ...]:
-        """The blocks that a rank computes with the keys that it has after so many steps around the ring."""
+        """Return the blocks that a rank computes with the keys that it has after so many steps around the ring."""
         keys = self.split.keys_at(ranks, step)
         return pairs_of(self._queries(ranks), keys, self.split.keys_unmoved(ranks), self.causal)
 

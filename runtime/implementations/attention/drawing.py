@@ -20,7 +20,8 @@ HEADS = "h"
 
 
 def lines(query: Tensor, axes: Axes, sizes: Mapping[str, int]) -> tuple[dict[str, int], Axes]:
-    """The sizes of the dims of `query` before that of positions, in the whole, and the axes that split them, by factor.
+    """Return the sizes of the dims of `query` before that of positions, in the whole, and the axes that split them, by
+    factor.
 
     Leading dims in order, then heads, where there are any.
     """
@@ -76,5 +77,5 @@ def drawn(
 def dropout_of(
     p: float, drawn: Tensor, queries: Sequence[Piece], keys: Sequence[Piece], device: torch.device
 ) -> Dropout:
-    """The dropout of some queries and keys, given what is `drawn` for this rank."""
+    """Return the dropout of some queries and keys, given what is `drawn` for this rank."""
     return Dropout.of(p, drawn, positions(queries, device), positions(keys, device))

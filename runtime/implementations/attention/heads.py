@@ -36,7 +36,7 @@ def attention(
 def shared_heads(
     query: Tensor, keys: Tensor, value: Tensor, axes: Axes, sizes: Mapping[str, int]
 ) -> tuple[Tensor, Tensor]:
-    """The heads of keys and values [..., heads, positions, features] that this rank's query heads share.
+    """Return the heads of keys and values [..., heads, positions, features] that this rank's query heads share.
 
     Where a rank has parts of groups of different sizes, a head is there several times, so that all serve as many.
     """

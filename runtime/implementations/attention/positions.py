@@ -37,7 +37,7 @@ class Dealing:
         return cls(axes_of(axes.get(factor, ())), frozenset(zigzag.get(factor, ())))
 
     def pieces(self, size: int, ranks: Ranks) -> tuple[Piece, ...]:
-        """The positions that the rank there has of so many, which the axes divide."""
+        """Return the positions that the rank there has of so many, which the axes divide."""
         found = [(0, size)]
         for axis, rank in zip(self.axes, ranks, strict=True):
             part = size // axis.size
@@ -104,7 +104,7 @@ class Split:
         return hops_of(reach, part, self.ring.size, any(dealt))
 
     def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
-        """The keys that a rank has after so many hops."""
+        """Return the keys that a rank has after so many hops."""
         hop = self.hops[step - 1] if step else None
         stands = {axis.name: rank for axis, rank in zip(self.axes, ranks, strict=True)}
         around = [axis for axis in self.keys.axes if axis not in self.merged]
@@ -116,7 +116,7 @@ class Split:
         return pieces if hop is None else _among(pieces, hop.first, hop.size)
 
     def keys_unmoved(self, ranks: Ranks) -> tuple[Piece, ...]:
-        """The keys of a tensor that does not travel, and so is whole on the axes of the ring."""
+        """Return the keys of a tensor that does not travel, and so is whole on the axes of the ring."""
         stands = {axis.name: rank for axis, rank in zip(self.axes, ranks, strict=True)}
         return Dealing(self.merged, self.keys.zigzag).pieces(
             self.num_keys, tuple(stands[axis.name] for axis in self.merged)

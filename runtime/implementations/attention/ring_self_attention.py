@@ -173,6 +173,6 @@ def _around(compute: Callable[..., Sequence[Tensor]], own: Tensor, rows: _Rows, 
 
 
 def _home(grad_BTD: Tensor, rows: _Rows) -> Tensor:
-    """The sum of all ranks' gradients of this rank's keys, or values."""
+    """Return the sum of all ranks' gradients of this rank's keys, or values."""
     ring = rows.split.ring
     return grad_BTD if ring is None else raw_reduce_scatter(rows.by_rank(grad_BTD), ring, 1)

@@ -124,7 +124,7 @@ class _InSteps(autograd.Function):
 
 
 def sent(here: Sequence[Tensor], own: Sequence[Tensor], split: Split, step: int) -> Travelling | None:
-    """The keys and values that others have in the next step, on their way; None where that was the last one.
+    """Return the keys and values that others have in the next step, on their way; None where that was the last one.
 
     They are of what is here, which has come in hops, or this rank's own.
     """
@@ -138,7 +138,7 @@ def sent(here: Sequence[Tensor], own: Sequence[Tensor], split: Split, step: int)
 
 
 def _added(sums: Sequence[Tensor], parts: Sequence[Tensor], first: int) -> list[Tensor]:
-    """The sums with what is to be added to them from a position on."""
+    """Return the sums with what is to be added to them from a position on."""
 
     def widened(x: Tensor, size: int) -> Tensor:
         return pad(x, (0, 0, first, size - first - x.shape[-2])) if x.shape[-2] < size else x
@@ -147,7 +147,7 @@ def _added(sums: Sequence[Tensor], parts: Sequence[Tensor], first: int) -> list[
 
 
 def merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:
-    """The results of ranks that have seen different keys, as one."""
+    """Return the results of ranks that have seen different keys, as one."""
     for axis in axes:
         level = raw_all_reduce(lse, axis, "max")
         level = level.masked_fill(level == -math.inf, 0.0)

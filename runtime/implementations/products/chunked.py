@@ -132,7 +132,7 @@ def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Axes) ->
 def _of_gathered(
     x: Tensor, rows: str, axes: Axes, zigzag: Axes, again: int, whole: int, operands: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """The rows of all ranks by several weights, each followed by its bias or None."""
+    """Return the rows of all ranks by several weights, each followed by its bias or None."""
     way = _way(x, operands[0], rows, axes, zigzag)
     return (_OfGatheredAgain if again else _OfGathered).apply(x, way.whole if whole else way, *operands)
 
@@ -178,7 +178,9 @@ class _Reduced:
 def _products_of_gathered(
     part: Tensor, way: _Way, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The rows of all ranks, where they are to be kept, and their product by each weight [O, K], with its bias."""
+    """Return the rows of all ranks, where they are to be kept, and their product by each weight [O, K], with its
+    bias.
+    """
     whole, products = way.chunks.whole(), [way.chunks.whole() for _ in weights]
     for chunk in _gathered(part, way):
         for product, w_OK, bias in zip(products, weights, biases, strict=True):
@@ -191,7 +193,7 @@ def _products_of_gathered(
 def _fused_products_of_gathered(
     part: Tensor, way: _Way, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The same in one kernel."""
+    """Return the same in one kernel."""
     matrices = [w_OK.mT for w_OK in weights]
     whole, products = gather_and_multiply(part, matrices, way.axis, way.chunks.dim, keep)
     pairs = zip(products, biases, strict=True)
@@ -201,13 +203,15 @@ def _fused_products_of_gathered(
 def _products(
     x: Tensor, way: _Way, operands: Sequence[Tensor | None], keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The rows of all ranks, if they are to be kept, and their product by each weight, each followed by its bias."""
+    """Return the rows of all ranks, if they are to be kept, and their product by each weight, each followed by its
+    bias.
+    """
     products_of = _fused_products_of_gathered if way.fused else _products_of_gathered
     return products_of(x, way, operands[::2], operands[1::2], keep)  # type: ignore[arg-type]
 
 
 def _sum_of_products(parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-    """The sum of parts [..., O], each by its matrix [O, K], in one buffer."""
+    """Return the sum of parts [..., O], each by its matrix [O, K], in one buffer."""
     total = parts[0] @ matrices[0]
     for part, matrix in zip(parts[1:], matrices[1:], strict=True):
         total.view(-1, total.shape[-1]).addmm_(part.flatten(0, -2), matrix)
@@ -223,7 +227,7 @@ def _reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way: _Way)
 
 
 def _fused_reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way: _Way) -> Tensor:
-    """The same in one kernel, which takes one part: several are one of all their features."""
+    """Return the same in one kernel, which takes one part: several are one of all their features."""
     part, matrix = (
         (parts[0], matrices[0]) if len(parts) == 1 else (torch.cat(list(parts), -1), torch.cat(list(matrices)))
     )

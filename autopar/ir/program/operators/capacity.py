@@ -22,7 +22,9 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 def capacity(num_slots: int, num_experts: int, capacity_factor: float) -> int:
-    """The rows of a sample of so many slots that an expert takes; the factor counts as the decimal that it prints.
+    """Return the most rows of a sample, with so many slots, that an expert takes.
+
+    The factor counts as the decimal that it prints.
 
     >>> capacity(50, 5, 1.1), math.ceil(1.1 * 50 / 5)
     (11, 12)

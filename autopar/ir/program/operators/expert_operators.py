@@ -43,13 +43,13 @@ def sorted_slots(expert_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def count_rows(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """The rows of each expert."""
+    """Return the rows of each expert."""
     flat = expert_TK.reshape(-1)
     return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
 
 
 def inverted(slots_R: Tensor) -> Tensor:
-    """The row of every slot, given the slot of every row."""
+    """Return the row of every slot, given the slot of every row."""
     return torch.empty_like(slots_R).scatter_(0, slots_R, torch.arange(slots_R.numel(), device=slots_R.device))
 
 
@@ -142,13 +142,13 @@ class PartHome(torch.autograd.Function):
 
 
 def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
-    """The slot of each row, where slots without one have -1."""
+    """Return the slot of each row, where slots without one have -1."""
     slots = torch.argsort(route_TK.flatten())
     return slots[slots.shape[0] - num_rows :]
 
 
 def all_rows(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A row for every slot: rows, the expert of each, and the row of every slot."""
+    """Return a row for every slot: rows, the expert of each, and the row of every slot."""
     ids, slots = sorted_slots(index)
     route = inverted(slots).view(index.shape)
     return Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2)), ids, route

@@ -70,19 +70,19 @@ class Alone:
         return target_T, None
 
     def without_padding(self, logits_TV: Tensor) -> Tensor:
-        """The logits, minus infinity in columns that are padding."""
+        """Return the logits, minus infinity in columns that are padding."""
         return logits_TV
 
     def largest(self, top_T: Tensor) -> Tensor:
-        """The largest over all ranks' classes."""
+        """Return the largest over all ranks' classes."""
         return top_T
 
     def sum_of_classes(self, sums: Tensor) -> Tensor:
-        """The sum over all ranks' classes."""
+        """Return the sum over all ranks' classes."""
         return sums
 
     def count_of_all(self, count: Tensor) -> Tensor:
-        """The number of rows that count of all ranks'."""
+        """Return the number of rows that count of all ranks'."""
         return count
 
 
@@ -120,7 +120,7 @@ class _Gradients:
 def _loss_of_tiles(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, loss: Loss, ranks: Alone
 ) -> tuple[Tensor, Tensor, _Gradients]:
-    """The sum over rows, how many of these count, in double precision, and the gradients of that sum."""
+    """Return the sum over rows, how many of these count, in double precision, and the gradients of that sum."""
     found = _Gradients.like(hidden_ND, weight_VD, loss.learns)
     total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
     kept_N = target_N != loss.ignore_index
@@ -143,7 +143,7 @@ def _loss_of_rows(
     found: _Gradients,
     ranks: Alone,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of each row, and the gradients of the logits where some are needed."""
+    """Return the loss of each row, and the gradients of the logits where some are needed."""
     p_TV = F.linear(h_TD, weight_VD, bias_V).to(wide(h_TD.dtype))
     p_TV = ranks.without_padding(p_TV)
     p_TV.sub_(ranks.largest(p_TV.amax(-1)).unsqueeze(-1))
@@ -211,7 +211,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times the scale in the dtype of its tensor, without a wider one between."""
+    """Return the gradient times the scale in the dtype of its tensor, without a wider one between."""
     if gradient.dtype == dtype:
         return gradient * scale
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))

@@ -98,12 +98,12 @@ def _candidates(
 
 
 def chunks_of(name: str | None, given: int | None) -> int:
-    """Stages per rank: what is given, or the fewest that a schedule is made for."""
+    """Return the stages per rank: what is given, or the fewest that a schedule is made for."""
     return given if given is not None else 2 if name in SEVERAL_STAGES else 1
 
 
 def _option(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Option:
-    """The schedule, simulated."""
+    """Return the schedule, simulated."""
     timeline = simulate(schedule, seconds)
     in_flight = tuple(schedule.in_flight(stage) for stage in range(schedule.num_stages))
     return Option(schedule, timeline.seconds, timeline.bubble, in_flight)
@@ -117,7 +117,7 @@ def _rank(option: Option) -> tuple[float, Fraction, int, int]:
 
 
 def _kept(schedule: Schedule, in_flight: Sequence[int]) -> Fraction:
-    """The share of a batch's activations that the fullest rank keeps, if its stages keep equally much."""
+    """Return the share of a batch's activations that the fullest rank keeps, if its stages keep equally much."""
     most = max(sum(in_flight[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
     return Fraction(most, schedule.chunks * schedule.num_microbatches)
 

@@ -150,20 +150,23 @@ class Schedule:
         return _orders_with_receives(self)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that runs `stage`."""
+        """Return the rank that runs `stage`."""
         assert 0 <= stage < self.num_stages
         return min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, in the order of the model."""
+        """Return the stages of `rank`, in the order of the model."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def in_flight(self, stage: int) -> int:
-        """The most micro-batches whose forward `stage` has run and whose backward, weights included, it has not."""
+        """Return the most micro-batches whose forward `stage` has run and whose backward, weights included, it has
+        not.
+        """
         return self.most_waiting(self.rank_of(stage), {stage: 1})
 
     def most_waiting(self, rank: int, each: Mapping[int, int]) -> int:
-        """The most that waits for its backward, weights included, on a rank of which stages keep `each` a micro-batch.
+        """Return the most that waits for its backward, weights included, on a rank of which stages keep `each` a
+        micro-batch.
 
         Stages that `each` does not name keep nothing.
         """

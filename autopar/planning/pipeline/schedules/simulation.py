@@ -64,11 +64,11 @@ class StageSeconds:
         assert all(getattr(self, each.name) >= 0 for each in fields(self)), f"negative seconds: {self}"
 
     def of(self, kind: str) -> float:
-        """Seconds of one computation, by the kind of its step."""
+        """Return the seconds of one computation, by the kind of its step."""
         return _by_kind(self.forward, self.backward_input, self.backward_weight)[kind]
 
     def sent(self, kind: str) -> float:
-        """Seconds of the transfer of what F or I make."""
+        """Return the seconds of the transfer of what F or I make."""
         return self.send_forward if kind == "F" else self.send_backward
 
 
@@ -100,7 +100,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:
-    """The timeline of one step; `seconds[s]` is what stage s takes."""
+    """Return the timeline of one step; `seconds[s]` is what stage s takes."""
     assert len(seconds) == schedule.num_stages, f"{len(seconds)} stages for {schedule}"
     lasting = {(kind, stage): each.of(kind) for stage, each in enumerate(seconds) for kind in KINDS}
     sent = {(kind, stage): each.sent(kind) for stage, each in enumerate(seconds) for kind in ("F", "I")}
@@ -186,7 +186,7 @@ def _reads(step: Action, num_stages: int) -> list[Key]:
 
 
 def _bubble(slices: Sequence[Slice], rank_seconds: float) -> float:
-    """The share of `rank_seconds` in which no slice runs."""
+    """Return the share of `rank_seconds` in which no slice runs."""
     if rank_seconds == 0:
         return 0.0
     return max(0.0, 1.0 - sum(each.end - each.start for each in slices) / rank_seconds)

@@ -38,7 +38,7 @@ class Block:
 
 
 def blocks_of(program: Program, at_least: int = 1) -> tuple[Block, ...]:
-    """The blocks of a program, as coarse as `at_least` of them allow.
+    """Return the blocks of a program, as coarse as `at_least` of them allow.
 
     Raises PipelineError where even single calls are fewer.
     """
@@ -62,7 +62,9 @@ def blocks_of(program: Program, at_least: int = 1) -> tuple[Block, ...]:
 
 
 def shared_calls(program: Program) -> frozenset[fx.Node]:
-    """The calls that any stage may compute for itself: from inputs, constants and constant buffers, drawing nothing."""
+    """Return the calls that any stage may compute for itself: from inputs, constants and constant buffers, drawing
+    nothing.
+    """
     parameters, changed = set(program.parameters.values()), changed_buffers(program)
     bound = {node for node in program.graph.nodes if node.name in parameters or node.name in changed}
     shared: set[fx.Node] = set()
@@ -99,7 +101,9 @@ def _with_getitems(call: fx.Node) -> Call:
 
 
 def _layers(calls: Sequence[Call]) -> Callable[[fx.Node], str]:
-    """Labels at the coarsest: a call's numbered module, or the first module below those that hold numbered ones."""
+    """Return the labels at the coarsest: a call's numbered module, or the first module below those that hold numbered
+    ones.
+    """
     paths = list(dict.fromkeys(module_of(call[0]) for call in calls))
     numbered = [prefix for prefix in map(layer_of, paths) if prefix]
     inner = [prefix.rpartition(".")[0] for prefix in numbered] or [_common([path for path in paths if path])]
@@ -113,7 +117,7 @@ def _layers(calls: Sequence[Call]) -> Callable[[fx.Node], str]:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The innermost module that all of the paths begin with."""
+    """Return the innermost module that all of the paths begin with."""
     parts = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, parts))
 

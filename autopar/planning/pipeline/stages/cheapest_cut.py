@@ -48,7 +48,7 @@ class _Bounds:
 
 
 def cheapest_cut(fill: Floats, table: Floats, per_pass: int, pace: float) -> tuple[int, ...] | None:
-    """The first blocks of the stages of a cheapest cut; None if no cut has a finite cost."""
+    """Return the first blocks of the stages of a cheapest cut; None if no cut has a finite cost."""
     num_stages, num_blocks = len(table), table.shape[1] - 1
     even = _most_even(table)
     if even is None:
@@ -128,12 +128,12 @@ def _bounds(fill: Floats, table: Floats, per_pass: int, pace: float) -> _Bounds:
 
 
 def _through(costs: Floats, after: Floats) -> Floats:
-    """The least cost from every first block: one stage, and what comes `after` its end."""
+    """Return the least cost from every first block: one stage, and what comes `after` its end."""
     return (costs + after[None, :]).min(axis=1)
 
 
 def _undominated(cost: Floats, slowest: Floats, equal: float) -> Integers:
-    """The pairs of which no other is better in both, by more than `equal` in cost."""
+    """Return the pairs of which no other is better in both, by more than `equal` in cost."""
     order = np.lexsort((cost, slowest))
     best = np.minimum.accumulate(cost[order])
     better = np.ones(len(order), dtype=bool)

@@ -65,7 +65,7 @@ def best_cuts_within(
     kinds: Sequence[int] | None = None,
     thought: Floats | None = None,
 ) -> Cuts:
-    """The cut of least seconds by `costs`, within the tolerance (relative), with seconds that no cut is below.
+    """Return the cut of least seconds by `costs`, within the tolerance (relative), with seconds that no cut is below.
 
     The sums of blocks are lower bounds of `costs` (asserted). With `kinds`, a number per block that is the same for
     equal blocks, what a stage takes beyond its blocks says of other stages what these take at least (`alike`). With
@@ -143,7 +143,7 @@ class _Search:
         return cls(problem, costs, kinds, sent, own, least, table, in_flight)
 
     def cheapest(self) -> Cuts:
-        """The best cut by what stages take at least: a bound."""
+        """Return the best cut by what stages take at least: a bound."""
         problem = self.problem
         starts = cheapest_cut(problem.fill(self.table), self.table, problem.schedule.num_ranks, problem.pace)
         if starts is None:
@@ -239,7 +239,7 @@ class _Search:
         return sorted(alike, key=lambda each: self.in_flight[each[0]])[len(alike) // 2]
 
     def cut_that_takes(self, starts: tuple[int, ...], known: dict[Place, float]) -> Cuts:
-        """A cut whose stages take what is known."""
+        """Return a cut whose stages take what is known."""
         places = stages_of(starts, len(self.problem.blocks))
         own = tuple(known[place] + float(self.transfers[place]) for place in places)
         seconds = self.problem.seconds_of(own)

@@ -105,7 +105,7 @@ class CutProblem:
         return self.schedule.num_ranks / total * seconds**2 if total > 0 else seconds
 
     def seconds_of(self, stage_seconds: Sequence[float]) -> float:
-        """Seconds of a step whose stages take `stage_seconds` for one micro-batch."""
+        """Return the seconds of a step whose stages take `stage_seconds` for one micro-batch."""
         if np.isinf(stage_seconds).any():
             return np.inf
         seconds = np.array(stage_seconds)
@@ -113,7 +113,7 @@ class CutProblem:
         return float(self.fill(seconds).sum() + self.pace * paces.sum())
 
     def name_of(self, block: int) -> str:
-        """A block as messages call it."""
+        """Return a block as messages call it."""
         name = self.blocks[block].name
         return f"block {block} ({name})" if name else f"block {block}"
 
@@ -150,7 +150,7 @@ class Cuts:
 
 
 def best_cuts(problem: CutProblem) -> Cuts:
-    """The cut of least seconds, by the sums of its blocks."""
+    """Return the cut of least seconds, by the sums of its blocks."""
     table = least_seconds(problem)
     starts = cheapest_cut(problem.fill(table), table, problem.schedule.num_ranks, problem.pace)
     assert starts is not None, "blocks have finite seconds, and a cut that follows the pins there is"
@@ -158,14 +158,14 @@ def best_cuts(problem: CutProblem) -> Cuts:
 
 
 def cuts_of(problem: CutProblem, table: Floats, starts: tuple[int, ...]) -> Cuts:
-    """A cut with the costs of a table."""
+    """Return a cut with the costs of a table."""
     own = tuple(float(table[stage]) for stage in stages_of(starts, len(problem.blocks)))
     seconds = problem.seconds_of(own)
     return Cuts(starts, own, seconds, seconds)
 
 
 def step_seconds(problem: CutProblem, starts: Sequence[int], stages: Sequence[StageSeconds]) -> float:
-    """Seconds of a step of a cut, by the formula, whose stages take these, each for a micro-batch."""
+    """Return the seconds of a step of a cut, by the formula, whose stages take these, each for a micro-batch."""
     sent, count = transfers(problem), problem.schedule.num_microbatches
     own = [each.forward + each.backward_input + each.backward_weight + each.once / count for each in stages]
     places = stages_of(starts, len(problem.blocks))
@@ -195,7 +195,9 @@ def own_seconds(problem: CutProblem) -> Floats:
 
 
 def _spans(problem: CutProblem) -> tuple[Integers, Integers, Integers, Integers]:
-    """The least and the most first block and end block of each stage, so that all have a block and places hold."""
+    """Return the least and the most first block and end block of each stage, so that all have a block and places
+    hold.
+    """
     num_stages, num_blocks = problem.schedule.num_stages, len(problem.blocks)
     first_from, end_from = np.arange(num_stages), np.arange(num_stages) + 1
     first_to, end_to = first_from + num_blocks - num_stages, end_from + num_blocks - num_stages

@@ -42,7 +42,7 @@ class _Pin:
 def allowed(
     blocks: Sequence[Block], annotations: Sequence[Annotation], stages: Sequence[str] | None, num_stages: int
 ) -> tuple[range, ...]:
-    """The stages that each block may run on, under annotations and the names with which stages 1, 2, … begin.
+    """Return the stages that each block may run on, under annotations and the names with which stages 1, 2, … begin.
 
     Raises PipelineError for what matches nothing, cannot hold alone, or contradicts something else.
     """
@@ -59,7 +59,7 @@ def allowed(
 
 
 def _annotated(blocks: Sequence[Block], annotation: Annotation, num_stages: int) -> list[_Pin]:
-    """A pin for every block with a call that the annotation is about."""
+    """Return a pin for every block with a call that the annotation is about."""
     if annotation.stage is None:
         return []
     if annotation.stage >= num_stages:
@@ -112,7 +112,7 @@ def _begun(blocks: Sequence[Block], stages: Sequence[str], num_stages: int) -> l
 
 
 def _named(blocks: Sequence[Block], pattern: str, within: str, said: str) -> tuple[set[str], list[fx.Node]]:
-    """The modules that a pattern names, and their calls that stand in blocks; for "%node" that one call."""
+    """Return the modules that a pattern names, and their calls that stand in blocks; for "%node" that one call."""
     inside = [node for block in blocks for node in block.nodes]
     calls = [node for node in inside[0].graph.nodes if node.op == "call_function"]
     modules: set[str] = set()
@@ -195,7 +195,9 @@ def _are(number: int) -> str:
 
 
 def _ranges(num_blocks: int, pins: dict[int, int], num_stages: int) -> tuple[range, ...]:
-    """The stages that each block can have: neighbours differ by 0 or 1, the ends are the first stage and the last."""
+    """Return the stages that each block can have: neighbours differ by 0 or 1, the ends are the first stage and the
+    last.
+    """
     pins = {-1: -1, **pins, num_blocks: num_stages}
     lowest, highest = [0] * num_blocks, [0] * num_blocks
     low = high = -1

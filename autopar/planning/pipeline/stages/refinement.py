@@ -36,7 +36,7 @@ def nothing(stage: int, first: int, end: int) -> float:
 def refined(
     problem: CutProblem, starts: tuple[int, ...], beyond: Beyond = nothing, deadline: float = NEVER
 ) -> tuple[int, ...]:
-    """The first block of each stage after all moves that help."""
+    """Return the first block of each stage after all moves that help."""
     left, beyond = MOST_STEPS // sum(len(order) for order in problem.schedule.orders), cache(beyond)
     best, seconds = starts, float(simulated_seconds(problem, [starts], beyond)[0])
     while not is_over(deadline):
@@ -54,7 +54,7 @@ def refined(
 
 
 def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond: Beyond = nothing) -> Floats:
-    """Seconds of a simulated step of each of some cuts; infinite where a stage may not fit.
+    """Return the seconds of a simulated step of each of some cuts; infinite where a stage may not fit.
 
     Seconds of stages beyond their blocks are in their backwards, as is most recomputation.
     """
@@ -81,7 +81,7 @@ def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond
 
 
 def _sums(of_blocks: Sequence[float], first: np.ndarray, end: np.ndarray) -> Floats:
-    """The sums of blocks from one to another."""
+    """Return the sums of blocks from one to another."""
     until = np.concatenate([[0.0], np.cumsum(of_blocks)])
     return until[end] - until[first]
 

@@ -56,7 +56,7 @@ class Sample:
         return cls(seconds, held.lasting, held.peak - held.kept, held.saved)
 
     def kept(self, in_flight: int) -> float:
-        """Bytes while others run, with so many micro-batches in flight."""
+        """Return the bytes while others run, with so many micro-batches in flight."""
         return self.lasting + in_flight * self.saved
 
     def scaled(self, size: float) -> Sample:
@@ -128,7 +128,7 @@ def rooms_of_least(
 def fastest(
     options: Sequence[Sequence[Sample]], memory: int, at_once: Sequence[Sequence[int]]
 ) -> tuple[Sample, ...] | None:
-    """A sample for each stage of a rank, of the least seconds in all that fit together; None where none do.
+    """Return a sample for each stage of a rank, of the least seconds in all that fit together; None where none do.
 
     `at_once` are the micro-batches that each has in flight at some moments.
     """

@@ -38,14 +38,14 @@ class Splitter:
 
     @classmethod
     def of(cls, program: Program, blocks: Sequence[Block]) -> Splitter:
-        """The splitter of a program into stages that begin with some of its blocks."""
+        """Return the splitter of a program into stages that begin with some of its blocks."""
         placeholders = program.placeholders()
         readers = {name: tuple(placeholders[name].users) for name in changed_buffers(program)}
         writers = tuple(filter(writes, program.graph.nodes))
         return cls(program, blocks, of_weights_alone(program), readers, writers)
 
     def between(self, first: int, end: int) -> Program:
-        """The program of a stage with the blocks from `first` to before `end`, as `split` makes it."""
+        """Return the program of a stage with the blocks from `first` to before `end`, as `split` makes it."""
         starts = sorted({0, first, end} - {len(self.blocks)})
         placed, wanted = _placed(self, starts), starts.index(first)
         return next(_program(self.program, parts) for parts in _parts(placed) if parts.stage == wanted)
@@ -143,7 +143,7 @@ def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tupl
 
 
 def _program(program: Program, parts: _Parts) -> Program:
-    """The program of these parts."""
+    """Return the program of these parts."""
     computed, received = parts.computed, parts.received
     mutations = [_new_values(program)[number] for number in parts.mutations]
     graph = _graph(computed, received, set(program.inputs), (*parts.sent, *parts.outputs, *mutations))
@@ -174,7 +174,7 @@ def _program(program: Program, parts: _Parts) -> Program:
 def _graph(
     nodes: Sequence[fx.Node], received: Sequence[fx.Node], inputs: set[str | None], flat: Sequence[object]
 ) -> fx.Graph:
-    """A graph of copies of `nodes`, with placeholders for what is received before those of the user's inputs."""
+    """Return a graph of copies of `nodes`, with placeholders for what is received before those of the user's inputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -195,7 +195,7 @@ def _graph(
 
 
 def _needed(placed: _Placed, stage: int, roots: Sequence[fx.Node]) -> set[fx.Node]:
-    """The roots and everything that the stage computes them from, down to placeholders and received tensors."""
+    """Return the roots and everything that the stage computes them from, down to placeholders and received tensors."""
     needed: set[fx.Node] = set()
     left = list(roots)
     while left:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def written(cache_BGTD: Tensor, new_BGSD: Tensor, positions_B: Tensor) -> Tensor:
-    """The cache itself, with `new` in it."""
+    """Return the cache itself, with `new` in it."""
     samples = torch.arange(cache_BGTD.shape[0], device=cache_BGTD.device).unsqueeze(-1)
     places_BS = positions_B.unsqueeze(-1) + torch.arange(new_BGSD.shape[2], device=cache_BGTD.device)
     cache_BGTD.transpose(1, 2).index_put_((samples, places_BS), new_BGSD.transpose(1, 2))
@@ -30,7 +30,7 @@ def seen(positions_B: Tensor, keys_T: Tensor, window: int | None) -> Tensor:
 
 
 def grouped(query_BH1D: Tensor, keys_BGTD: Tensor) -> Tensor:
-    """The queries that share a head of keys as its queries: [B, G, H / G, D]."""
+    """Return the queries that share a head of keys as its queries: [B, G, H / G, D]."""
     return query_BH1D.reshape(query_BH1D.shape[0], keys_BGTD.shape[1], -1, query_BH1D.shape[-1])
 
 

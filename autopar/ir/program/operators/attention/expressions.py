@@ -66,7 +66,7 @@ def _text(argument: object) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Expression:
-    """The expression of a text, as `str` writes it.
+    """Return the expression of a text, as `str` writes it.
 
     >>> str(parse("masked_fill(to(v0, float32), le(v1, sub(v2, -8)), -inf)"))
     'masked_fill(to(v0, float32), le(v1, sub(v2, -8)), -inf)'
@@ -94,7 +94,7 @@ def _read(tree: ast.AST) -> Any:
 
 
 def evaluate(expression: Expression, vectors: Sequence[Tensor], score: Tensor | None = None) -> Tensor:
-    """The values of an expression for these vectors, or for parts of them."""
+    """Return the values of an expression for these vectors, or for parts of them."""
     if isinstance(expression, Vector):
         return vectors[expression.number]
     if isinstance(expression, Score):

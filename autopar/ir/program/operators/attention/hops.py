@@ -24,7 +24,8 @@ class Hop:
 
 
 def hops_of(reach: int | None, part: int, num_parts: int, zigzag: bool) -> tuple[Hop, ...]:
-    """The hops of `num_parts` ranks with `part` keys each, where queries see `reach` positions back and none ahead.
+    """Return the hops of `num_parts` ranks with `part` keys each, where queries see `reach` positions back and none
+    ahead.
 
     None: they may see any. If zigzag-sharded, a window that is larger than a chunk is taken for that.
 

@@ -73,7 +73,7 @@ class Block:
 
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """The result [B, H, S, D], and the log-sum-exp [B, H, S], which is -inf for a query that sees no key."""
+    """Return the result [B, H, S, D], and the log-sum-exp [B, H, S], which is -inf for a query that sees no key."""
     block = _with_numbers(block, q_BHSD)
     out, lse_BHS = _KERNELS[_kernel(q_BHSD, v_BGTD, block)].forward(q_BHSD, k_BGTD, v_BGTD, block)
     if block.mask_BHST is not None:  # a kernel says 0 of a row without keys
@@ -91,7 +91,7 @@ def attend_backward(
     lse_BHS: Tensor,
     block: Block,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The block's part of the gradients of queries, keys and values; `out` and `lse` are of whole rows.
+    """Return the block's part of the gradients of queries, keys and values; `out` and `lse` are of whole rows.
 
     `lse` is inf, not -inf, for a query that sees no key at all.
     """
@@ -101,7 +101,7 @@ def attend_backward(
 
 
 def _with_numbers(block: Block, q: Tensor) -> Block:
-    """The block with a mask of numbers, as kernels take it, in place of one of truth values."""
+    """Return the block with a mask of numbers, as kernels take it, in place of one of truth values."""
     mask = block.mask_BHST
     if mask is None or mask.dtype is not torch.bool:
         return block
@@ -278,12 +278,12 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _repeated(q: Tensor, k: Tensor) -> Tensor:
-    """Keys or values with a head for each query head."""
+    """Return the keys or values with a head for each query head."""
     return k if q.shape[1] == k.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 def _summed(grad: Tensor, k: Tensor) -> Tensor:
-    """The gradient of keys or values, summed over the query heads that share them."""
+    """Return the gradient of keys or values, summed over the query heads that share them."""
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
 
 

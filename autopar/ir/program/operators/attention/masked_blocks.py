@@ -25,7 +25,7 @@ Row = tuple[Range, tuple[tuple[Range, bool], ...]]
 
 
 def block_size(number: int) -> int:
-    """The size of all blocks but the last: there is an even number of them, as of the chunks of a zigzag.
+    """Return the size of all blocks but the last: there is an even number of them, as of the chunks of a zigzag.
 
     >>> block_size(200), block_size(1024), block_size(5000)
     (200, 512, 834)
@@ -36,7 +36,7 @@ def block_size(number: int) -> int:
 
 
 def rows_of(expression: Expression, vectors: Sequence[Tensor], num_queries: int, num_keys: int) -> tuple[Row, ...]:
-    """The blocks that are computed; those which all are seen and lie side by side are one."""
+    """Return the blocks that are computed; those which all are seen and lie side by side are one."""
     sizes = block_size(num_queries), block_size(num_keys)
     queries, keys = places(num_queries, sizes[0]), places(num_keys, sizes[1])
     if len(queries) == len(keys) == 1:
@@ -70,7 +70,7 @@ def known_of(
 
 
 def bounds_of(vector: Tensor, queries: int, keys: int) -> Bounds:
-    """The lowest and highest value in each block of so many queries and keys."""
+    """Return the lowest and highest value in each block of so many queries and keys."""
     vector = vector.reshape((1,) * (2 - vector.ndim) + tuple(vector.shape))
     dim, size = (-2, queries) if vector.shape[-2] > 1 else (-1, keys)
     number = vector.shape[dim]
@@ -92,7 +92,7 @@ def without_nan(low: Tensor, high: Tensor) -> Bounds:
 
 
 def places(number: int, size: int) -> list[Range]:
-    """The blocks of so many queries or keys."""
+    """Return the blocks of so many queries or keys."""
     return [(first, min(first + size, number)) for first in range(0, number, size)]
 
 
