@@ -133,7 +133,7 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
             "--offload none is given with --inference, which",
         ),
         ("Memory(loss_tiles='none'); leave weight_tiles out", "--loss-tiles none; leave --weight-tiles out"),
-        ("Pipeline(split_points=('a', 'b')) is given", "--stages a,b is given"),
+        ("Pipeline(split_points=('a', 'b')) is given", "--split-points a,b is given"),
         ("Run(seed=3) and Memory(prefetch=2)", "Run(seed=3) and Memory(prefetch=2)"),
         ('(Experts(imbalance=0.5); give mesh="auto")', "(--imbalance 0.5; give --mesh auto)"),
         ('write Mesh({"dp": 2}, memory="h100")', 'write Mesh({"dp": 2}, memory="h100")'),
@@ -144,7 +144,17 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
     ],
 )
 def test_an_error_names_flags_and_leaves_python_as_it_is(message: str, said: str) -> None:
-    known = ("devices", "weight_tiles", "memory", "offload", "inference", "loss_tiles", "stages", "imbalance", "mesh")
+    known = (
+        "devices",
+        "weight_tiles",
+        "memory",
+        "offload",
+        "inference",
+        "loss_tiles",
+        "split_points",
+        "imbalance",
+        "mesh",
+    )
     assert in_shell_terms(message, known) == said
 
 
@@ -437,7 +447,7 @@ def test_devices_alone_are_the_whole_command_and_a_recipe_is_put_next_to_the_bes
         ([], "neither --mesh nor --devices is given; give --devices 64"),
         (["--devices", "4", "--beside", "dp=2"], "--beside 'dp=2' is of 2 devices; give 4."),
         (["--devices", "4", "--beside", "dp=4 --steps 2"], "'--steps 2' of --beside 'dp=4 --steps 2' is no option"),
-        (["--devices", "4", "--beside", "dp=4 --chunks two"], "'--chunks two' of --beside"),
+        (["--devices", "4", "--beside", "dp=4 --stages-per-rank two"], "'--stages-per-rank two' of --beside"),
         (["--mesh", "4", "--beside", "dp=4"], "--beside is compared with the best mesh of --devices"),
     ],
 )

@@ -32,8 +32,8 @@ def in_shell_terms(message: str, options: Collection[str]) -> str:
     '--devices 64 with a mesh of 2; give --mesh auto.'
     >>> in_shell_terms('write Mesh({"dp": 2}, hardware="h100")', ["hardware"])
     'write Mesh({"dp": 2}, hardware="h100")'
-    >>> in_shell_terms('give Pipeline(schedule="1f1b", stages_per_rank=2)', ["schedule", "chunks"])
-    'give --schedule 1f1b --chunks 2'
+    >>> in_shell_terms('give Pipeline(schedule="1f1b", stages_per_rank=2)', ["schedule", "stages_per_rank"])
+    'give --schedule 1f1b --stages-per-rank 2'
     """
     if _TRACEBACK in message:
         return message

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from autopar.ir.sharding.mesh import Mesh
 
 DEFAULT_AXES = ("dp", "tp")
-RECIPE = {"--microbatches": int, "--schedule": str, "--chunks": int, "--strategy": str, "--recompute": str}
+RECIPE = {"--microbatches": int, "--schedule": str, "--stages-per-rank": int, "--strategy": str, "--recompute": str}
 """Options that a recipe may have behind its mesh, by their kind."""
 
 
@@ -55,5 +55,5 @@ def parse_recipe(text: str, hardware: str = "cpu") -> tuple[Mesh, dict[str, Any]
                 f"'{flag} {value}' of --beside '{text}' is no option there; give a mesh and any of "
                 f"{', '.join(RECIPE)}, as in 'pp=4,dp=8,tp=8 --microbatches 16 --schedule 1f1b'."
             )
-        options[flag.removeprefix("--")] = kind(value)
+        options[flag.removeprefix("--").replace("-", "_")] = kind(value)
     return parse_mesh(mesh, hardware), options

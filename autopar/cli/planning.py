@@ -66,7 +66,7 @@ def _planned_recipe(options: argparse.Namespace, text: str, mesh: Mesh, own: dic
     try:
         return replace(contender_of(planned(argparse.Namespace(**{**vars(options), **own}), mesh)), asked=text)
     except (InfeasibleError, TimeLimitError, AnnotationError, PipelineError) as error:
-        runs = {name: own[name] for name in ("microbatches", "schedule", "chunks") if name in own}
+        runs = {name: own[name] for name in ("microbatches", "schedule", "stages_per_rank") if name in own}
         kind = "room" if isinstance(error, InfeasibleError) else "error"
         reason = in_shell_terms(str(error), vars(options))
         return Contender(mesh, **runs, asked=text, excluded=kind, reason=reason)

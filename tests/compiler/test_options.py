@@ -30,7 +30,7 @@ FITTING: dict[str, tuple[Any, ...]] = {
     "gap": (0,),
     "prefetch": (0,),
     "imbalance": (1.5, 10**30),
-    "stages": ([],),
+    "split_points": ([],),
     "assume": ([],),
     "static_argnames": ([],),
     "capacity_factor": (1.5, 10**30),
@@ -51,7 +51,16 @@ CALLS = [
             "inputs",
             "assume",
         ),
-        *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages", "capacity_factor"),
+        *(
+            "time_limit",
+            "gap",
+            "microbatches",
+            "pipeline",
+            "schedule",
+            "stages_per_rank",
+            "split_points",
+            "capacity_factor",
+        ),
         *("imbalance", "loss_tiles", "mlp_tiles", "prefetch", "static_argnames"),
     )
     for value in ODD
@@ -60,7 +69,7 @@ CALLS = [
 
 
 FIELDS = {
-    **{"memory": "limit|is no size", "pipeline": "axis", "chunks": "stages_per_rank", "stages": "split_points"},
+    **{"memory": "limit|is no size", "pipeline": "axis"},
     "plan_cache": "cache",
 }
 """Option by itself → the name that messages have, where it is another one."""

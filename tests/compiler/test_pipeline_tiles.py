@@ -88,7 +88,7 @@ def test_in_one_piece_nothing_fits_and_says_so() -> None:
 
 
 def test_a_limit_that_costs_time_takes_tiles_where_they_are_faster() -> None:
-    said: dict[str, Any] = {"model": Wide, "stages": ["layers.1"]}
+    said: dict[str, Any] = {"model": Wide, "split_points": ["layers.1"]}
     limit = int(0.9 * _planned(**said).peak_bytes)
     as_it_is, plan = _planned(limit, loss_tiles="none", **said), _planned(limit, **said)
     assert set(as_it_is.stages[1].plan.recompute.values()) != {"none"}

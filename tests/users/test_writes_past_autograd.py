@@ -181,7 +181,7 @@ class Staged(nn.Module):
 
 
 def _in_a_pipeline() -> None:
-    options: dict[str, Any] = {"schedule": "gpipe", "stages": ["second"], "microbatches": 1}
+    options: dict[str, Any] = {"schedule": "gpipe", "split_points": ["second"], "microbatches": 1}
     compiled = autopar.compile(Staged(), mesh((2,), ("pp",)), (batch(),), hardware=SLOW_DEVICES, **by_flag(**options))
     model = Staged()
     expected = _trained(model)[:3]

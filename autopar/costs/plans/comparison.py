@@ -32,7 +32,7 @@ class Contender:
     microbatches: int = 1
     schedule: str = ""
     """Name of the pipeline's schedule; "" without a pipeline."""
-    chunks: int = 1
+    stages_per_rank: int = 1
     """Stages on each rank of the pipeline."""
     seconds: float | None = None
     """Seconds of a step of all micro-batches; None if it is neither planned nor estimated."""
@@ -73,7 +73,7 @@ class Contender:
         words = [",".join(f"{name}={size}" for name, size in self.mesh.axes.items())]
         words += [f"--microbatches {self.microbatches}"] if self.microbatches > 1 else []
         words += [f"--schedule {self.schedule}"] if self.schedule else []
-        words += [f"--chunks {self.chunks}"] if self.chunks > 1 else []
+        words += [f"--stages-per-rank {self.stages_per_rank}"] if self.stages_per_rank > 1 else []
         return " ".join(words)
 
     @property
@@ -82,14 +82,16 @@ class Contender:
         words = self.asked.split()[1:]
         pairs = zip(words[::2], words[1::2], strict=True)
         others = [
-            f"{flag} {value}" for flag, value in pairs if flag not in ("--microbatches", "--schedule", "--chunks")
+            f"{flag} {value}"
+            for flag, value in pairs
+            if flag not in ("--microbatches", "--schedule", "--stages-per-rank")
         ]
         return " ".join((str(self.mesh), *others))
 
     @property
     def runs(self) -> tuple[int, str, int]:
         """Micro-batches, schedule, and stages on each rank."""
-        return self.microbatches, self.schedule, self.chunks
+        return self.microbatches, self.schedule, self.stages_per_rank
 
     @property
     def apart(self) -> float | None:
@@ -171,7 +173,7 @@ COMPARISON = Record(
                 optional={
                     "microbatches": _COUNT,
                     "schedule": Text(),
-                    "chunks": _COUNT,
+                    "stages_per_rank": _COUNT,
                     "seconds": Maybe(_SECONDS),
                     "num_bytes": Maybe(Whole(0)),
                     "is_planned": Flag(),

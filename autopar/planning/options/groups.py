@@ -166,9 +166,9 @@ class Pipeline(Group):
     schedule: str | None = option(None, Maybe(OneOf(SCHEDULES)), of_training=True)
     """Schedule of the micro-batches; by default the one with the shortest predicted step of those that compute the
     gradients of gradient accumulation."""
-    stages_per_rank: int | None = option(None, Maybe(Whole(1)), flat="chunks", of_training=True)
+    stages_per_rank: int | None = option(None, Maybe(Whole(1)), of_training=True)
     """Stages of the pipeline per rank; by default as few as the schedule takes."""
-    split_points: Sequence[str] | None = option(None, Maybe(_MODULES), flat="stages", of_training=True)
+    split_points: Sequence[str] | None = option(None, Maybe(_MODULES), of_training=True)
     """Modules with which the second and later stages begin; by default the cuts of the shortest step."""
 
 

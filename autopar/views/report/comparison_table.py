@@ -34,7 +34,7 @@ def comparison_text(comparison: Comparison) -> list[str]:
     taken = taken_of(comparison)
     table = _table([_row(each, each is taken) for each in lines])
     legend = [LEGEND[TAKEN], *([LEGEND[BESIDE]] if any(each.is_beside for each in lines) else [])]
-    legend += [LEGEND[TIMES]] if any(each.chunks > 1 for each in lines) else []
+    legend += [LEGEND[TIMES]] if any(each.stages_per_rank > 1 for each in lines) else []
     legend += [LEGEND[ABOUT]] if any(each.estimate is not None for each in lines) else []
     details = [f"{each.recipe}: {words}" for each in comparison.planned if (words := detail(each))]
     parts = [f"{wrapped(summary(comparison))}\n\n{table}", legend, details, reasons(comparison)]
@@ -107,7 +107,7 @@ def _row(each: Contender, is_taken: bool) -> list[str]:
 
 def schedule_words(each: Contender) -> str:
     """Return the name the schedule, with the stages of a rank if there are several."""
-    return f"{each.schedule} {TIMES} {each.chunks}" if each.chunks > 1 else each.schedule
+    return f"{each.schedule} {TIMES} {each.stages_per_rank}" if each.stages_per_rank > 1 else each.schedule
 
 
 def detail(each: Contender) -> str:

@@ -77,7 +77,7 @@ def test_a_plan_of_the_user_stands_next_to_the_candidates() -> None:
 
 
 def test_a_recipe_is_what_beside_takes() -> None:
-    assert ESTIMATED.recipe == "dp=4 --microbatches 4 --schedule 1f1b --chunks 2"
+    assert ESTIMATED.recipe == "dp=4 --microbatches 4 --schedule 1f1b --stages-per-rank 2"
     assert replace(ESTIMATED, asked="dp=4 --strategy zero3").recipe == "dp=4 --strategy zero3"
 
 

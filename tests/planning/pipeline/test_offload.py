@@ -73,7 +73,7 @@ def test_each_micro_batch_in_flight_has_its_own_on_the_host(tmp_path: Path) -> N
 
 def test_stages_of_a_rank_do_not_wait_at_once() -> None:
     """Check that a rank's host bytes are those of the micro-batches in flight together, over all of its stages."""
-    away = planned(schedule="interleaved_1f1b", chunks=2, offload="activations")
+    away = planned(schedule="interleaved_1f1b", stages_per_rank=2, offload="activations")
     of_stages = [stage.plan.host_bytes for stage in away.stages]
     each = {number: of_stages[number] // away.schedule.in_flight(number) for number in (0, 2)}
     together = away.schedule.most_waiting(0, each)

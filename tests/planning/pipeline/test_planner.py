@@ -198,7 +198,7 @@ def test_cuts_of_a_model_with_a_big_head_are_the_best_of_all(ranks: int) -> None
 
 
 def test_named_stages_are_followed() -> None:
-    plan = planned(schedule="1f1b", microbatches=4, stages=["layers.1"])
+    plan = planned(schedule="1f1b", microbatches=4, split_points=["layers.1"])
     assert [stage.range for stage in plan.stages] == ["embedding … layers.0", "layers.1 … head"]
     assert plan.starts == (0, 2)
 
@@ -295,11 +295,11 @@ def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
 
 
 def test_the_first_stage_of_1f1b_keeps_more_micro_batches_than_the_last() -> None:
-    plan = planned(Mesh({"pp": 3}), schedule="1f1b", microbatches=4, stages=["layers.2", "layers.4"])
+    plan = planned(Mesh({"pp": 3}), schedule="1f1b", microbatches=4, split_points=["layers.2", "layers.4"])
     assert [plan.schedule.in_flight(stage) for stage in range(3)] == [3, 2, 1]
     kept = [stage.plan.memory.parts.get("activations", 0) for stage in plan.stages if stage.plan.memory]
     assert kept[0] > kept[1] > kept[2]
-    gpipe = planned(Mesh({"pp": 3}), schedule="gpipe", microbatches=4, stages=["layers.2", "layers.4"])
+    gpipe = planned(Mesh({"pp": 3}), schedule="gpipe", microbatches=4, split_points=["layers.2", "layers.4"])
     assert gpipe.peak_bytes > plan.peak_bytes and gpipe.seconds == pytest.approx(plan.seconds)
 
 
@@ -329,7 +329,7 @@ def test_the_recommended_number_of_micro_batches_is_the_best_of_all() -> None:
 @pytest.mark.parametrize(
     ("wish", "found"),
     [
-        ({"chunks": 3}, {"chunks": {3}}),
+        ({"stages_per_rank": 3}, {"chunks": {3}}),
         ({"microbatches": 2}, {"num_microbatches": {2}}),
         ({"schedule": "zbv"}, {"name": {"zbv"}, "chunks": {2}}),
         ({"schedule": "interleaved_1f1b", "microbatches": 8}, {"num_microbatches": {8}, "chunks": {2}}),
@@ -345,16 +345,16 @@ def test_what_is_wished_holds_and_the_rest_is_chosen(wish: dict[str, Any], found
 @pytest.mark.parametrize(
     ("said", "stages"),
     [
-        ({"stages": ["layers.1"]}, 2),
-        ({"stages": ["layers.0", "layers.1", "head"]}, 4),
-        ({"stages": ["layers.0", "layers.1", "head"], "microbatches": 4}, 4),
+        ({"split_points": ["layers.1"]}, 2),
+        ({"split_points": ["layers.0", "layers.1", "head"]}, 4),
+        ({"split_points": ["layers.0", "layers.1", "head"], "microbatches": 4}, 4),
     ],
     ids=str,
 )
 def test_the_recommended_schedule_has_as_many_stages_as_are_named(said: dict[str, Any], stages: int) -> None:
     plan = planned(model=Layered(2), **said)
     assert plan.schedule.num_stages == stages
-    assert [stage.blocks[0] for stage in plan.stages[1:]] == said["stages"]
+    assert [stage.blocks[0] for stage in plan.stages[1:]] == said["split_points"]
 
 
 def test_the_recommended_schedule_goes_with_annotated_stages() -> None:
@@ -436,14 +436,14 @@ def test_a_wish_beside_a_plan_must_be_that_of_the_plan() -> None:
         ({"pp": 2}, {"schedule": "1f1b", "microbatches": 3}, "a batch of 16 samples does not divide into 3"),
         ({"pp": 2}, {"microbatches": 3}, "a batch of 16 samples does not divide into 3"),
         ({"pp": 2}, {"schedule": "1f1b", "microbatches": 1}, "found 1 micro-batches for 2 stages"),
-        ({"pp": 2}, {"schedule": "zbv", "microbatches": 4, "chunks": 3}, '"zbv" needs two stages per rank'),
-        ({"pp": 2}, {"schedule": "zbv", "microbatches": 4, "stages": ["layers.1"]}, "needed a list of 3 names"),
-        ({"pp": 2}, {"schedule": "1f1b", "microbatches": 4, "stages": ["nowhere"]}, "nowhere"),
-        ({"pp": 2}, {"stages": ["layers.0", "layers.1"]}, "found 2, needed a list of 1 names"),
+        ({"pp": 2}, {"schedule": "zbv", "microbatches": 4, "stages_per_rank": 3}, '"zbv" needs two stages per rank'),
+        ({"pp": 2}, {"schedule": "zbv", "microbatches": 4, "split_points": ["layers.1"]}, "needed a list of 3 names"),
+        ({"pp": 2}, {"schedule": "1f1b", "microbatches": 4, "split_points": ["nowhere"]}, "nowhere"),
+        ({"pp": 2}, {"split_points": ["layers.0", "layers.1"]}, "found 2, needed a list of 1 names"),
         ({"pp": 64}, {"schedule": "gpipe", "microbatches": 4}, "found 64 pipeline stages for"),
         ({"dp": 2}, {"schedule": "1f1b"}, "(schedule='1f1b') is given, but no axis of the mesh dp=2 is a pipeline"),
-        ({"dp": 2}, {"chunks": 2}, "Pipeline(stages_per_rank=2) is given"),
-        ({"dp": 2}, {"stages": ["layers.1"]}, "Pipeline(split_points=('layers.1',)) is given"),
+        ({"dp": 2}, {"stages_per_rank": 2}, "Pipeline(stages_per_rank=2) is given"),
+        ({"dp": 2}, {"split_points": ["layers.1"]}, "Pipeline(split_points=('layers.1',)) is given"),
     ],
     ids=str,
 )

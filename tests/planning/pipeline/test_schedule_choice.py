@@ -122,7 +122,7 @@ def test_nothing_that_can_run_is_an_error_that_says_why(arguments: dict[str, obj
 @pytest.mark.parametrize(("chunks", "microbatches"), [(5, 64), (12, 64)])
 def test_as_many_stages_and_micro_batches_are_planned_as_are_asked_for(chunks: int, microbatches: int) -> None:
     model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24))), (torch.zeros(128, 8),)
-    options = {"schedule": "interleaved_1f1b", "chunks": chunks, "microbatches": microbatches}
+    options = {"schedule": "interleaved_1f1b", "stages_per_rank": chunks, "microbatches": microbatches}
     plan = autopar.plan(model, autopar.Mesh({"pp": 2}, hardware="cpu"), batch, **by_flag(**options))  # pyright: ignore
     assert isinstance(plan, PipelinePlan)
     assert (plan.schedule.chunks, plan.schedule.num_microbatches, len(plan.stages)) == (

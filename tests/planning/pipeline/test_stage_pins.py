@@ -67,13 +67,13 @@ def _program() -> Program:
 
 
 def _allowed(
-    num_stages: int, *said: tuple[str, int], stages: Sequence[str] | None = None
+    num_stages: int, *said: tuple[str, int], split_points: Sequence[str] | None = None
 ) -> tuple[tuple[Block, ...], tuple[range, ...]]:
     model = Net()
     for pattern, stage in said:
         annotate(model, pattern, stage=stage)
     blocks = blocks_of(_program(), num_stages)
-    return blocks, allowed(blocks, annotations_of(model), stages, num_stages)
+    return blocks, allowed(blocks, annotations_of(model), split_points, num_stages)
 
 
 def _texts(ranges: Sequence[range]) -> list[str]:
@@ -90,11 +90,11 @@ def test_without_pins_the_ends_are_fixed_and_each_block_has_what_those_before_an
 
 
 def test_named_cuts_leave_one_stage_each() -> None:
-    assert _texts(_allowed(3, stages=["layers.2", "head"])[1]) == ["0", "0", "0", "1", "1", "1", "1", "2", "2"]
+    assert _texts(_allowed(3, split_points=["layers.2", "head"])[1]) == ["0", "0", "0", "1", "1", "1", "1", "2", "2"]
 
 
 def test_a_cut_may_be_named_by_the_first_module_in_a_block() -> None:
-    assert _allowed(2, stages=["layers.2.up"])[1] == _allowed(2, stages=["layers.2"])[1]
+    assert _allowed(2, split_points=["layers.2.up"])[1] == _allowed(2, split_points=["layers.2"])[1]
 
 
 def test_an_annotated_module_is_on_its_stage_and_the_others_around_it() -> None:
@@ -119,8 +119,8 @@ def test_an_annotation_on_an_inner_module_counts_from_there() -> None:
 
 
 def test_names_and_annotations_hold_together() -> None:
-    both = _allowed(3, ("head", 2), stages=["layers.2", "layers.4"])[1]
-    assert both == _allowed(3, stages=["layers.2", "layers.4"])[1]
+    both = _allowed(3, ("head", 2), split_points=["layers.2", "layers.4"])[1]
+    assert both == _allowed(3, split_points=["layers.2", "layers.4"])[1]
 
 
 def test_the_ranges_are_those_of_all_cuts_that_hold() -> None:
@@ -225,13 +225,13 @@ def test_an_annotation_that_cannot_hold_is_refused(num_stages: int, said: list[t
 )
 def test_names_that_are_no_cuts_are_refused(stages: Sequence[str], message: str) -> None:
     with pytest.raises(PipelineError, match=re.escape(message)):
-        _allowed(3, stages=stages)
+        _allowed(3, split_points=stages)
 
 
 def test_a_name_against_an_annotation_is_refused_with_both() -> None:
     message = 'split_points=[\'layers.4\']): "layers.4" puts the block layers.3 on stage 0, and annotate("layers.3", '
     with pytest.raises(PipelineError, match=re.escape(message)):
-        _allowed(2, ("layers.3", 1), stages=["layers.4"])
+        _allowed(2, ("layers.3", 1), split_points=["layers.4"])
 
 
 # Together with annotations of layouts.

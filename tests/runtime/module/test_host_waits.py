@@ -107,7 +107,7 @@ def _reads(options: dict[str, Any], forwards: bool) -> dict[str, int]:
     return dict(reads.found)
 
 
-PIPELINE = {"schedule": "1f1b", "microbatches": 4, "stages": ["layers.2"]}
+PIPELINE = {"schedule": "1f1b", "microbatches": 4, "split_points": ["layers.2"]}
 
 
 @pytest.mark.sample(3)

@@ -76,11 +76,11 @@ def _schedule_alone() -> None:
 
 
 def _stages_alone() -> None:
-    _without_pipeline(stages=["down"])
+    _without_pipeline(split_points=["down"])
 
 
 def _chunks_alone() -> None:
-    _without_pipeline(chunks=2)
+    _without_pipeline(stages_per_rank=2)
 
 
 def _annotated_alone() -> None:
@@ -102,7 +102,7 @@ def _few_microbatches() -> None:
 
 
 def _chunks_of_1f1b() -> None:
-    compiled(chunks=2)
+    compiled(stages_per_rank=2)
 
 
 def _deterministic() -> None:

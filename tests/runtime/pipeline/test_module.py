@@ -58,7 +58,7 @@ def _masks(shape: tuple[int, ...], names: tuple[str, ...], seed: int) -> dict[st
     """Layer and step → bool[micro-batch, hidden]: what was kept of the one sample in each micro-batch."""
     # Sample i is 4^i, of which dropout keeps twice as much or nothing: the digits of the gradient are the masks.
     x_BD = (4.0 ** torch.arange(MICROBATCHES))[:, None].expand(MICROBATCHES, HIDDEN)
-    pipeline: dict[str, Any] = {"schedule": "1f1b", "stages": ["second"]} if "pp" in names else {}
+    pipeline: dict[str, Any] = {"schedule": "1f1b", "split_points": ["second"]} if "pp" in names else {}
     model = autopar.compile(
         Masks(),
         mesh(shape, names),
@@ -202,7 +202,11 @@ def test_evaluation_gives_every_output_on_every_rank(
 
 def _counted(count: int) -> dict[tuple[str, str], int]:
     model = _on_pipeline(
-        gated(), mesh=mesh((2, 2), ("pp", "dp")), strategy="data_parallel", microbatches=count, stages=["layers.2"]
+        gated(),
+        mesh=mesh((2, 2), ("pp", "dp")),
+        strategy="data_parallel",
+        microbatches=count,
+        split_points=["layers.2"],
     )
     with record_traffic() as traffic:
         model.train_step(_vectors())
@@ -237,7 +241,7 @@ def _frozen_stage() -> list[str]:
     for each in (model, alone):
         each.layers[0].requires_grad_(False)
         each.layers[1].requires_grad_(False)
-    parallel = _on_pipeline(model, stages=["layers.2"])
+    parallel = _on_pipeline(model, split_points=["layers.2"])
     loss = parallel.train_step(_vectors())
     alone(_vectors())["loss"].backward()
     assert_close(loss, alone(_vectors())["loss"].detach())
@@ -253,7 +257,7 @@ def test_a_rank_may_have_nothing_to_train(ranks: Ranks) -> None:
 
 
 def _parameters_frozen_later() -> None:
-    model, alone = _on_pipeline(gated(), stages=["layers.2"]), gated()
+    model, alone = _on_pipeline(gated(), split_points=["layers.2"]), gated()
     model.train_step(_vectors())
     model.zero_grad()
     for each in (model, alone):
@@ -271,7 +275,7 @@ def test_parameters_may_be_frozen_between_steps(ranks: Ranks) -> None:
 
 
 def _watched() -> None:
-    model = _on_pipeline(gated(), stages=["layers.2"])
+    model = _on_pipeline(gated(), split_points=["layers.2"])
     seen: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))

@@ -48,7 +48,7 @@ def test_every_family_mesh_and_schedule_train_as_one_process(
 
 
 def test_an_interleaved_schedule_runs_one_stage_per_rank_too(ranks: Ranks) -> None:
-    check(ranks, PipelineCase("mlp", "pp2", "interleaved_zero_bubble", options={"chunks": 1}, steps=2))
+    check(ranks, PipelineCase("mlp", "pp2", "interleaved_zero_bubble", options={"stages_per_rank": 1}, steps=2))
 
 
 def test_stages_divide_their_experts(ranks: Ranks) -> None:

@@ -40,7 +40,7 @@ def test_the_page_has_a_point_for_each_candidate_and_loads_nothing(html: str) ->
     assert titles == [
         "dp=8: 2.00 s, 300 B",
         "tp=8 --strategy tp: 3.00 s, 200 B",
-        "dp=4,tp=2 --microbatches 4 --schedule 1f1b --chunks 2: ≈ 2.50 s, 400 B",
+        "dp=4,tp=2 --microbatches 4 --schedule 1f1b --stages-per-rank 2: ≈ 2.50 s, 400 B",
     ]
     assert chart.group().count("<rect") == 1 and chart.group().count('class="ring"') == 1
     assert "1 that take over 2 times the fastest are in the table alone" in html
