@@ -23,6 +23,7 @@ from autopar.costs.plans.workload import Workload, workload_of
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
+from autopar.files.schema import MAX_WHOLE
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 
@@ -243,6 +244,8 @@ class Plan:
             timeline = tuple(Instant(**each) for each in values["memory"].get("timeline", ()))
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
         values["reserved"] = Reserved.of_json(values.get("reserved"))
+        if values["reserved"].on_device(values["peak_bytes"]) > MAX_WHOLE:
+            raise PlanError(f"reserved is {values['reserved']}, for which no file of a plan has room")
         values["workload"] = workload_of(values.get("workload"))
         values["comparison"] = comparison_of(values.get("comparison"), values["mesh"].hardware)
         values["kept_whole"] = tuple(KeptWhole(**each) for each in values.get("kept_whole", ()))

@@ -125,6 +125,7 @@ def _changed(**changes: Any) -> str:
 
 LONG = {"name": "gpipe", "num_ranks": 2, "num_microbatches": 2 * 10**9, "chunks": 1}
 STAGE = json.loads(_changed())["stages"][0]
+HUGE = {**STAGE["plan"]["reserved"], "allocator_factor": 1e18}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ STAGE = json.loads(_changed())["stages"][0]
         (_changed(schedule=LONG), "2000000000 micro-batches for 2 stages; together they may be 1000000"),
         (_changed(stages=[{**STAGE, "seconds": {}}] * 2), r"stages\[0\]\.seconds lacks 'forward'"),
         (_changed(stages=[{**STAGE, "plan": {**STAGE["plan"], "seconds": "1"}}]), r"stages\[0\]\.plan\.seconds is '1'"),
+        (_changed(stages=[{**STAGE, "plan": {**STAGE["plan"], "reserved": HUGE}}] * 2), "no file of a plan has room"),
         (stage_plan(0).to_json(), "read it with Plan.load"),
     ],
 )
