@@ -295,11 +295,7 @@ def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     step.
     """
     modes = settings.modes(formulation.memory.lifetimes.segments)
-    limit, search = settings.tensor_limit, settings.search
-    found = best_within(
-        *(formulation, pins, limit, modes, search.solver, search.time_limit, search.gap),
-        *(settings.hurried, settings.cutoff),
-    )
+    found, limit = best_within(formulation, pins, modes, settings), settings.tensor_limit
     return without_idle_modes(found, formulation, pins, modes, limit) if modes and limit is not None else found
 
 

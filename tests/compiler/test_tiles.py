@@ -7,8 +7,9 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -89,10 +90,10 @@ def searches(in_full: bool = False) -> Iterator[list[str]]:
     ended: list[str] = []
 
     def within(*args: Any) -> Answer:
-        cutoff = args[-1]
-        search: Any = best_within
+        *asked, settings = args
+        cutoff, search = settings.cutoff, cast(Any, best_within)
         try:
-            found = search(*args[:-1], math.inf if in_full else cutoff)
+            found = search(*asked, replace(settings, cutoff=math.inf) if in_full else settings)
         except CutOffError as error:
             ended.append(CUT_OFF if cutoff else MEMORY_COSTS_TIME)
             assert error.seconds >= cutoff

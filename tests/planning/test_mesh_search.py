@@ -324,7 +324,7 @@ def test_within_a_limit_the_search_on_a_mesh_ends_where_it_is_proven_to_be_no_be
     cutoffs: list[float] = []
 
     def within(*arguments: Any) -> Answer:
-        cutoffs.append(arguments[-1])
+        cutoffs.append(arguments[-1].cutoff)
         return best_within(*arguments)
 
     memory = int(0.9 * autopar.plan(Layers(), Mesh({"dp": 4}), (X_64_16,), hardware=SLOW_DEVICES).peak_bytes)

@@ -36,6 +36,7 @@ from autopar.planning.memory_limit.answers import Answer, Found, Places, in_each
 from autopar.planning.memory_limit.narrowed import Narrowed
 from autopar.planning.memory_limit.refusal import Modes
 from autopar.planning.memory_limit.restricted_search import Pieced
+from autopar.planning.settings import Settings
 from autopar.solver.deadline import after, grace, is_over, seconds_until, why_over
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
@@ -62,18 +63,8 @@ HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, an
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 
 
-def best_within(
-    formulation: Formulation,
-    pins: Pins,
-    limit: int | None,
-    modes: Modes | None,
-    solver: str,
-    time_limit: float,
-    gap: float | None,
-    hurried: bool = False,
-    cutoff: float = math.inf,
-) -> Answer:
-    """Return the fastest choice whose peak is at most `limit` bytes (None: any); `modes` None excludes recomputation.
+def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, settings: Settings) -> Answer:
+    """Return the fastest choice within the memory limit of the settings, if any; `modes` None excludes recomputation.
 
     Without a gap the optimum is searched. For many calls a choice within a thousandth of it suffices if a smaller gap
     is expensive: if elimination takes seconds, and counts of equal parts take longer (five thousandths at high
@@ -82,6 +73,8 @@ def best_within(
     where none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to
     be faster than that, or none is within the limit: what pays nothing for memory is an answer.
     """
+    limit, hurried, cutoff = settings.tensor_limit, settings.hurried, settings.cutoff
+    solver, gap, time_limit = settings.search.solver, settings.search.gap, settings.search.time_limit
     is_rough = gap is None and (hurried or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
     enough, far, widely = (ENOUGH, FAR, WIDELY) if is_rough else (gap or 0.0,) * 3
     deadline, spare = after(time_limit), SPARE * time_limit

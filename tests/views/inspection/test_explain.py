@@ -242,7 +242,7 @@ def limited() -> Plan:
 def test_within_a_limit_only_the_runner_up_is_searched_for(limited: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int | None] = []
     search = planner.best_within
-    monkeypatch.setattr(planner, "best_within", lambda *args: (limits.append(args[2]), search(*args))[1])
+    monkeypatch.setattr(planner, "best_within", lambda *args: (limits.append(args[-1].tensor_limit), search(*args))[1])
     found = limited.explain("layers.1")
     assert limited.multiplier and found.runner_up is not None and len(found.alternatives) > 4
     assert sum(limit is not None for limit in limits) <= len(context_of(limited).settings.depths)
