@@ -11,10 +11,8 @@ from autopar.planning.options.definition import options_of
 
 FIELDS = {group.__name__: {each.name: each.flat for each in options_of(group)} for group in OF_PLANS}
 """Group → its fields, each with the name of its flag."""
-OTHER_FLAGS = {
-    **{name: flat for fields in FIELDS.values() for name, flat in fields.items() if "_" in name},
-    **{"training": "inference", "prompt": "sequence", "tokens": "decode"},
-}
+OTHER_FLAGS = {name: flat for fields in FIELDS.values() for name, flat in fields.items() if "_" in name}
+OTHER_FLAGS |= {"training": "inference", "prompt": "sequence", "tokens": "decode"}
 """Option in Python → option of the command line, where the names differ."""
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[(\[][^()\[\]]*[)\]]|[^()\[\],"' ]+)"""
 _GROUP = re.compile(rf"(?<![\w.])({'|'.join(FIELDS)})\((\w+={_VALUE}(?:, \w+={_VALUE})*)\)")

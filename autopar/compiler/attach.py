@@ -77,8 +77,6 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
         )
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
     problem = Formulation(space, memory).problem(pins, modes=segments)
-    asked = request.searched
-    context = PlanContext(
-        space, memory, pins, choices, problem, asked, said, request.mode, host_seconds=plan.host_seconds
-    )
+    settings, hosts = request.searched, plan.host_seconds
+    context = PlanContext(space, memory, pins, choices, problem, settings, said, request.mode, host_seconds=hosts)
     return replace(plan, mesh=space.mesh, context=context)

@@ -211,7 +211,8 @@ class OfflinePlanner:
                 if is_alike(self.base, program, blocks, same_sizes=False):
                     found = Shortened(program, blocks, self.base.origin)
             if found is None:
-                self.whole |= {(count, num_parts)} if is_new else set()
+                if is_new:
+                    self.whole.add((count, num_parts))
                 program = self.captured(*key)
                 found = shortened(program, blocks_of(program), self.said)
             self.shorter[key] = found

@@ -88,6 +88,11 @@ class MovedTensor:
         """True if it is a weight, a view of one, or made of weights and summed as their gradients are."""
         return self.bucketed or self.view or self.reduced is not None
 
+    @property
+    def may_share_messages(self) -> bool:
+        """True if a bucket may take moves of it."""
+        return self.bucketed and not self.alone
+
     def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
         """Return the bytes that each rank holds."""
         return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
@@ -181,7 +186,7 @@ def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | 
     that step's reduction, the last of the backward, is left running.
     """
     gathers = is_gather(move, tensor)
-    if not tensor.bucketed or tensor.alone or not (gathers or (move.source is I and move.target is R)):
+    if not tensor.may_share_messages or not (gathers or (move.source is I and move.target is R)):
         return None
     shared, elements = tensor.sharing, math.prod(tensor.shape)
     sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize

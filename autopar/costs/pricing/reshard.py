@@ -196,8 +196,7 @@ def reshard_table(
     gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
     messages_of: dict[int, list[Message | None]] = {}
-    in_buckets = tensor.bucketed and not tensor.alone
-    joined = tuple(mesh.joined.values()) if in_buckets else ()
+    joined = tuple(mesh.joined.values()) if tensor.may_share_messages else ()
     for i, j, alike, move in _moves_among(layouts, joined):
         if not tensor.can_move(move.source, move.target):
             continue
@@ -221,12 +220,12 @@ def reshard_table(
     ways = _all_pairs(alone)
     if copies.any():
         ways = _Ways(ways.seconds + (1 - COPY_TIE) * _along(ways, copies), ways.following, ways.later)
-    if not in_buckets:
+    if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
-    together = _led_by(leading, _all_pairs(following))
+    in_buckets = _led_by(leading, _all_pairs(following))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
-        ways = _Ways(np.where(np.isfinite(together.seconds), np.inf, ways.seconds), ways.following, ways.later)
-    return ReshardTable(layouts, ways, together, tensor, mesh, hardware, forward, gathers)
+        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
 
 
 def _local_parts(layouts: Sequence[Layout], tensor: MovedTensor, mesh: Mesh) -> list[tuple[int, ...]]:

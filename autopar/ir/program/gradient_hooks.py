@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.node import has_side_effect
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -48,8 +48,3 @@ def _(x: Tensor, number: int) -> Tensor:
 
 GRADIENT_HOOK: torch._ops.OpOverload = torch.ops.autopar.gradient_hook.default
 has_side_effect(GRADIENT_HOOK)  # nothing reads it while it is traced
-
-
-def is_hook(node: fx.Node) -> bool:
-    """Return whether a call carries a gradient hook."""
-    return node.target is GRADIENT_HOOK
