@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture, skeleton
-from autopar.cli import main
 from autopar.compiler.pipelined import check_wish, pipeline_plan_of
 from autopar.costs.plans.plan import Plan
 from autopar.errors import AnnotationError, InfeasibleError, InputError, PipelineError, PlanError
@@ -461,48 +459,3 @@ def test_a_stage_is_no_question_to_one_piece() -> None:
     stage = planned(model=Layered(2), schedule="1f1b", microbatches=4).stages[0].plan
     with pytest.raises(PipelineError, match=r'autopar.annotate\(model, "embedding", stage=0\)'):
         stage.what_if("embedding", stage=0)
-
-
-# The command line.
-
-
-def test_the_command_line_plans_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {option: str(tmp_path / option) for option in ("save", "html", "trace")}
-    options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    ask = ["plan", f"{HERE}:layered", "--mesh", "pp=2", "--schedule", "zbv", "--microbatches", "4", *options]
-    assert main(ask) == 0
-    out = capsys.readouterr().out
-    assert "zbv, m = 4 micro-batches, 4 stages on 2 ranks of axis pp, 2 on each" in out
-    assert all(f"saved in {path}" in out for path in files.values())
-    loaded = PipelinePlan.load(files["save"])
-    assert str(loaded) in out and loaded.schedule == Schedule("zbv", 2, 4, 2)
-    assert "<svg" in Path(files["html"]).read_text() and json.loads(Path(files["trace"]).read_text())
-
-
-def test_the_command_line_takes_another_axis_for_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["plan", f"{HERE}:layered", "--mesh", "deep=2,tp=2", "--pipeline", "deep", "--microbatches", "4"]
-    assert main(ask) == 0
-    assert "2 ranks of axis deep" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan", "--mesh", "tp=2", "--pipeline", "pp"], "--pipeline pp is no axis of the mesh"),
-        (["plan", "--mesh", "pp=2", "--microbatches", "5"], "does not divide into 5 micro-batches"),
-        (["plan", "--mesh", "tp=2", "--schedule", "zbv"], "--schedule zbv is given, but no axis"),
-        (["plan", "--mesh", "auto", "--devices", "2", "--schedule", "1f1b"], "With --mesh auto, give --pipeline pp."),
-        (
-            ["explain", "--mesh", "pp=2", "--microbatches", "4", "head"],
-            "every stage has its own; plan without",
-        ),
-    ],
-    ids=str,
-)
-def test_the_command_line_refuses_in_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, *options = words
-    assert main([command, f"{HERE}:layered", *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("autopar: ") and message in error and error.count("\n") == 1
