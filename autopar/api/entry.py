@@ -89,7 +89,7 @@ def compile(  # noqa: D417 - its options are listed one by one
             is data parallel on axes that annotations leave alone).
         memory: an `autopar.Memory`: the limit per device, recomputation, prefetch, offload, tiles. "80GB" is the limit.
         precision: "bf16-mixed" (parameters and the sums of gradients in float32, compute in bfloat16), "fp16-mixed",
-            "bf16", or an `autopar.Precision` (docs/precision.md). By default dtypes are those of the model.
+            "bf16", or an `autopar.Precision` (docs/how-to/precision.md). By default dtypes are those of the model.
         optimizer: the optimizer whose state and step are planned for: "adamw", "sgd", "adamw-8bit", "muon", "galore" or
             "none", or an `autopar.Optimizer`, which says GaLore's rank, and whether it has float32 master copies.
         hardware: name or path of a hardware profile, or a `Hardware`.
@@ -102,7 +102,7 @@ def compile(  # noqa: D417 - its options are listed one by one
         microbatches: number of parts into which `train_step` splits a batch; the plan is for one of them. By default
             one, or as many as suit a pipeline.
         training: False plans and runs the forward alone, in evaluation mode: no gradients, no optimizer, nothing saved
-            for a backward. A language model of transformers can `generate` then, with a cache (docs/inference.md).
+            for a backward. A language model of transformers can `generate` then, with a cache (docs/how-to/inference.md).
         pipeline: an `autopar.Pipeline`: the mesh axis, the schedule, the stages. "pp" is the axis.
         experts: an `autopar.Experts`: the capacity of experts, and how unequal their rows are.
         search: an `autopar.Search`: the time limit, the optimality gap, the solver, the cache of plans.

@@ -57,7 +57,7 @@ def load(
 ) -> ParallelModule | PipelineModule:
     """`compile` of a model on the meta device, with the values of a checkpoint: each rank reads its own parts alone.
 
-    A rank holds what it stores, and one tensor's part as it is read (docs/checkpoints.md).
+    A rank holds what it stores, and one tensor's part as it is read (docs/how-to/checkpoints.md).
 
     Args:
         model: made with its parameters on the meta device: `with torch.device("meta"): model = …`.

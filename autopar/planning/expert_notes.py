@@ -106,5 +106,5 @@ def warn_of_unknown_experts(space: Space) -> None:
         warn_user(
             f"the experts in {named} ({unknown / total:.0%} of the FLOPs) are written in a form that autopar does not "
             "know: all of their rows stay on every device, and only the features of their matrices can be split. "
-            "docs/experts.md lists the forms that are known.",
+            "docs/how-to/experts.md lists the forms that are known.",
         )

@@ -74,7 +74,7 @@ def _said(
     return _warned(model, Mesh(axes), inputs, strategy=strategy, word="replicated", **options)
 
 
-ADVICE = 'Give it a rule by autopar.register_rule("replicated_work::project", …): docs/own-operations.md'
+ADVICE = 'Give it a rule by autopar.register_rule("replicated_work::project", …): docs/how-to/own-operations.md'
 PARTLY = 2 * 256**2 / (64 * 256 + 2 * 256 * 4096 + 2 * 256**2)
 
 

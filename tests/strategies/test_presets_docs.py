@@ -1,4 +1,4 @@
-"""The pictures of docs/strategies.md are drawn from the plans, and its bytes are theirs."""
+"""The pictures of docs/reference/strategies.md are drawn from the plans, and its bytes are theirs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.strategies.presets import PRESETS
 from tests.strategies.test_presets_volume import plan_of_llama
 
-DOCS = Path(__file__).parents[2] / "docs" / "strategies.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "strategies.md"
 SHAPES: dict[str, tuple[int, ...]] = {
     "data_parallel": (2,),
     "zero2": (2,),

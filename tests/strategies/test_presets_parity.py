@@ -61,7 +61,7 @@ def matrix() -> Iterator[tuple[str, str, World]]:
 OVERSTATED = pytest.mark.xfail(
     strict=True, reason="pieces of a packed weight are exchanged, and kept: the plan counts a gather in the backward"
 )
-"""GPT-2 in cubes: docs/limitations.md."""
+"""GPT-2 in cubes: docs/reference/limitations.md."""
 
 
 def named(cases: Iterator[tuple[str, str, World]] | tuple[tuple[str, str, World], ...]) -> list[Any]:

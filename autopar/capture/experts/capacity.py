@@ -35,7 +35,7 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
     if unknown:
         raise CaptureError(
             f"{said}, and those in {where(unknown[0].meta['module'])} are written in a form that autopar does not "
-            "know. docs/experts.md lists the forms that are known; write them so, or leave capacity_factor out."
+            "know. docs/how-to/experts.md lists the forms that are known; write them so, or leave capacity_factor out."
         )
     sent = draft.calls(DISPATCH)
     if not sent:

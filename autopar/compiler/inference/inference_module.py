@@ -80,7 +80,7 @@ class InferenceModule(ParallelModule):
 
         Called by all ranks with the same prompts, which get the same tokens. Arguments are those of transformers; what
         is not honoured is an InputError. A batch size, and a bucket of lengths, is planned when it first appears
-        (docs/inference.md).
+        (docs/how-to/inference.md).
         """
         forwards, root = _of_transformers(), self.tree.root
         if forwards is None or not forwards.generates(root):

@@ -90,10 +90,10 @@ def advice_on_rules(operation: str) -> str:
     """Return the advice on an operation without a rule.
 
     >>> advice_on_rules("mylib::scaled")
-    'Give it a rule by autopar.register_rule("mylib::scaled", …): docs/own-operations.md'
+    'Give it a rule by autopar.register_rule("mylib::scaled", …): docs/how-to/own-operations.md'
     """
     named = f'"{operation}"' if "::" in operation else operation.rpartition(".")[2]
-    return f"Give it a rule by autopar.register_rule({named}, …): docs/own-operations.md"
+    return f"Give it a rule by autopar.register_rule({named}, …): docs/how-to/own-operations.md"
 
 
 def kept_whole_on_all(stages: Sequence[tuple[float, Sequence[KeptWhole]]]) -> tuple[KeptWhole, ...]:

@@ -314,7 +314,7 @@ class Plan:
         return view("Plan.attach")(self, model, example_inputs, **options)
 
     def tp_plan(self, axis: str | None = None) -> TensorParallelPlan:
-        """Return the plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost (docs/other-systems.md).
+        """Return the plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost (docs/how-to/other-systems.md).
 
         Raises PlanError where several axes split matrices and `axis` is not given, or for a plan that was loaded.
         """

@@ -1,4 +1,4 @@
-"""docs/pipelines.md: its code runs, and its table is that of the simulation."""
+"""docs/how-to/pipelines.md: its code runs, and its table is that of the simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulat
 from tests.planning.pipeline.test_planner import Layered, inputs
 from tests.support.ranks import Ranks
 
-DOCS = Path(__file__).parents[3] / "docs" / "pipelines.md"
+DOCS = Path(__file__).parents[3] / "docs" / "how-to" / "pipelines.md"
 CODE = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
 
 

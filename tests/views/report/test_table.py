@@ -241,7 +241,7 @@ def test_calls_without_a_rule_are_listed_with_their_shares_and_advice() -> None:
     assert _line(listed, "operation") == "operation calls first call FLOPs step bytes reason"
     assert _line(listed, "mylib::scaled") == "mylib::scaled 2 layers.0 12.5% 25.0% 4.00 kB no rule"
     assert _line(listed, "aten::fft") == "aten::fft 1 fft ? 5.0% 1.00 kB complex numbers"
-    assert advice.startswith(' a rule by autopar.register_rule("mylib::scaled", …): docs/own-operations.md')
+    assert advice.startswith(' a rule by autopar.register_rule("mylib::scaled", …): docs/how-to/own-operations.md')
 
 
 def test_notes_stand_at_the_end() -> None:
