@@ -102,7 +102,8 @@ def compile(  # noqa: D417 - its options are listed one by one
         microbatches: number of parts into which `train_step` splits a batch; the plan is for one of them. By default
             one, or as many as suit a pipeline.
         training: False plans and runs the forward alone, in evaluation mode: no gradients, no optimizer, nothing saved
-            for a backward. A language model of transformers can `generate` then, with a cache (docs/how-to/inference.md).
+            for a backward. A language model of transformers can `generate` then, with a cache
+            (docs/how-to/inference.md).
         pipeline: an `autopar.Pipeline`: the mesh axis, the schedule, the stages. "pp" is the axis.
         experts: an `autopar.Experts`: the capacity of experts, and how unequal their rows are.
         search: an `autopar.Search`: the time limit, the optimality gap, the solver, the cache of plans.

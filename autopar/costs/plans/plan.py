@@ -314,9 +314,10 @@ class Plan:
         return view("Plan.attach")(self, model, example_inputs, **options)
 
     def tp_plan(self, axis: str | None = None) -> TensorParallelPlan:
-        """Return the plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost (docs/how-to/other-systems.md).
+        """Return the plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost.
 
-        Raises PlanError where several axes split matrices and `axis` is not given, or for a plan that was loaded.
+        docs/how-to/other-systems.md shows its use. Raises PlanError where several axes split matrices and `axis` is
+        not given, or for a plan that was loaded.
         """
         return view("Plan.tp_plan")(self, axis)
 
