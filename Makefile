@@ -82,7 +82,7 @@ fuzz: $(TEST_READY)
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
 
 docs: $(TEST_READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "built build/site/index.html"
 
 reference: $(TEST_READY)

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -104,7 +104,7 @@ def _uri(path: Path) -> str:
 
 def _content(path: Path) -> str:
     """Return the page of a file outside of docs/: Markdown as it is, a folder as a list, all else as code."""
-    if path.suffix == ".md":
+    if _uri(path).startswith("project/"):
         return path.read_text()
     title = f"---\nsearch: {{exclude: true}}\n---\n\n# {path.relative_to(ROOT)}\n\n"
     if path.is_dir():
@@ -112,23 +112,18 @@ def _content(path: Path) -> str:
     return f"{title}~~~~~~ {path.suffix.lstrip('.') or 'text'}\n{path.read_text()}\n~~~~~~\n"
 
 
-class Built(HTMLParser):
+_ANCHOR = re.compile(r'\s(?:id|name)="([^"]+)"')
+_LINKED = re.compile(r'<a\s[^>]*?\bhref="([^"]+)"')
+_LOADED = re.compile(r'<(?!a\s)\w+\s[^>]*?\b(?:href|src)="([^"]+)"')
+
+
+class Built:
     """One page as it is built: the anchors that it has, the addresses that it links to, and those that it loads."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.anchors: set[str] = set()
-        self.links: set[str] = set()
-        self.loaded: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note the anchors and addresses of one tag."""
-        found = {name: value for name, value in attrs if value}
-        self.anchors |= {found[name] for name in ("id", "name") if name in found}
-        addresses = {found[name] for name in ("href", "src") if name in found}
-        self.links |= addresses
-        self.loaded |= addresses if tag != "a" else set()
+        self.anchors = {"", "__top", *map(unescape, _ANCHOR.findall(text))}
+        self.links = {*map(unescape, _LINKED.findall(text))}
+        self.loaded = {*map(unescape, _LOADED.findall(text))}
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -143,12 +138,12 @@ def faults(pages: dict[Path, Built]) -> Iterator[str]:
     """Yield what is wrong with the links of built pages."""
     for page, built in pages.items():
         yield from (f"{page} loads {each} from elsewhere" for each in built.loaded if "//" in each)
-        for link in built.links - built.loaded:
+        for link in sorted(built.links | built.loaded):
             where = urlsplit(link)
             if where.scheme or where.netloc:
                 continue
             path = Path(os.path.normpath(page.parent / unquote(where.path))) if where.path else page
             if not path.exists():
                 yield f"{page} links to {link}, which is not there"
-            elif where.fragment and path in pages and unquote(where.fragment) not in pages[path].anchors | {"__top"}:
+            elif path in pages and unquote(where.fragment) not in pages[path].anchors:
                 yield f"{page} links to {link}; no such anchor"

@@ -27,7 +27,7 @@ from griffe import Docstring, DocstringSectionKind
 import autopar
 from autopar.cli.groups import OF_PLANS, flag_of
 from autopar.cli.parser import parser
-from autopar.compiler.arguments import GROUPS, defaults
+from autopar.compiler.arguments import GROUPS, plan_request
 from autopar.console.names import ALIASES
 from autopar.costs.hardware.load import PROFILES, known_profiles
 from autopar.costs.hardware.network import Network
@@ -150,12 +150,15 @@ def _or_none(kind: Schema) -> str:
 def _arguments(page: Path, function: str) -> str:
     """Make a table of the arguments of a function, with the defaults of options that it takes as **options."""
     documented = _documented_arguments(getattr(autopar, function))
-    taken = inspect.signature(getattr(autopar, function)).parameters
-    known = {name: each.default for name, each in taken.items() if each.default is not each.empty} | defaults()
+    taken = {**inspect.signature(plan_request).parameters, **inspect.signature(getattr(autopar, function)).parameters}
+    defaults = {
+        name: NONE if taken[name].default is inspect.Parameter.empty else _code(repr(taken[name].default))
+        for name in documented
+    }
     return _table(
-        ("argument", "default", "meaning"),
+        ("argument", "type", "default", "meaning"),
         (
-            (_code(name), _code(repr(known[name])) if name in known else NONE, said[0].upper() + said[1:])
+            (_code(name), _code(taken[name].annotation), defaults[name], said[0].upper() + said[1:])
             for name, said in documented.items()
         ),
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 
 SITE = Path(__file__).parents[2] / "build" / "site"
 FOLDER = SITE.parent / "screenshots"
-PAGES = ("index", "how-to/index", "reference/api", "reference/strategies", "explanation/solver")
+PAGES = ("index", "how-to/training", "reference/api", "reference/options", "reference/strategies")
 SCHEMES = {"dark": 0, "light": 1}
 """Colors → the number that Chromium has for them."""
-SIZE = "1400,1600"
+SIZE = "1400,2400"
 
 
 def screenshot(address: str, scheme: str, browser: str) -> Path:
