@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -31,6 +32,7 @@ SECTIONS = {
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=#[^)\s]*\)|\))")
 NAMES = re.compile(r"<!-- generated: names (.*?) -->.*?<!-- end -->", re.DOTALL)
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 LOG = logging.getLogger("mkdocs.autopar")
 
 
@@ -73,6 +75,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     documented = NAMES.sub(lambda names: "\n".join(f"::: {name}\n" for name in names[1].split()), markdown)
     return documented if uri.startswith("files/") else LINK.sub(turned, documented)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Turn formulas, which are TeX on GitHub, to MathML, which browsers show by themselves."""
+
+    def formula(tex: re.Match[str]) -> str:
+        return convert(unescape(tex[2]).strip(), display="block" if tex[1] == "div" else "inline")
+
+    return FORMULA.sub(formula, html)
 
 
 def _linked(source: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from docs.site.doctests import fenced
-from docs.site.hooks import Built, faults
+from docs.site.hooks import Built, faults, on_page_content
 from tests.test_house import ROOT
 
 
@@ -40,3 +40,9 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
 def test_examples_of_docstrings_are_code() -> None:
     docstring = "Text.\n\n>>> f(1)  # doctest: +SKIP\n2\n\nMore."
     assert fenced(docstring) == "Text.\n\n```pycon\n>>> f(1)\n2\n```\n\nMore."
+
+
+def test_formulas_are_mathml() -> None:
+    made = on_page_content(r'a <span class="arithmatex">\(t_v &lt; 1\)</span> b <div class="arithmatex">\[x^2\]</div>')
+    assert made.startswith("a <math") and "<msub><mi>t</mi><mi>v</mi></msub><mo>&lt;</mo>" in made
+    assert 'display="block"' in made and "arithmatex" not in made
