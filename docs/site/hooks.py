@@ -39,8 +39,8 @@ LOG = logging.getLogger("mkdocs.autopar")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the navigation: the sections, each with the pages of its folder in the order of its index."""
     folders = [(title, DOCS / name) for title, name in SECTIONS.items()]
-    config.nav = ["index.md", *({title: list(_pages(folder))} for title, folder in folders if folder.exists())]
-    config.nav.append({"Project": [_uri(ROOT / name) for name in PROJECT]})
+    sections = [{title: list(_pages(folder))} for title, folder in folders if folder.exists()]
+    config.nav = ["index.md", *sections, {"Project": [_uri(ROOT / name) for name in PROJECT]}]
     return config
 
 
