@@ -12,7 +12,7 @@ from pathlib import Path
 
 SITE = Path(__file__).parents[2] / "build" / "site"
 FOLDER = SITE.parent / "screenshots"
-PAGES = ("index", "how-to/training", "reference/api", "reference/options", "reference/strategies")
+PAGES = ("index", "how-to/index", "reference/api", "reference/strategies", "reference/hardware-profiles")
 SCHEMES = {"dark": 0, "light": 1}
 """Colors → the number that Chromium has for them."""
 SIZE = "1400,2400"

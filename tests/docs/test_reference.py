@@ -12,7 +12,7 @@ from autopar.cli.parser import parser
 from autopar.compiler.arguments import GROUPS
 from autopar.costs.hardware.load import known_profiles
 from autopar.strategies.presets import PRESETS
-from docs.site.reference import DOCS, PART, pages, regenerated
+from docs.site.reference import DOCS, PART, ROOT, pages, regenerated
 
 REFERENCE = DOCS / "reference"
 
@@ -36,6 +36,10 @@ def test_nothing_is_left_out() -> None:
     assert parts("strategies.md", "preset") == set(PRESETS)
     assert parts("hardware-profiles.md", "profile") == set(known_profiles())
     assert parts("command-line.md", "command") == set(commands.choices)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {autopar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_folder_has_an_index_of_its_pages() -> None:
