@@ -2,6 +2,9 @@
 # make test    lint, format, types and tests: all that must pass before a change lands
 # make slow    the tests that `make test` leaves out
 # make fuzz    random programs on simulated ranks beside one process: make fuzz CASES=10000 SEED=0
+# make docs    the documentation, in build/site; a warning or a broken link is an error
+# make reference       writes the generated parts of the documentation again
+# make release         packages in dist/, the wheel tried in a fresh environment outside of the checkout, and the docs
 # make bench   strategies measured beside their predictions and beside PyTorch's own tools, on small models
 # make bench-planner   how long planning and solving take
 # make cuda-check      graphs and casts on CUDA, as a CUDA build of PyTorch sees them; no GPU, an environment of 5 GB
@@ -31,6 +34,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
 BENCH_READY := .venv/ready-bench
+WHEEL_ENVIRONMENT = $(or $(TMPDIR),/tmp)/autopar-wheel
 
 # An index that cannot be reached is no error to pip: the build is then found elsewhere, or not at all. What torch needs is
 # installed with autopar, from the usual index.
@@ -45,7 +49,8 @@ else \
 fi
 endef
 
-.PHONY: demo test lint style types pytest format slow fuzz bench bench-planner cuda-check gpu clean
+.PHONY: demo test lint style types pytest format slow fuzz docs reference release try-wheel bench bench-planner cuda-check \
+	gpu clean
 
 demo: $(DEMO_READY)
 	$(BIN)/autopar demo
@@ -75,6 +80,31 @@ slow: $(TEST_READY)
 
 fuzz: $(TEST_READY)
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
+
+docs: $(TEST_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "built build/site/index.html"
+
+reference: $(TEST_READY)
+	$(BIN)/python -m docs.site.reference
+
+release: docs
+	$(PIP) install -e ".[release]"
+	rm -rf dist build/lib
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(MAKE) try-wheel
+
+# Nothing of the checkout can be imported there.
+try-wheel: PIP = $(WHEEL_ENVIRONMENT)/bin/python -m pip --quiet --disable-pip-version-check
+try-wheel:
+	rm -rf $(WHEEL_ENVIRONMENT)
+	$(PYTHON) -m venv $(WHEEL_ENVIRONMENT)
+	@$(INSTALL_TORCH)
+	$(PIP) install dist/autopar-*.whl
+	cd $(WHEEL_ENVIRONMENT) && bin/python -c "import autopar, sys; assert sys.prefix in autopar.__file__, autopar.__file__"
+	cd $(WHEEL_ENVIRONMENT) && bin/autopar --version && bin/autopar plan tiny-mlp --mesh 2x2 --hardware h100
+	rm -rf $(WHEEL_ENVIRONMENT)
 
 bench: $(BENCH_READY)
 	mkdir -p build/bench

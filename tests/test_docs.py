@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_prose import EVERY_PAGE
 from tests.test_house import ORDER, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 RUN = [page for page in PAGES if ">>> " in page.read_text()]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -52,12 +53,6 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in map(_anchor, headings), f"{page.name} links to {target}; no such heading"
 
 
-def test_the_index_has_every_page() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    pages = [page.relative_to(ROOT / "docs") for page in PAGES if (ROOT / "docs") in page.parents]
-    assert [str(page) for page in pages if f"({page})" not in index] == ["index.md"]
-
-
 def test_the_architecture_names_every_package() -> None:
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
@@ -69,7 +64,7 @@ def test_the_architecture_names_every_package() -> None:
 
 def test_the_readme_is_what_a_newcomer_reads() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= (120 if EVERY_PAGE else 150)
     for said in ("make demo", "make test", "autopar.compile(", "docs/index.md"):
         assert any(said in line for line in lines), f"README lacks {said}"
 

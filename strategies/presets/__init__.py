@@ -20,8 +20,8 @@ bytes that one device has to do with. The symbols are bytes of whole tensors, ov
        weights that meet inputs
 
 A mean loss adds 16 over all axes together that split its rows: its sum and its number of tokens, 8 each, overlapped
-with compute. The layouts are a preset's, the way from one to the next is the planner's, and the formulas are those of
-the fewest bytes: where latency counts for more, or axes differ in size, it may go another.
+with compute. A preset decides the layouts, and the planner the way from one to the next. The formulas are those of the
+fewest bytes. The planner takes another way if latency counts for more, or if axes differ in size.
 """
 
 if __name__ != "autopar.strategies.presets":

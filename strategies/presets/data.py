@@ -37,7 +37,7 @@ def zero1() -> Parts:
     """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020).
 
     Its annotations are those of `zero2`. In `train_step` gradients of micro-batches add up whole, and are reduced once
-    a step; those of one batch are reduced as they are made, which `warn_of_gradients` says.
+    a step. Those of one batch are reduced as they are made; a warning says so.
     """
     return Parts(storage=Storage(regather=False))
 
@@ -45,7 +45,7 @@ def zero1() -> Parts:
 def zero2() -> Parts:
     """Optimizer state and gradients in parts; weights are gathered once and kept for the backward (ZeRO, SC 2020).
 
-    In `train_step` every micro-batch reduces its gradients, which add up in parts (`REDUCE_EACH`).
+    In `train_step` every micro-batch reduces its gradients, which add up in parts.
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts (the others are whole, and
     their gradients are all-reduced):
 

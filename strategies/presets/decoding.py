@@ -17,9 +17,9 @@ POSITIONS = "t"
 def flash_decoding(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions of the cache over one axis, the batch over the others ("Flash-Decoding", Dao et al., 2023).
 
-    Each device attends to its part of the cache, and results are merged by their log-sum-exp: of one token a sample,
-    what each layer's attention gives, and two numbers for each head, in float32. The planner decides what the axis
-    splits of matmuls, weights and a prompt's tokens, and the moves for that.
+    Each device attends to its part of the cache, and results are merged by their log-sum-exp. Each layer moves the
+    output of attention for one token a sample, and two float32 numbers for each head. The planner decides what the axis
+    splits of matmuls, weights and a prompt's tokens.
     """
     graph = RoledProgram.of(program)
     positions = preset_axes.axis_of(mesh, preset_axes.SEQUENCE)

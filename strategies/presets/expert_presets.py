@@ -73,8 +73,8 @@ def expert_folded() -> Parts:
     """Megatron, and experts over the same devices in their own way (Liu et al., "MoE Parallel Folding", 2025).
 
     Experts are whole, and divided over all axes; where one is called after them, over that one and the tensor axis.
-    Over an axis t of columns and rows and an axis d of the batch, both of experts; tokens part over t on their way to
-    the experts, and are gathered behind them:
+    Tokens part over t on their way to the experts, and are gathered behind them. Over an axis t of columns and rows and
+    an axis d of the batch, both of experts:
 
         all_to_all/d_t = 4·L·M/(d·t) + 8·L·E
         all_gather/t = L·(2·A + G)/d

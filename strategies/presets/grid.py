@@ -17,8 +17,8 @@ from autopar.strategies.rules.layers.tiled_mlp import HIDDEN
 def tensor_2d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Activations and weights split over both axes of a grid, as in SUMMA (Xu et al., "Optimus", 2021).
 
-    Over an axis r of rows (the batch, and storage) and an axis c of columns (features); what goes into a product is
-    gathered over c, its weight over r, and a norm sums one number a token each way:
+    Inputs of products are gathered over c, their weights over r, and a norm sums one number a token each way. Over an
+    axis r of rows (the batch, and storage) and an axis c of columns (features):
 
         all_gather/r = (2·(P - N) - T)/c
         reduce_scatter/r = (P - N)/c

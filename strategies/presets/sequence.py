@@ -51,8 +51,8 @@ def ring() -> Parts:
     """Split positions; in attention keys and values travel around the ranks while these compute (ring attention).
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023. Positions of causal self-attention are
-    sharded by zigzag, so that all ranks compute as much. Over an axis c of positions and an axis d of the batch, keys
-    and values are sent c-1 times forward and backward, and their gradients as often, in float32; less under a window:
+    sharded by zigzag, so that all ranks compute as much. Keys and values are sent c-1 times forward and backward, and
+    their gradients as often, in float32. Over an axis c of positions and an axis d of the batch; less under a window:
 
         permute/c = 6·L·K·(c-1)/(c·d)
         all_reduce/d_c = P + 16

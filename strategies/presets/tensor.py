@@ -19,16 +19,16 @@ from autopar.strategies.rules.products.chunked import COLUMN as ENTERING
 def megatron() -> Parts:
     """Columns and rows of every block over one axis, the batch over the others (Shoeybi et al., "Megatron-LM", 2019).
 
-    Over an axis t of columns and rows and an axis d of the batch; a block is summed once forward and once backward, the
-    table's rows once, what goes into the head once, and the loss joins three numbers a token:
+    A block is summed once forward and once backward, the table's rows once, and the input of the head once. The loss
+    joins three numbers a token. Over an axis t of columns and rows and an axis d of the batch:
 
         all_reduce/t = (4·L + 2)·A/d + 3·R/d
         all_reduce/d = (P - N)/t + N + 16
 
     In a forward alone what puts out results themselves, as the head of generation, is a column, too, and gathered.
 
-    A projection of queries, keys and values in one weight (GPT-2) is stored whole, as the three are cut out of every
-    part of it: its gradient is all-reduced over t, too.
+    A projection of queries, keys and values in one weight (GPT-2) is stored whole, because every part of it holds parts
+    of all three. Its gradient is all-reduced over t, too.
 
     Where heads of keys and values do not divide over t, those of queries are split alone. Every device projects keys
     and values whole then; their gradients are summed, 2·L·K/d more by all-reduce over t.

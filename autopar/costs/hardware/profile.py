@@ -32,10 +32,15 @@ class Protocol:
     """
 
     name: str
+    """Name of the protocol, as NCCL's "LL"."""
     algorithm: str = "ring"
+    """Algorithm that it carries: "ring" or "tree"."""
     base_latency_s: float = 0.0
+    """Seconds of each collective."""
     step_latency_s: float = 0.0
+    """Seconds of each step over the link."""
     efficiency: float = 1.0
+    """Share of the link's bandwidth."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -93,12 +98,19 @@ class Link:
     """
 
     name: str
+    """Name of the link, as "NVLink"."""
     devices: int | None
+    """Consecutive devices that it joins; None (null): any number."""
     latency_s: float
+    """Seconds of a message, of a link without protocols."""
     bytes_per_s: float
+    """Bytes that one device sends per second while it receives as many."""
     protocols: tuple[Protocol, ...] = ()
+    """Protocols that collectives choose from."""
     efficiencies: Efficiencies = Efficiencies()
+    """Collective → the share of the bandwidth that it reaches by any protocol; 1 if not stated."""
     latencies: Latencies = Latencies()
+    """Collective → the factor on the latencies of protocols; 1 if not stated."""
     straggling_s: float = 0.0
     """Seconds of the host for each collective of activations, which is waited for, and each further block that the link
     joins to its group: the slowest is the later, the more there are. Hidden, as launches, where hosts are ahead."""
@@ -132,13 +144,17 @@ class Hardware:
     """One kind of device and the links that join many of them, innermost first."""
 
     name: str
+    """Name of the profile."""
     flops: Mapping[str, float]
     """dtype name, as in "bfloat16" → peak FLOP/s of a dense matmul."""
     memory_bytes_per_s: float
+    """Bandwidth of the device's memory."""
     memory_bytes: int
+    """Memory of the device."""
     op_latency_s: float
     """Seconds that any operation takes, however small."""
     links: tuple[Link, ...]
+    """Links between devices, innermost first."""
     elementwise_bytes_per_s: float = 0.0
     """Bandwidth of differentiated operations that are not contractions.
 

@@ -29,7 +29,9 @@ class Contender:
     """A candidate with its step and memory, from its plan or from an estimate."""
 
     mesh: Mesh
+    """Axes with their sizes."""
     microbatches: int = 1
+    """Micro-batches of a step."""
     schedule: str = ""
     """Name of the pipeline's schedule; "" without a pipeline."""
     stages_per_rank: int = 1
@@ -39,6 +41,7 @@ class Contender:
     num_bytes: int | None = None
     """Bytes of tensors on a device at the peak."""
     is_planned: bool = False
+    """True if it has a plan, and not an estimate alone."""
     is_beside: bool = False
     """True for a plan that the user put next to the candidates."""
     asked: str = ""
@@ -46,6 +49,7 @@ class Contender:
     estimate: float | None = None
     """Seconds by its estimate, which a plan may have, too."""
     excluded: Excluded = ""
+    """Reason why it has neither plan nor estimate, a key of EXCLUDED; "" if it has one."""
     reason: str = ""
     """Why it has no plan, in words."""
     gap: float | None = None
@@ -106,6 +110,7 @@ class Comparison:
     """All candidates: those with a plan, best first, the estimated ones, best first, then those that are excluded."""
 
     contenders: tuple[Contender, ...]
+    """The candidates, in this order."""
     num_late: int = 0
     """Candidates that may be better by their estimates, and were not planned as time was over."""
     notes: tuple[str, ...] = ()

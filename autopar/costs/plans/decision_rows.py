@@ -26,9 +26,13 @@ class PlanRow:
     """One decision as the table shows it."""
 
     name: str
+    """Name of the node in the graph."""
     kind: str
+    """One of "call", "parameter", "buffer", "input", "output", and "hub" for a shared reshard."""
     module: str
+    """Path of the module that makes the call, or of the parameter."""
     operation: str
+    """Operation of a call; the kind of any other decision."""
     roles: tuple[str, ...]
     """Per mesh axis: "data", "column", … , "replicated", "partial", or the factor where it has no role."""
     layout: str
@@ -71,7 +75,9 @@ class KeptWhole:
     operation: str
     """The name that `autopar.register_rule` takes."""
     reason: str
+    """Reason why no rule fits."""
     calls: int
+    """Number of its calls."""
     first: str
     """The first of its calls."""
     module: str

@@ -62,17 +62,25 @@ class Plan:
     """
 
     mesh: Mesh
+    """Axes with their sizes, and the hardware profile."""
     fingerprint: str
+    """Hash of the graph that the plan is for."""
     choices: Mapping[str, str]
     """Decision → the name of its strategy."""
     descriptions: Mapping[str, str]
     """Decision → what it decides on, for the difference between two graphs."""
     rows: tuple[PlanRow, ...]
+    """A row per decision, in the order of the graph."""
     seconds: float
+    """Sum of the costs of all rows, which the solver minimizes."""
     bound: float
+    """Seconds that every plan takes at least."""
     peak_bytes: int
+    """Bytes of tensors per device at the peak."""
     traffic: Mapping[tuple[str, str], int]
+    """Collective and axis → bytes of a step in NCCL's convention."""
     solver: str
+    """Method that found the plan, such as "elimination"."""
     memory_limit: int | None = None
     """Bytes of a device that the plan keeps to, with what is `reserved`."""
     reserved: Reserved = NOTHING
@@ -80,10 +88,13 @@ class Plan:
     imbalance: float = 1.0
     """Ratio of the busiest device's expert rows to its equal share that is planned for."""
     unruled: Mapping[str, str] | None = None
+    """Call that no rule fits → the reason; None if unknown."""
     kept_whole: tuple[KeptWhole, ...] = ()
     """The operations of `unruled` calls with their shares of the step, the longest first."""
     notes: tuple[str, ...] = ()
+    """Remarks on the plan, in sentences."""
     memory: MemoryUse | None = None
+    """Memory at the peak by kind, and over a step."""
     recompute: Mapping[str, str] = field(default_factory=dict)
     """Segment → "none", "selective", "full_save_collectives", "full" or "offload"; empty if the search needed none."""
     prefetch: int = 0

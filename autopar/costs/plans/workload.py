@@ -37,9 +37,11 @@ class Workload:
     model: str
     """The class of the model, "" if it is not known."""
     num_parameters: int
+    """Elements of all parameters."""
     inputs: Mapping[str, str]
     """Input → dtype and shape of one micro-batch, "int64[8, 4096]"."""
     microbatches: int
+    """Micro-batches of a step."""
     samples: int
     """Samples of a step of all micro-batches; tokens and FLOPs are those of such a step, too."""
     tokens: int | None
@@ -57,6 +59,7 @@ class Workload:
     ideal_seconds: float
     """Seconds of these FLOPs on one device at the profile's peak for their dtypes."""
     one_device: OneDevice
+    """The same step on one device."""
     device: str = ""
     """The device on which `compile` runs; "" if nothing runs."""
 

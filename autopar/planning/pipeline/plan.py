@@ -70,11 +70,13 @@ class StagePlan:
     """One stage: the blocks of the model that it has, and how it runs one micro-batch and a step."""
 
     number: int
+    """Position in the pipeline, from 0."""
     blocks: tuple[str, ...]
     """Names of its blocks, in the order of the model."""
     plan: Plan
     """Its memory is that of a whole step; its seconds are those of a step of one micro-batch."""
     seconds: StageSeconds
+    """Seconds of each part of its work."""
 
     @property
     def range(self) -> str:
@@ -95,9 +97,13 @@ class PipelinePlan:
     """
 
     mesh: Mesh
+    """Axes with their sizes, that of the pipeline too, and the hardware profile."""
     axis: str
+    """Axis of the pipeline."""
     schedule: Schedule
+    """Schedule of the micro-batches."""
     stages: tuple[StagePlan, ...]
+    """A plan for each stage, in order."""
     starts: tuple[int, ...]
     """The number of the first block of each stage, as `stages.splitting.split` takes them."""
     timeline: Timeline = field(repr=False)
@@ -108,6 +114,7 @@ class PipelinePlan:
     reserved: Reserved = NOTHING
     """Memory of a device besides tensors."""
     notes: tuple[str, ...] = ()
+    """Remarks on the plan, in sentences."""
     workload: Workload | None = field(default=None, compare=False)
     """The model, its inputs, and the computation of one step."""
     comparison: Comparison | None = field(default=None, compare=False)
