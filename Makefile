@@ -68,8 +68,9 @@ style: $(TEST_READY)
 types: $(TEST_READY)
 	$(BIN)/pyright
 
+# One thread each: two workers and their ranks share the cores.
 pytest: $(TEST_READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: $(TEST_READY)
 	$(BIN)/ruff check --fix

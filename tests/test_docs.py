@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import io
 import math
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.docs.test_prose import EVERY_PAGE
+from tests.support.ranks import PRELOADED
 from tests.test_house import ORDER, ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,10 +38,27 @@ SLOW = {"other-systems.md", "own-operations.md", "offload.md"}
     "page", [pytest.param(each, id=each.name, marks=pytest.mark.slow if each.name in SLOW else ()) for each in RUN]
 )
 def test_the_examples_of_a_page_run(page: Path) -> None:
-    done = subprocess.run(  # a process of its own: examples add to the tables
-        [sys.executable, "-m", "doctest", str(page)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_examples, args=(page, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(300), f"{page.name} took more than five minutes"
+        num_failed, output = ours.recv()
+        assert num_failed == 0, output
+    finally:
+        process.kill()
+        process.join()
+
+
+def _run_examples(page: Path, answer: Connection) -> None:
+    """Run the examples of a page in this process, as they may add to the tables; send failures and output."""
+    os.chdir(ROOT)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        num_failed, _ = doctest.testfile(str(page), module_relative=False)
+    answer.send((num_failed, output.getvalue()))
 
 
 def test_what_tells_how_to_add_something_is_run() -> None:
