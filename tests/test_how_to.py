@@ -125,7 +125,7 @@ class Regression(nn.Module):
 regression = Regression()
 samples = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64))
 """,
-        2: "model = autopar.compile(nn.Linear(16, 4), mesh, (x,))\n"
+        2: "torch.manual_seed(1); x = torch.randn(8, 16); model = autopar.compile(nn.Linear(16, 4), mesh, (x,))\n"
         "y = torch.zeros(8, dtype=torch.int64); criterion = nn.CrossEntropyLoss()",
         3: ANEW,
         4: "pass",
