@@ -19,8 +19,7 @@ GUIDES = ROOT / "docs" / "how-to"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 COMMON = """
-import os
-import autopar, torch
+import autopar, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +28,7 @@ from autopar.models.catalogue import language_model
 torch.manual_seed(0)
 model = language_model("tiny-llama")
 ids = torch.randint(512, (8, 32)); labels = ids.clone()
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+mesh = init_device_mesh("cpu", (min(2, dist.get_world_size()),), mesh_dim_names=("dp",))
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 def causal_model():
     torch.manual_seed(0)
@@ -56,7 +55,7 @@ patches, batch = Patches(), {"x": torch.randn(8, 16), "grid": torch.tensor([3, 5
 """,
     },
     "checkpoints.md": {
-        0: SMALL + "from torch import distributed as dist\nfolder, checkpoint = 'hub', 'dcp'\n"
+        0: SMALL + "folder, checkpoint = 'hub', 'dcp'\n"
         "if dist.get_rank() == 0: causal_model().save_pretrained(folder)\ndist.barrier()",
         3: """
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -79,7 +78,7 @@ optimizer.step()
         1: SMALL + "position_ids = (torch.arange(32) % 20).expand(8, 32)\n"
         "packed = autopar.compile(causal_model(), mesh, dict(input_ids=ids, position_ids=position_ids, labels=ids))",
     },
-    "memory.md": {1: ANEW + "alone = language_model('tiny-llama')"},
+    "memory.md": {2: ANEW + "alone = language_model('tiny-llama')"},
     "mesh-search.md": {
         0: "model = autopar.models.built_in('tiny-mlp', 8, 1)[0]; ids, labels = torch.zeros(8, 1024), ids[:, 0]"
     },
@@ -135,7 +134,14 @@ samples = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64))
         "example = dict(input_ids=ids, labels=ids); shorter = dict(input_ids=ids[:, :23], labels=ids[:, :23])"
     },
 }
-NUM_RANKS = {"annotations.md": 4, "training.md": 4, "clusters.md": 4, "other-systems.md": 4, "mesh-search.md": 1}
+NUM_RANKS = {
+    "annotations.md": 4,
+    "training.md": 4,
+    "clusters.md": 4,
+    "other-systems.md": 4,
+    "mesh-search.md": 1,
+    "hardware.md": 1,
+}
 
 
 def _blocks(name: str, language: str) -> list[str]:
