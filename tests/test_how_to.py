@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import re
 import shlex
 import textwrap
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import autopar
+from autopar.api import option_types
 from autopar.cli.parser import parser
 from tests.support.ranks import Ranks
 
@@ -144,6 +148,9 @@ NUM_RANKS = {
 }
 
 
+OPTIONS = {name for kind in vars(option_types).values() for name in getattr(kind, "__annotations__", ())}
+
+
 def _blocks(name: str, language: str) -> list[str]:
     found = BLOCK.findall((GUIDES / name).read_text(encoding="utf-8"))
     return [code for kind, code in found if kind == language and ">>> " not in code]
@@ -178,9 +185,8 @@ def test_every_guide_is_run_or_has_no_code() -> None:
     assert {page.name for page in GUIDES.glob("*.md")} - {"index.md"} <= SETUP.keys() | {"pipelines.md"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "training.md" else pytest.mark.slow) for name in WITH_CODE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_CODE)
 def test_the_code_of_a_guide_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
     ranks.run(_run, name, str(tmp_path), world_size=NUM_RANKS.get(name, 2), timeout=600.0)
 
@@ -188,3 +194,22 @@ def test_the_code_of_a_guide_runs(ranks: Ranks, tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("command", _commands())
 def test_commands_are_parsed(command: str) -> None:
     parser().parse_args(shlex.split(command)[1:])
+
+
+def _calls(name: str) -> list[ast.Call]:
+    """Return the calls of functions and classes of autopar itself in the code of a guide."""
+    nodes = [node for code in _blocks(name, "python") for node in ast.walk(ast.parse(code))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [
+        call for call in calls if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "autopar"
+    ]
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_calls_have_options_that_there_are(name: str) -> None:
+    for call in _calls(name):
+        assert isinstance(call.func, ast.Attribute)
+        taken = set(inspect.signature(getattr(autopar, call.func.attr)).parameters)
+        known = taken | (OPTIONS if "options" in taken else set())
+        given = {keyword.arg for keyword in call.keywords}
+        assert given <= known or "axes" in taken, f"{name}: {ast.unparse(call)}; there is {sorted(known)}"
