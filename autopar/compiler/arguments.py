@@ -58,8 +58,9 @@ class Run(Group):
     the first, second, tenth, hundredth … call of a kind."""
     buckets: Buckets | Literal["auto", "none"] | None = option(None, Maybe(_BUCKETS))
     """Lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an `autopar.Buckets`
-    (docs/how-to/training.md), or "auto" for powers of two and the input names of transformers. By default inputs are
-    taken as they are, except that the Trainer pads texts of different lengths; "none" turns that off, too."""
+    (docs/how-to/varying-lengths.md), or "auto" for powers of two and the input names of transformers. By default
+    inputs are taken as they are, except that the Trainer pads texts of different lengths; "none" turns that off,
+    too."""
 
     @property
     def sizes(self) -> Buckets | None:

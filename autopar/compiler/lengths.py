@@ -131,7 +131,7 @@ class SmallSizes:
 
 def _said(found: Unequal, what: str) -> str:
     cause = f": {found.cause}" if found.cause else ""
-    return f"output {found.output} of the model is another one where the {what} is padded{cause}."
+    return f"output {found.output} of the model differs if the {what} is padded{cause}."
 
 
 def _way_out(what: str) -> str:

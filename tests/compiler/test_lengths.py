@@ -60,7 +60,7 @@ def _mean_over_counted(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("buckets", [LENGTHS, BATCHES], ids=["length", "batch"])
 def test_a_loss_that_is_a_mean_over_all_rows_is_refused(buckets: Buckets) -> None:
-    with pytest.raises(InputError, match=r"output 0 of the model is another one where the .* is padded"):
+    with pytest.raises(InputError, match=r"output 0 of the model differs if the .* is padded"):
         _counted(language_model(loss=_mean_over_all), texts(4, 6), buckets)
 
 
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "number": (
         lambda module, x, labels: (_classes(x, labels), len(x)),
-        "output 1 of the model is another one where the batch is padded",
+        "output 1 of the model differs if the batch is padded",
     ),
     "undefined": (
         lambda module, x, labels: _classes((x - 100).log(), labels),

@@ -11,8 +11,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.ir.sharding.mesh import Mesh
-from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.schedules.choice import SEVERAL_STAGES
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulate
@@ -26,32 +24,33 @@ CODE = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.D
 def run(code: str, **names: Any) -> dict[str, Any]:
     """The names after the code, which finds those that its reader knows of."""
     ids, labels = inputs()
-    known = {"autopar": autopar, "torch": torch, "Mesh": Mesh, "init_device_mesh": init_device_mesh}
-    found = {**known, "PipelinePlan": PipelinePlan, "model": Layered(2), "ids": ids, "labels": labels, **names}
+    known = {"autopar": autopar, "torch": torch, "init_device_mesh": init_device_mesh}
+    found = {**known, "model": Layered(2), "ids": ids, "labels": labels, **names}
     exec(code, found)
     return found
 
 
-def _trained() -> tuple[str, float]:
+def _trained() -> tuple[str, float, float]:
     found = run(CODE[0])
-    return str(found["model"].plan), float(found["loss"])
+    after_each = run(CODE[3], mesh=found["mesh"], again=Layered(2))["loss"]
+    return str(found["model"].plan), float(found["loss"]), float(after_each)
 
 
 def test_the_training_step_runs(ranks: Ranks) -> None:
-    (text, loss), (_, other) = ranks.run(_trained)
+    (text, *losses), (_, *others) = ranks.run(_trained)
     assert "1f1b, m = 4 micro-batches, 2 stages on 2 ranks of axis pp" in text
-    assert loss == other > 0
+    assert losses == others and min(losses) > 0
 
 
 def test_plans_are_made_printed_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    named, chosen = CODE[1:]
+    named, chosen = CODE[1:3]
     plan = run(named)["plan"]
     assert plan.stages[1].blocks[-1] == "head" and plan.mesh.hardware == "h100"
     plan = run(chosen, mesh=plan.mesh)["plan"]
-    assert str(plan) in capsys.readouterr().out and PipelinePlan.load("plan.json") == plan
+    assert str(plan) in capsys.readouterr().out and autopar.PipelinePlan.load("plan.json") == plan
     assert {each.name for each in tmp_path.iterdir()} == {"pipeline.html", "pipeline.json", "plan.json"}
 
 
