@@ -55,13 +55,13 @@ def memory_over_a_step(path: Path) -> None:
             axes.axvline(turn, color=INK, linewidth=0.8)
             constant = sum(plan.memory.parts.get(name, 0) for name in ("parameters", "optimizer"))
             axes.axhline(constant / GIGABYTE, color=INK, linewidth=0.8, linestyle=":")
-            axes.text(0.99, constant / GIGABYTE, "parameters and optimizer state", ha="right", va="bottom", fontsize=8)
+            axes.text(0.3, constant / GIGABYTE, "parameters and optimizer state", ha="center", va="bottom", fontsize=8)
         else:
             axes.axhline(limit / GIGABYTE, color=COLOURS[number], linewidth=0.8, linestyle="--")
     top = axes.get_ylim()[1]
     axes.text(turn / 2, top, "forward", ha="center", va="top")
     axes.text((1 + turn) / 2, top, "backward", ha="center", va="top")
-    axes.set(xlim=(0, 1), ylim=(0, top), xticks=[], xlabel="calls of a step", ylabel="GB of a device")
+    axes.set(xlim=(0, 1), ylim=(0, top), xticks=[], xlabel="calls of a step", ylabel="GB of tensors on a device")
     axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.72))
     _plain(axes)
     save(figure, path, "Memory of a device over a step of Llama-3-8B, with and without a limit")

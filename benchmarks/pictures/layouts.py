@@ -110,15 +110,15 @@ def find(rows: Sequence[PlanRow], station: Station, behind: int) -> int:
     return found[-1 if station.last else 0]
 
 
-def split_collectives(rows: Sequence[PlanRow], bytes_of: dict[str, int]) -> tuple[list[Moved], dict[str, list[Moved]]]:
-    """Return the collectives of activations, and those of the weight of each module, told apart by their bytes."""
+def split_collectives(rows: Sequence[PlanRow], bytes_of: dict[str, int]) -> tuple[list[Moved], list[Moved]]:
+    """Return the collectives of activations and those of weights, told apart by their bytes."""
     activations: list[Moved] = []
-    weights: dict[str, list[Moved]] = {}
+    weights: list[Moved] = []
     for row in rows:
         weight = bytes_of.get(f"{row.module}.weight")
         for moved in row.transfers:
             if moved.num_bytes == weight:
-                weights.setdefault(row.module, []).append(moved)
+                weights.append(moved)
             elif moved.num_bytes > DEVICES * 1024:  # counts and sums of scalars are left out
                 activations.append(moved)
     return activations, weights
@@ -158,9 +158,8 @@ def drawn(plan: Plan, bytes_of: dict[str, int], stations: Sequence[Station]) -> 
         if station.weights:
             _tensor(axes, middle - 0.3, -1.0, 0.6, 0.6, stored(plan, station.weights), station.weight_dims)
             axes.text(middle, -0.36, station.weight_label, ha="center", va="bottom", fontsize=8)
-            gathered = [each for own in of_weights.values() for each in own]
             for backward, y in ((False, -1.06), (True, -1.27)):
-                axes.text(middle, y, words(gathered, backward), va="top", color=SIDES[backward], **SMALL)
+                axes.text(middle, y, words(of_weights, backward), va="top", color=SIDES[backward], **SMALL)
         left, behind = left + station.width + GAP, at
     axes.set(xlim=(-0.1, left - GAP + 0.1), ylim=(-2.0, 1.35))
     axes.axis("off")
