@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.patches import Patch
 
 import autopar
-from autopar.costs.plans.decision_rows import Instant
+from autopar.costs.plans.decision_rows import Instant, MemoryUse
 from autopar.costs.plans.plan import Plan
 from autopar.costs.timeline.values import COMPUTE, Event
 from autopar.models import built_in
@@ -40,24 +40,25 @@ def memory_over_a_step(path: Path) -> None:
     """Draw the live bytes of a device over the calls of a step, without a limit and within one."""
     model, inputs = built_in("llama-8b", batch=64, sequence=4096)
     mesh = autopar.Mesh({"dp": 8, "tp": 8}, hardware="h100")
+    plans = [
+        autopar.plan(model, mesh, inputs, memory=limit, precision="bf16-mixed", search=SEARCH)
+        for limit in (None, MEMORY_LIMIT)
+    ]
+    labels = ("no limit", f"limit of {MEMORY_LIMIT / GIGABYTE:.0f} GB")
     figure, axes = pyplot.subplots(figsize=(8.4, 3.4))
-    for number, limit in enumerate((None, MEMORY_LIMIT)):
-        plan = autopar.plan(model, mesh, inputs, memory=limit, precision="bf16-mixed", search=SEARCH)
-        assert isinstance(plan, Plan) and plan.memory is not None
-        heights = curve(plan.memory.timeline)
+    for plan, label, colour in zip(plans, labels, COLOURS, strict=False):
+        heights = curve(_memory(plan).timeline)
         places = [each / len(heights) for each in range(len(heights))]
-        step = f"{plan.step_seconds / MILLISECOND:.0f} ms a step"
-        label = f"no limit: {step}" if limit is None else f"limit of {limit / GIGABYTE:.0f} GB: {step}"
-        axes.fill_between(places, heights, step="post", color=COLOURS[number], alpha=0.35, linewidth=0)
-        axes.step(places, heights, where="post", color=COLOURS[number], linewidth=1.2, label=label)
-        if limit is None:
-            turn = next(i for i, each in enumerate(plan.memory.timeline) if each.backward) / len(plan.memory.timeline)
-            axes.axvline(turn, color=INK, linewidth=0.8)
-            constant = sum(plan.memory.parts.get(name, 0) for name in ("parameters", "optimizer"))
-            axes.axhline(constant / GIGABYTE, color=INK, linewidth=0.8, linestyle=":")
-            axes.text(0.3, constant / GIGABYTE, "parameters and optimizer state", ha="center", va="bottom", fontsize=8)
-        else:
-            axes.axhline(limit / GIGABYTE, color=COLOURS[number], linewidth=0.8, linestyle="--")
+        axes.fill_between(places, heights, step="post", color=colour, alpha=0.35, linewidth=0)
+        label = f"{label}: {plan.step_seconds / MILLISECOND:.0f} ms a step"
+        axes.step(places, heights, where="post", color=colour, linewidth=1.2, label=label)
+    free = _memory(plans[0])
+    turn = [each.backward for each in free.timeline].index(True) / len(free.timeline)
+    constant = sum(free.parts.get(name, 0) for name in ("parameters", "optimizer")) / GIGABYTE
+    axes.axvline(turn, color=INK, linewidth=0.8)
+    axes.axhline(constant, color=INK, linewidth=0.8, linestyle=":")
+    axes.text(0.3, constant, "parameters and optimizer state", ha="center", va="bottom", fontsize=8)
+    axes.axhline(MEMORY_LIMIT / GIGABYTE, color=COLOURS[1], linewidth=0.8, linestyle="--")
     top = axes.get_ylim()[1]
     axes.text(turn / 2, top, "forward", ha="center", va="top")
     axes.text((1 + turn) / 2, top, "backward", ha="center", va="top")
@@ -66,6 +67,11 @@ def memory_over_a_step(path: Path) -> None:
     _plain(axes)
     save(figure, path, "Memory of a device over a step of Llama-3-8B, with and without a limit")
     pyplot.close(figure)
+
+
+def _memory(plan: Plan) -> MemoryUse:
+    assert plan.memory is not None, "a plan that was just made knows its memory"
+    return plan.memory
 
 
 def curve(timeline: Sequence[Instant]) -> list[float]:
@@ -145,7 +151,7 @@ def pipeline(path: Path) -> None:
             axes.text(middle, each.rank, label, ha="center", va="center", color="white", fontsize=6)
     ranks = range(plan.schedule.num_ranks)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.set(xlim=(0, seconds / MILLISECOND), xlabel=f"ms, bubble {plan.bubble:.1%}; paler: the later stage of a rank")
+    axes.set(xlim=(0, seconds / MILLISECOND), xlabel=f"ms, bubble {plan.bubble:.1%}; muted: the later stage of a rank")
     axes.invert_yaxis()
     used = {each.kind for each in plan.timeline.slices}
     keys = [Patch(color=SLICES[kind], label=f"{kind}: {name}") for kind, name in KINDS.items() if kind in used]
