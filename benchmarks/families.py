@@ -12,6 +12,7 @@ import argparse
 import datetime
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -328,7 +329,7 @@ def run(family: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results, one row per family, with the reasons below."""
+    """Return the results under a head line, one row per family, with the reasons below."""
     rows, notes, counts = [], [], Counter[str]()
     for family, found in results.items():
         cells = []
@@ -346,7 +347,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         rows.append((family, *cells))
     ran = [family for family, found in results.items() if any(each[0] == "equal" for each in found.values())]
     total = f"{len(ran)} families equal under at least one strategy; runs: {dict(counts)}"
-    return f"{tabulate.tabulate(rows, ('family', *STRATEGIES))}\n\n{total}\n\n" + "\n".join(notes) + "\n"
+    head = f"python -m benchmarks.families, {datetime.date.today()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"{head}\n\n{tabulate.tabulate(rows, ('family', *STRATEGIES))}\n\n{total}\n\n" + "\n".join(notes) + "\n"
 
 
 def main() -> None:
@@ -359,7 +361,7 @@ def main() -> None:
     if asked.one:
         print(json.dumps(run(asked.families[0])))
         return
-    file = Path(asked.results or f"benchmarks/results/{datetime.date.today()}-families.txt")
+    file = Path(asked.results or "benchmarks/results/families.txt")
     state = Path("build") / f"{file.stem}.json"
     state.parent.mkdir(exist_ok=True)
     results: dict[str, dict[str, Any]] = json.loads(state.read_text()) if state.exists() else {}

@@ -117,15 +117,21 @@ def test_results_have_hardware_date_goals_and_reasons(tmp_path: Path) -> None:
     known = {"date": "2026-11-23", "device": "NVIDIA H100 80GB HBM3"}
     rows = Row("speed", "0.96", "≥ 0.97", False), Row("memory", "1.01", "1 ± 0.1", True), Row("step", "1.3")
     outcomes = [Outcome("tp8", "a step", 7.0, Finding(rows, {"x": 1})), Outcome("tests", "on it", 9.0, None, "failed")]
-    paths = [results.write(tmp_path, known, outcomes) for _ in range(2)]
-    assert [path.name for path in paths] == [f"2026-11-23-gpu-nvidia-h100-80gb-hbm3{end}.txt" for end in ("", "-2")]
-    text = paths[0].read_text()
+    path = results.write(tmp_path, known, outcomes)
+    assert path.name == "gpu-nvidia-h100-80gb-hbm3-tp8-tests.txt"
+    text = path.read_text()
     assert "device: NVIDIA H100 80GB HBM3" in text and "nothing was measured; failed" in text
     assert [line.split() for line in text.splitlines() if line.startswith("speed")] == [
         ["speed", "0.96", "≥", "0.97", "MISSED"]
     ]
     assert text.splitlines()[-1] == "1 of 2 goals met; not measured: tests"
-    assert json.loads(paths[0].with_suffix(".json").read_text())["parts"][0]["finding"]["data"] == {"x": 1}
+    assert json.loads(path.with_suffix(".json").read_text())["parts"][0]["finding"]["data"] == {"x": 1}
+
+
+def test_a_run_of_all_parts_replaces_the_current_results(tmp_path: Path) -> None:
+    outcomes = [Outcome(part.name, part.about, 1.0, None, "failed") for part in PARTS]
+    paths = [results.write(tmp_path, {"device": "NVIDIA H200"}, outcomes) for _ in range(2)]
+    assert {path.name for path in paths} == {"gpu-nvidia-h200.txt"}
 
 
 def test_without_a_gpu_it_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

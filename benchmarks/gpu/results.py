@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.gpu.parts import Outcome
+from benchmarks.gpu.parts import PARTS, Outcome
 from benchmarks.gpu.setting import Setting
 
 VERDICTS = {True: "met", False: "MISSED", None: ""}
@@ -24,6 +24,7 @@ def about(setting: Setting) -> dict[str, str]:
     """Return the conditions that the numbers depend on: date, device, host, versions, model."""
     known = {
         "date": datetime.date.today().isoformat(),
+        "command": "python -m benchmarks.gpu (make gpu)",
         "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{platform.machine()} CPU",
         "host": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
@@ -65,13 +66,11 @@ def is_whole(outcomes: Sequence[Outcome]) -> bool:
 
 
 def write(folder: Path, known: Mapping[str, str], outcomes: Sequence[Outcome]) -> Path:
-    """Write DATE-gpu-NAME.txt and .json; returns the path of the text. What is there of the day gets a number."""
+    """Write gpu-NAME.txt and .json, with the parts in the name if not all ran; return the path of the text."""
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "-", known["device"].lower()).strip("-")
-    stem, number = f"{known['date']}-gpu-{name}", 1
-    while (folder / f"{stem}.txt").exists():
-        number += 1
-        stem = f"{known['date']}-gpu-{name}-{number}"
+    parts = [outcome.part for outcome in outcomes]
+    stem = "-".join(["gpu", name, *([] if parts == [part.name for part in PARTS] else parts)])
     values = {"about": dict(known), "parts": [asdict(outcome) for outcome in outcomes]}
     (folder / f"{stem}.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     path = folder / f"{stem}.txt"

@@ -39,7 +39,8 @@ def times(found: Sequence[Outcome], contradictions: Sequence[Contradiction] = ()
     for name, own in _grouped(without(measured, contradictions)).items():
         if len(own) < len(grouped[name]):
             grouped[f"{name}, not contradicted"] = own
-    for name, own in sorted(grouped.items()):
+    whole = [("all rows", measured)] if len(_grouped(measured)) > 1 else []
+    for name, own in (*sorted(grouped.items()), *whole):
         if len(own) < 2:
             continue
         every = errors([each.seconds for each in own], [each.row.seconds or 0.0 for each in own])

@@ -3,7 +3,7 @@
 They are computed in float32, and written out: casts there and back, squares, a mean, products by one number for each
 row and by one for each column. An eager backward of these moves more than it is counted to, so that what a device
 reaches of the counted bytes is less than what one product or sum of two tensors does: on an H200 2.0 to 2.2 TB/s, where
-products and sums reach 5.1 (`benchmarks/results/2026-11-27-gpu-h200.txt`).
+products and sums reach 5.1 (`benchmarks/results/gpu-h200.txt`).
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from autopar.errors import PlanError
 from tests.support.mutations import mutated
 
 PRODUCTS = {
-    **dict.fromkeys(("a100", "a100-40gb", "h100"), ("fit: benchmarks.fit_profiles", "2026-11-28-profiles.txt")),
-    "h200": ("assumed: as fitted for h100 (benchmarks.fit_profiles", "2026-11-28-profiles.txt"),
-    "gb200": ("fit: benchmarks/blackwell.csv", "2026-11-28-blackwell.txt"),
-    "b200": ("assumed: as fitted for gb200 (benchmarks/blackwell.csv", "2026-11-28-blackwell.txt"),
+    **dict.fromkeys(("a100", "a100-40gb", "h100"), ("fit: benchmarks.fit_profiles", "profiles.txt")),
+    "h200": ("assumed: as fitted for h100 (benchmarks.fit_profiles", "profiles.txt"),
+    "gb200": ("fit: benchmarks/blackwell.csv", "blackwell.txt"),
+    "b200": ("assumed: as fitted for gb200 (benchmarks/blackwell.csv", "blackwell.txt"),
 }
 """Profile → how the source of its `product_efficiency` begins, and the results that it names."""
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)

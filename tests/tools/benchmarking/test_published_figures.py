@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -98,6 +99,8 @@ def test_figures_are_given_with_and_without_contradicted_runs() -> None:
     contradictions = contradicted([each.row for each in runs])
     assert "nanotron pp = 1, not contradicted" in report.times(runs, contradictions)
     assert "not contradicted" not in report.times(runs)
+    (whole,) = re.findall(r"^all rows +(\d+)", report.times([*runs, outcome(1.0, source="vtrain", seconds=1.0)]), re.M)
+    assert whole == "4" and "all rows" not in report.times(runs)
     assert "5 " in report.contradicted_runs(contradictions) and report.contradicted_runs([]) == ""
     said = report.choices(cells(runs, runs_out, least=3), cells(runs[:2], runs_out, least=2))
     assert "without contradicted runs regret of at most 5% in 100%" in said
