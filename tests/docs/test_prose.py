@@ -10,7 +10,7 @@ from tests.docs.prose import num_words, prose, sentences
 from tests.test_house import ROOT
 
 DOCS = ROOT / "docs"
-EVERY_PAGE = False
+EVERY_PAGE = True
 """True: every page keeps the limits; False: those of REWRITTEN do."""
 PROJECT = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 REWRITTEN = (*PROJECT, "docs/index.md", "docs/*/index.md", "docs/reference/*.md")
