@@ -175,9 +175,10 @@ def block_use(
     each = seconds.of(tasks)
     entering, turning, leaving = seconds.at_ends(tasks, each)
     last = last_microbatch_tasks(memory, choices, modes)
-    reductions, slowing = seconds.of_sums(last, reduced_alone), seconds.slowed(last)
-    shares = np.divide(weights, each.backward, out=np.zeros(count), where=each.backward > 0)
-    slowing_weights = seconds.slowed(last, np.minimum(shares, 1.0))
+    reductions, slowing, slowing_weights = seconds.of_sums(last, reduced_alone), np.zeros(count), np.zeros(count)
+    if not is_whole:
+        shares = np.divide(weights, each.backward, out=np.zeros(count), where=each.backward > 0)
+        slowing, slowing_weights = seconds.slowed(last), seconds.slowed(last, np.minimum(shares, 1.0))
     step = seconds.of(step_tasks(memory, choices, modes)) if is_whole else each
     num_bytes = _bytes(memory, choices, modes, homes, count)
     whole = PlannedWhole(memory, tuple(choices), modes)

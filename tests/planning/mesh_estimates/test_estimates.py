@@ -260,3 +260,19 @@ def test_neighbours_of_the_best_are_estimated_before_those_of_others(
     assert estimates.best()[0].mesh.axes == best
     found = next(place for place, each in enumerate(order) if each.mesh.axes == best)
     assert found < 0.45 * len(order)
+
+
+def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates, _ = estimates_of(None, devices=12)
+
+    def divides(candidate: Candidate) -> bool:
+        size = next((size for axis, size in candidate.mesh.axes.items() if axis != "pp"), 1)
+        return BATCH % (candidate.microbatches * size) == 0
+
+    assert all(map(divides, estimates._first()))
+    monkeypatch.setattr(estimates, "estimate", lambda each, below: Estimate(*each, each.mesh.ndim, 0.0, None))
+    estimates.search()
+    tried = [divides(each) for each in estimates.found]
+    assert True in tried and False in tried
+    first = tried.index(False)
+    assert sum(tried[:first]) > 0.8 * sum(tried)
