@@ -270,7 +270,11 @@ def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.M
         return BATCH % (candidate.microbatches * size) == 0
 
     assert all(map(divides, estimates._first()))
-    monkeypatch.setattr(estimates, "estimate", lambda each, below: Estimate(*each, each.mesh.ndim, 0.0, None))
+
+    def estimate(each: Candidate, below: float) -> Estimate:
+        return Estimate(each.mesh, each.microbatches, float(each.mesh.ndim), 0.0, None)
+
+    monkeypatch.setattr(estimates, "estimate", estimate)
     estimates.search()
     tried = [divides(each) for each in estimates.found]
     assert True in tried and False in tried
