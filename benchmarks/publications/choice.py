@@ -4,7 +4,8 @@ Cells are those of nanotron and of BLOOM's tuning; other sources compare devices
 
 Regret is what the chosen run takes more than the fastest measured one, as a share of that. Runs are compared by the
 seconds of a token, as their batches differ; among those chosen from are all that ran, and of those that ran out of
-memory such as are predicted to fit, which is the worst choice there is.
+memory such as are predicted to fit, which is the worst choice there is. A run that ended at one time and ran out of
+memory at another, in the same configuration, counts as one that ended.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def cells(found: Sequence[Outcome], runs_out: Callable[[Outcome], bool], least: 
         ran = [each for each in own if each.row.seconds]
         if len(ran) < least:
             continue
+        ended = {(each.row.label, each.row.zero) for each in ran}
+        own = [each for each in own if each.row.seconds or (each.row.label, each.row.zero) not in ended]
         fitting = [each for each in own if not runs_out(each)] or ran
         chosen, fastest = min(fitting, key=predicted_token), min(ran, key=measured_token)
         best = measured_token(fastest)

@@ -43,6 +43,7 @@ class Lifetimes:
         for wire in space.wires:
             self._outgoing[wire.source].append(wire)
         self._needs: dict[tuple[int, int], bool] = {}
+        self._counts: dict[tuple[int, int, int], bool] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
         said = space.conventions
@@ -157,6 +158,29 @@ class Lifetimes:
     def is_inside(self, wire: Wire) -> bool:
         """Return whether an edge lies inside a segment."""
         return self.segment[wire.source] == self.segment[wire.target]
+
+    def counts_source(self, wire: Wire, mode: int) -> bool:
+        """Return whether a saved result of a product counts on this edge, which alone needs it.
+
+        Where the edge moves the result, the segment saves what arrives, and the result itself is freed: of a partial
+        sum its reduced part.
+        """
+        key = wire.target, wire.target_input, mode
+        if key not in self._counts:
+            source, output = self.space.decisions[wire.source], wire.source_output
+            alone = [each for each in self._outgoing[wire.source] if each.source_output == output] == [wire]
+            self._counts[key] = (
+                alone
+                and self.is_inside(wire)
+                and source.node in self.recomputations(wire.source)[mode].kept
+                and output not in self.saved(source).outputs
+                and (self.needs_input(wire) or self.reruns(wire.target, mode))
+            )
+        return self._counts[key]
+
+    def counted_on_edges(self, number: int, mode: int) -> frozenset[int]:
+        """Return the saved results of a call that count on the edges that need them, in a mode."""
+        return frozenset(each.source_output for each in self._outgoing[number] if self.counts_source(each, mode))
 
     def leaves(self, number: int) -> bool:
         """Return whether the output of a call or shared reshard may be offloaded with the tensors a segment saves."""

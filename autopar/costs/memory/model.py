@@ -138,11 +138,12 @@ class MemoryModel(TensorBytes):
             alone = {output for output in outputs if not self.lifetimes.needs_output(number, output)}
             outputs, gone = saved.outputs | alone, (saved.outputs, True)
         states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
-        for mode, each in zip(self.lifetimes.modes[1:], again[1:], strict=False):
+        for position, each in enumerate(again[1:], 1):
+            mode = self.lifetimes.modes[position]
             if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.leaves(number)):
                 states.append(gone)
             elif decision.node in each.kept:
-                states.append((outputs, True))
+                states.append((outputs - self.lifetimes.counted_on_edges(number, position), True))
             else:
                 states.append((saved.outputs, True))
         besides = saved.other_bytes or self.states("saved_bytes", decision)
@@ -213,7 +214,7 @@ class MemoryModel(TensorBytes):
             elif not needed and not self.lifetimes.reruns(wire.target, mode):
                 found.append(None)
             elif inside:
-                found.append(self._sent_once(wire, again))
+                found.append(self._sent_once(wire, again, self.lifetimes.counts_source(wire, mode)))
             else:
                 is_input = source.kind in ("input", "buffer") and there
                 found.append(self._entering(wire, is_input, again))
@@ -224,14 +225,18 @@ class MemoryModel(TensorBytes):
         )
         return self.modes([nothing if each is None else each for each in found])
 
-    def _sent_once(self, wire: Wire, again: np.ndarray | None) -> Bytes:
+    def _sent_once(self, wire: Wire, again: np.ndarray | None, alone: bool) -> Bytes:
         """Return the bytes that a segment saves of a tensor that it has sent itself; none if the collectives run
         `again`.
+
+        `alone`: the tensor is a saved result that no other edge needs; it counts here if it is not sent.
         """
-        sent = self.sent(wire)
-        if again is None:
+        sent, before = self.sent(wire), self.wire_ends(wire)[0][:, None] if alone else self.nothing(())
+        if again is None and not alone:
             return sent
-        return self.cached(("sent once", id(sent), id(again)), lambda: np.where(again, 0, sent))
+        unsent = ~self.communicated(wire) if again is None else ~self.communicated(wire) | again
+        key = ("sent once", id(sent), id(again), alone)
+        return self.cached(key, lambda: np.where(unsent, before, sent))
 
     def _entering(self, wire: Wire, there: bool, again: np.ndarray | None) -> Bytes:
         """Return the bytes that a segment saves of a tensor from outside; as it was before the collectives that run

@@ -115,9 +115,16 @@ def _ends(
 
 
 def _of_weights(task: Task, share: float) -> Task:
-    """Return the part of a task of a micro-batch in which the gradients of weights are made."""
-    computes = task.stream == COMPUTE and task.phase != "forward"
-    return task if task.of_sums else replace(task, seconds=share * task.seconds if computes else 0.0)
+    """Return the part of a task of a micro-batch in which the gradients of weights are made.
+
+    Collectives have run with the gradients of inputs: they are on streams of their own, so that none waits behind a
+    reduction.
+    """
+    if task.of_sums:
+        return task
+    if task.stream == COMPUTE:
+        return replace(task, seconds=share * task.seconds if task.phase != "forward" else 0.0)
+    return replace(task, seconds=0.0, stream=f"{task.stream}, before")
 
 
 def _begin_of_backward(tasks: Sequence[Task]) -> int:

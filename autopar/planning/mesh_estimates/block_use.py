@@ -35,6 +35,7 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import PlanMoments
 from autopar.costs.memory.resident_arrays import parts_of as held_by_decision
 from autopar.costs.memory.resident_arrays import parts_on
+from autopar.costs.steps.sends import Send, reduced_beside
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.costs.timeline.simulation import simulate
 from autopar.costs.timeline.values import COMPUTE, Task, Timeline
@@ -71,6 +72,13 @@ class BlockUse:
     """
     reductions: Floats
     """Seconds of each block's gradient reductions, done once a step and overlapped with the last backward."""
+    slowing: Floats
+    """Seconds by which its reductions lengthen the last backward of a block that is alone on its stage.
+
+    A reduction in two steps is waited for between them, and exchanges of tokens wait on the same communicator.
+    """
+    slowing_weights: Floats
+    """The same if a schedule makes the gradients of weights apart."""
     step: Floats
     """Simulated seconds of each block in a step of one micro-batch, including all work done once a step."""
     rest: float
@@ -153,19 +161,24 @@ def block_use(
     """
     space, blocks, count = memory.space, short.blocks, len(short.blocks)
     homes = block_of_decisions(space, blocks)
-    once, weights = np.zeros(count), np.zeros(count)
+    once, weights, reduced_alone = np.zeros(count), np.zeros(count), np.zeros(count)
     parts, reduced = parts_by_decision(memory, choices, modes), reductions_by_decision(memory, choices)
     for home, own, reducing, computing in zip(
         homes, parts, reduced, weight_seconds_by_decision(memory, choices), strict=True
     ):
         if home is not None:
             once[home] += max(own.once - reducing, 0.0)
+            reduced_alone[home] += reducing
             weights[home] += computing
     seconds = _Seconds(memory, choices, homes, short)
     tasks = microbatch_tasks(memory, choices, modes)
     each = seconds.of(tasks)
     entering, turning, leaving = seconds.at_ends(tasks, each)
-    reductions = seconds.of_sums(last_microbatch_tasks(memory, choices, modes))
+    last = last_microbatch_tasks(memory, choices, modes)
+    reductions, slowing, slowing_weights = seconds.of_sums(last, reduced_alone), np.zeros(count), np.zeros(count)
+    if not is_whole:
+        shares = np.divide(weights, each.backward, out=np.zeros(count), where=each.backward > 0)
+        slowing, slowing_weights = seconds.slowed(last), seconds.slowed(last, np.minimum(shares, 1.0))
     step = seconds.of(step_tasks(memory, choices, modes)) if is_whole else each
     num_bytes = _bytes(memory, choices, modes, homes, count)
     whole = PlannedWhole(memory, tuple(choices), modes)
@@ -182,6 +195,8 @@ def block_use(
         leaving=leaving[at],
         once=once[at],
         reductions=reductions[at],
+        slowing=slowing[at],
+        slowing_weights=slowing_weights[at],
         step=(step.forward + step.backward + step.optimizer)[at],
         rest=step.rest,
         rest_of_each=each.rest,
@@ -251,13 +266,33 @@ class _Seconds:
             found[:, home] = turn - each.forward[home], end - turn - each.backward[home], own.seconds - end
         return tuple(np.maximum(found, 0.0))
 
-    def of_sums(self, tasks: Sequence[Task]) -> Floats:
-        """Return the seconds of each block's reductions of sums, on the stream that has the most of them."""
+    def of_sums(self, tasks: Sequence[Task], alone: Floats) -> Floats:
+        """Return the seconds of each block's reductions of sums, on the stream that has the most of them.
+
+        A message of several layers counts in each by its share of the reductions that weights take `alone`.
+        """
         found: dict[str, Floats] = defaultdict(lambda: np.zeros(self.count))
+        shares = alone / total if (total := float(alone.sum())) else alone
         for task in tasks:
-            if task.of_sums and (home := self.home.get(task.row)) is not None:
+            if not task.of_sums:
+                continue
+            if (home := self.home.get(task.row)) is not None:
                 found[task.stream][home] += task.seconds
+            else:
+                found[task.stream] += task.seconds * shares
         return max(found.values(), key=np.sum, default=np.zeros(self.count))
+
+    def slowed(self, tasks: Sequence[Task], of_weights: Floats | None = None) -> Floats:
+        """Return the seconds by which reductions of sums lengthen the backward of each block, if it is alone.
+
+        `of_weights`: the share of each backward that makes gradients of weights, if a schedule makes them apart.
+        """
+        found = np.zeros(self.count)
+        for home in range(self.count if any(task.of_sums for task in tasks) else 0):
+            own = _alone(tasks, lambda row, home=home: self.home.get(row) == home)
+            apart = None if of_weights is None else float(of_weights[home])
+            found[home] = reduced_beside(own, self.share, Send(), Send(), apart).slowing
+        return found
 
     def _paced(self, found: Timeline, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of blocks, of repeated ones at least those of their busiest stream of weights."""

@@ -37,7 +37,7 @@ SIMULATED = 4
 """Schedules of a candidate, the best by the formula, that are simulated."""
 SIMPLER = 5e-3
 """Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
-TIMES = ("forward", "backward", "weights", "once", "reductions")
+TIMES = ("forward", "backward", "weights", "once", "reductions", "slowing")
 ROOM = 0.92
 """Share of the memory limit within which stages are composed.
 
@@ -146,6 +146,8 @@ class Part:
     """Seconds of a backward in which calls compute gradients of weights."""
     once: Floats
     reductions: Floats
+    slowing: Floats
+    """Seconds by which reductions lengthen the last backward."""
     sending: Floats
     """Seconds of the message from the previous stage."""
     num_bytes: Floats
@@ -174,12 +176,15 @@ class Staged:
 
     def part(self, use: BlockUse, starts: NDArray[np.intp], sending: Floats, counted: bool = True) -> Part:
         """Return what a plan makes of the stages that begin with these blocks; no bytes unless they are `counted`."""
-        forward, backward, weights, once, reductions = (np.add.reduceat(getattr(use, name), starts) for name in TIMES)
+        slow = "slowing_weights" if self.schedule.halves_backwards else "slowing"
+        forward, backward, weights, once, reductions, slowing = (
+            np.add.reduceat(getattr(use, name), starts) for name in (*TIMES[:-1], slow)
+        )
         sizes = np.diff(starts, append=len(use.forward))
         forward += use.entering[starts]
         backward += use.turning[starts + sizes - 1] + use.leaving[starts]
         num_bytes = self._rank_bytes(use, starts) if counted else np.zeros(len(self.ranks))
-        return Part(forward, backward, weights, once, reductions, sending, num_bytes, sizes)
+        return Part(forward, backward, weights, once, reductions, slowing, sending, num_bytes, sizes)
 
     def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:
         """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""
@@ -200,16 +205,20 @@ class Staged:
             return None
         shares = np.empty((self.schedule.num_stages, len(parts)))
         shares[self.ranks] = weights[:, np.newaxis]
-        there, back, of_weights, latest, reductions = (np.einsum("so,os->s", shares, array) for array in times)
+        there, back, of_weights, latest, reductions, slowing = (np.einsum("so,os->s", shares, array) for array in times)
         sending = parts[0].sending
         blocks = parts[0].num_blocks
         behind = reductions - np.minimum(reductions, back * (1 - 1 / blocks))  # those of the block that ends last
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
-        total = _step(self.schedule, there + back, 2 * sending) + ending.max()
+        slowed = slowing[self.ranks].sum(axis=1).max() if self.schedule.halves_backwards else slowing.sum()
+        total = _step(self.schedule, there + back, 2 * sending) + slowed + ending.max()
         timed = tuple(
-            StageSeconds(*map(float, (f, b - w, w, sent, received, o)), reducing=float(left), reductions=float(each))
-            for f, b, w, sent, received, o, left, each in zip(
-                *(there, back, of_weights, [*sending[1:], 0.0], sending, latest, behind, reductions), strict=True
+            StageSeconds(
+                *map(float, (f, b - w, w, sent, received, o, slow)), reducing=float(left), reductions=float(each)
+            )
+            for f, b, w, sent, received, o, slow, left, each in zip(
+                *(there, back, of_weights, [*sending[1:], 0.0], sending, latest, slowing, behind, reductions),
+                strict=True,
             )
         )
         num_kept = float((weights * num_bytes.T).sum(axis=1).max())

@@ -121,17 +121,23 @@ class Estimates:
     def _near(self) -> list[Candidate]:
         """Return the neighbours of the best candidates that are not estimated, the likeliest first.
 
-        Neighbours of the best come first, with its own mesh before others. One of many axes takes as long as several of
-        few: it comes with those of the candidate that is LATER places behind.
+        Those whose first axis does not divide a micro-batch come last. Neighbours of the best come first, with its own
+        mesh before others. One of many axes takes as long as several of few: it comes with those of the candidate that
+        is LATER places behind.
         """
-        found: dict[Candidate, tuple[int, bool]] = {}
+        found: dict[Candidate, tuple[bool, int, bool]] = {}
         for place, best in enumerate(self._leading()):
             for each in self._neighbours(best):
                 if each not in self.found:
                     later = LATER * (self._stage(each.mesh).ndim > FEW_AXES)
-                    order = place + later, each.mesh != best.mesh
+                    order = not self._divides(each), place + later, each.mesh != best.mesh
                     found[each] = min(order, found.get(each, order))
         return sorted(found, key=lambda each: (found[each], str(each)))
+
+    def _divides(self, candidate: Candidate) -> bool:
+        """Return whether the first axis of a stage's devices divides the samples of a micro-batch."""
+        inner = self._stage(candidate.mesh)
+        return self.subject.samples(inner) % (candidate.microbatches * math.prod(inner.sizes[:1])) == 0
 
     def _leading(self) -> list[Candidate]:
         """Return the candidates whose neighbours are to be estimated, the best first; all where none has room."""
@@ -183,7 +189,7 @@ class Estimates:
     def _first(self) -> Iterator[Candidate]:
         """Yield, for every length of a pipeline, data parallelism alone and with tensor parallelism inside hosts.
 
-        Data parallelism is over no more devices than there are samples, where other meshes are known.
+        Data parallelism divides the samples of a micro-batch, where such meshes are known.
         """
         found = []
         for mesh in self.subject.meshes:
@@ -195,10 +201,8 @@ class Estimates:
             # A sample for each device of the first axis, and of all; without a pipeline the whole batch at once, too.
             most = [wanted // math.prod(inner.sizes[1:]), wanted] + [1] * (not self._is_pipeline(mesh))
             for limit in most if counts else ():
-                count = max((each for each in counts if each <= limit), default=counts[0])
-                found.append((wanted > 0, Candidate(mesh, count)))
-        enough = [each for has_samples, each in found if has_samples]
-        yield from enough or [each for _, each in found]
+                found.append(Candidate(mesh, max((each for each in counts if each <= limit), default=counts[0])))
+        yield from list(filter(self._divides, found)) or found
 
     def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield what one prime factor elsewhere makes of a candidate."""

@@ -91,5 +91,13 @@ def test_gradients_of_weights_made_apart_hide_reductions_behind_their_own_produc
     assert found == ReductionSeconds(behind=5.0, alone=6.0)
 
 
+def test_exchanges_wait_for_reductions_unless_gradients_of_weights_are_made_apart() -> None:
+    # Tokens are exchanged on the communicator of the reductions. Made apart, gradients of weights need no exchange.
+    exchange = Task("all_to_all", "dp", 1.0, "backward", after=(3,), links=CARD)
+    tasks = [*_last(), exchange, Task("mm", COMPUTE, 4.0, "backward", after=(5,))]
+    assert reduced_beside(tasks, 0.0, Send(), Send()).slowing == 3.0
+    assert reduced_beside(tasks, 0.0, Send(), Send(), of_weights=0.25).slowing == 0.0
+
+
 def test_without_reductions_nothing_is_slowed() -> None:
     assert reduced_beside(_tasks(), 0.5, Send(5.0, CARD), Send(5.0, CARD)) == ReductionSeconds()

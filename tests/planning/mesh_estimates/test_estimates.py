@@ -100,6 +100,22 @@ def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "share", "within"), [("data_parallel", 0.0, 0.07), ("zero1", 0.5, 0.12)])
+def test_reductions_of_a_pipeline_are_those_of_its_layers(strategy: str, share: float, within: float) -> None:
+    """Gradients of replicated weights are reduced in messages of several layers; others slow the last backward."""
+    beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 2e5),), communication_share=share)
+    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_1f1b", 5), hardware=beside, strategy=strategy)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    found = estimates.estimate(Candidate(mesh, 2))
+    assert found is not None
+    made = planned(exact, found)
+    assert found.seconds == pytest.approx(made.seconds, rel=within)
+    if share:
+        slowing = [each.seconds.last_backward for each in made.plan.stages]
+        assert max(slowing) > 0 and found.uses[0].slowing.max() == pytest.approx(max(slowing))
+
+
+@pytest.mark.slow
 def test_no_candidate_is_better_than_the_answer() -> None:
     """Every mesh and number of micro-batches of four devices is planned exactly, as far as it has an estimate."""
     estimates, exact = estimates_of(LIMIT)
@@ -244,3 +260,23 @@ def test_neighbours_of_the_best_are_estimated_before_those_of_others(
     assert estimates.best()[0].mesh.axes == best
     found = next(place for place, each in enumerate(order) if each.mesh.axes == best)
     assert found < 0.45 * len(order)
+
+
+def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates, _ = estimates_of(None, devices=12)
+
+    def divides(candidate: Candidate) -> bool:
+        size = next((size for axis, size in candidate.mesh.axes.items() if axis != "pp"), 1)
+        return BATCH % (candidate.microbatches * size) == 0
+
+    assert all(map(divides, estimates._first()))
+
+    def estimate(each: Candidate, below: float) -> Estimate:
+        return Estimate(each.mesh, each.microbatches, float(each.mesh.ndim), 0.0, None)
+
+    monkeypatch.setattr(estimates, "estimate", estimate)
+    estimates.search()
+    tried = [divides(each) for each in estimates.found]
+    assert True in tried and False in tried
+    first = tried.index(False)
+    assert sum(tried[:first]) > 0.8 * sum(tried)

@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.models.catalogue import built_in
+from autopar.planning.formulation import Formulation
 from autopar.planning.mesh_estimates.estimates import Estimates
 from autopar.solver.deadline import NEVER, is_over
 from tests.support.parity import SLOW_DEVICES
@@ -65,9 +66,38 @@ def test_before_there_is_a_plan_it_is_an_interrupt(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not is_over(NEVER)
 
 
-def test_after_an_exact_plan_it_is_that_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.planning.mesh_estimates.planned.LEAST_ERROR", 0.9)  # else one plan may be enough
+@pytest.fixture
+def _several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the search plan several candidates exactly, where one plan may be enough."""
+    monkeypatch.setattr("autopar.planning.mesh_estimates.planned.LEAST_ERROR", 0.9)
     monkeypatch.setattr("autopar.planning.mesh_estimates.planned.are_same", lambda *_: False)
+
+
+def in_the_middle(monkeypatch: pytest.MonkeyPatch, at: int) -> Calls:
+    """Press Ctrl-C when an exact plan states its problem; return the calls of `exact`."""
+    calls, stated, state = pressing(monkeypatch, OfflinePlanner, "exact", 0, before=True), [], Formulation.problem
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        if len(calls) == at and not stated:
+            stated.append(at)
+            signal.raise_signal(signal.SIGINT)
+        return state(*args, **kwargs)
+
+    monkeypatch.setattr(Formulation, "problem", pressed)
+    return calls
+
+
+@pytest.mark.usefixtures("_several_plans")
+@pytest.mark.parametrize("at", [1, 2])
+def test_in_the_middle_of_an_exact_plan_it_is_the_best_plan_so_far(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = in_the_middle(monkeypatch, at)
+    found = planned()
+    assert len(exact) == at and found.verify().ok
+    assert len(found.comparison.planned) == 1 and not is_over(NEVER)
+
+
+@pytest.mark.usefixtures("_several_plans")
+def test_after_an_exact_plan_it_is_that_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = pressing(monkeypatch, OfflinePlanner, "exact", 1, before=False)
     found = planned()
     assert len(exact) == 1 and found.mesh.num_devices == 4

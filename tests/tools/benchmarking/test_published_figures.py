@@ -58,9 +58,13 @@ def test_runs_of_other_numbers_of_heads_are_another_cell_of_blooms_tuning() -> N
 
 
 def test_choosing_a_run_that_fails_costs_all() -> None:
-    runs = [outcome(2.0, seconds=1.0), outcome(3.0, seconds=1.0), outcome(1.0, seconds=None, out_of_memory=True)]
-    (cell,) = cells(runs, runs_out, least=2)
+    runs = [outcome(seconds, label=str(seconds), seconds=1.0) for seconds in (2.0, 3.0)]
+    failed = outcome(1.0, label="1.0", seconds=None, out_of_memory=True)
+    (cell,) = cells([*runs, failed], runs_out, least=2)
     assert cell.regret == math.inf
+    again = outcome(1.0, label="2.0", seconds=None, out_of_memory=True)  # the same configuration as a run that ended
+    (cell,) = cells([*runs, again], runs_out, least=2)
+    assert (cell.chosen, cell.regret) == ("2.0", 0.0)
 
 
 # Runs that others contradict.
