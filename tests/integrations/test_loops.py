@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
-from tests.integrations.scripts import EXAMPLES, alone, environment, values_in, on_two_ranks
+from tests.integrations.scripts import EXAMPLES, alone, environment, on_two_ranks, values_in
 from tests.test_house import ROOT
 
 
