@@ -11,6 +11,8 @@ from doctest import ELLIPSIS, OutputChecker
 from itertools import pairwise
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.integrations.scripts import environment
@@ -33,7 +35,6 @@ def test_the_notebook_is_that_of_its_page() -> None:
 
 
 def test_the_cells_of_the_notebook_show_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = nbformat.read(TUTORIALS / "first-plan.ipynb", as_version=4)
