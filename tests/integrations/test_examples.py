@@ -21,10 +21,13 @@ CHANGED = {
     "serving.py": 3,
 }
 """Lines that autopar adds to or changes in each script; the others are run by tests of their integrations."""
+SLOW = {"plain.py", "experts.py", "long_context.py"}
 FURTHER = {"accelerate_loop.py", "lightning_trainer.py", "trainer.py"}
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in CHANGED]
+)
 def test_an_example_shows_on_two_ranks_what_it_shows_on_one_process(name: str, ranks: Ranks, tmp_path: Path) -> None:
     script, changed = written_before(name, tmp_path)
     expected = shown_here(str(script), str(tmp_path))
