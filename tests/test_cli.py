@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def test_a_mesh_is_read_with_its_axes_in_order(text: str, axes: dict[str, int]) 
     mesh = parse_mesh(text, "h100")
     assert list(mesh.axes.items()) == list(axes.items())
     assert mesh.hardware == "h100"
+
+
+def warns() -> int:
+    warnings.warn("time_limit=5 passed.", RuntimeWarning, stacklevel=1)
+    return 3
+
+
+def test_a_warning_at_the_script_of_the_command_is_one_line_in_terms_of_the_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [__file__])
+    assert main(["plan", f"{HERE}:warns", "--mesh", "2"]) == 2
+    assert capsys.readouterr().err.startswith("autopar: warning: --time-limit 5 passed.\nautopar: ")
+    monkeypatch.setattr(sys, "argv", ["autopar"])
+    with pytest.warns(RuntimeWarning, match="^time_limit=5 passed"):
+        assert main(["plan", f"{HERE}:warns", "--mesh", "2"]) == 2
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp=", "dp=two", "2x", "2x2x2", "dp=2,dp=2", "-4", "dp=2,4"])

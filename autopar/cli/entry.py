@@ -6,8 +6,11 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from autopar.cli.flags import in_shell_terms
 from autopar.cli.parser import parser
@@ -24,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         module, _, function = options.command.partition(":")
-        status = getattr(importlib.import_module(module), function)(options)
+        with _warnings_of_commands(vars(options)):
+            status = getattr(importlib.import_module(module), function)(options)
         sys.stdout.flush()
     except AutoparError as error:
         print(f"autopar: {in_shell_terms(str(error), vars(options))}", file=sys.stderr)
@@ -41,6 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         return status
     return FAILED
+
+
+@contextmanager
+def _warnings_of_commands(options: dict[str, Any]) -> Iterator[None]:
+    """Show a warning at the script of this command, whose line says nothing to a user, as one line without it."""
+    show = warnings.showwarning
+
+    def show_in_shell_terms(
+        message: Warning | str, category: type[Warning], filename: str, *rest: Any, **keywords: Any
+    ) -> None:
+        if filename != sys.argv[0]:
+            return show(message, category, filename, *rest, **keywords)
+        print(f"autopar: warning: {in_shell_terms(str(message), options)}", file=sys.stderr)
+
+    warnings.showwarning = show_in_shell_terms
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def _internal(error: Exception) -> str:

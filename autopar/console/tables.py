@@ -115,7 +115,7 @@ def _filled(text: str, width: int) -> list[str]:
 
 
 def _broken(line: str, width: int) -> list[str]:
-    """Break a line between words, and words that are too long behind a dot or an underscore."""
+    """Break a line between words, and words that are too long behind a comma, a dot or an underscore."""
     lines = [""]
     for word in _GLUED.sub(_GLUE, line).split():
         for number, part in enumerate(_parts(word, width)):
@@ -130,7 +130,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 def _parts(word: str, width: int) -> Iterator[str]:
     while len(word) > width:
-        end = max((word.rfind(mark, 0, width) for mark in (_GLUE, ".", "_")), default=-1) + 1 or width
+        end = max((word.rfind(mark, 0, width) for mark in (_GLUE, ",", ".", "_")), default=-1) + 1 or width
         yield word[:end].rstrip(_GLUE)
         word = word[end:]
     yield word

@@ -1,6 +1,7 @@
-"""A loop with accelerate. Lines with "new" or "was" are those that autopar changes."""
+"""A training loop with accelerate. Lines marked "new" or "was" are those that autopar changes.
 
-import json
+torchrun --nproc-per-node 2 docs/examples/accelerate_loop.py
+"""
 
 import torch
 from accelerate import Accelerator
@@ -22,10 +23,10 @@ class Regression(nn.Module):
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = Regression()
-each = 8 // accelerator.num_processes
-loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=each))
+batch_size = 8 // accelerator.num_processes  # of one rank
+loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(64, 16)), batch_size))
 mesh = torch.distributed.init_device_mesh("cpu", (accelerator.num_processes,), mesh_dim_names=("dp",))  # new
-model = autopar.compile(model, mesh, (torch.empty(each, 16),), inputs="local", strategy="zero3")  # new
+model = autopar.compile(model, mesh, (torch.empty(batch_size, 16),), inputs="local", strategy="zero3")  # new
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 optimizer = accelerator.prepare(optimizer)  # was: model, optimizer = accelerator.prepare(model, optimizer)
 losses = []
@@ -37,4 +38,4 @@ for (x,) in loader:
         optimizer.step()
         optimizer.zero_grad()
     losses.append(loss.item())
-print(json.dumps({"losses": losses}))
+print(f"losses {losses}")

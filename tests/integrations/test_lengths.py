@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from torch.testing import assert_close
 
-from tests.integrations.scripts import environment, losses_in
+from tests.integrations.scripts import environment
 from tests.test_house import ROOT
 
 pytest.importorskip("accelerate")
@@ -22,7 +23,7 @@ def _trained(num_ranks: int, *arguments: object) -> Any:
     command = [sys.executable, *ranks, "-m", "tests.integrations.trained_texts", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    return losses_in(done.stdout)
+    return json.JSONDecoder().raw_decode(done.stdout, done.stdout.rindex('{"losses"'))[0]
 
 
 @pytest.mark.slow  # seven processes of which each imports transformers and its Trainer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
-from tests.integrations.scripts import EXAMPLES, alone, environment, losses_in, on_two_ranks
+from tests.integrations.scripts import EXAMPLES, alone, environment, on_two_ranks, values_in
 from tests.test_house import ROOT
 
 
@@ -38,6 +38,6 @@ def test_a_loop_with_accelerate_trains_as_on_one_process_by_both_launchers(tmp_p
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for found in (on_two_ranks("accelerate_loop.py"), losses_in(done.stdout)):
+    for found in (on_two_ranks("accelerate_loop.py"), values_in(done.stdout)):
         assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=1e-6)
     assert len({round(loss, 6) for loss in expected["losses"]}) == 8

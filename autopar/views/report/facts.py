@@ -119,7 +119,9 @@ def _profile(workload: Workload, mesh: Mesh) -> list[Fact]:
 
 def _speed(workload: Workload, mesh: Mesh) -> str:
     tokens = workload.tokens_per_second
-    rate = f"{workload.samples_per_second:,.4g} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
+    samples = workload.samples_per_second
+    digits = ",.0f" if samples >= 1000 else ".4g"  # "g" alone writes 10,000 as 1e+04
+    rate = f"{samples:{digits}} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
     share = format_share(workload.mfu(mesh.num_devices))
     peak = f"the peak of {mesh.hardware} in {workload.compute}"
     return f"{rate}; MFU {share} of {peak} ({FLOP_CONVENTION})" if workload.flops else rate

@@ -323,6 +323,8 @@ def test_the_header_says_what_was_planned_and_how_fast_it_is() -> None:
     table = re.sub(r"\s+", " ", plan_table(replace(plan, workload=one)))
     assert "one device 10.00 ms without communication, 5 times this step; 7.00 MB" in table
     assert "4,000 samples/s" in table and "2 micro-batches of ids" in table
+    fast = replace(one, seconds=one.seconds / 25)
+    assert " 100,000 samples/s" in plan_table(replace(plan, workload=fast))
 
 
 def test_a_profile_of_another_device_is_told() -> None:
