@@ -37,6 +37,7 @@ from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.per_rank_graph import LocalProgram, rewrite
 from autopar.runtime.rewrite.stored_order import columns_first
+from autopar.runtime.step_graphs.refusals import graph_is_required
 from autopar.solver.deadline import Allowance
 
 
@@ -103,6 +104,8 @@ class _Compiler:
             given=Given(axes, self.run.check_inputs, request.static_argnames),
         )
         self.module.duplicate = self.duplicate
+        if (required := graph_is_required(self.run.cuda_graph, self.mesh, None, request.training)) is not None:
+            self.module.capture_steps(required)
         if (sizes := self.run.sizes) is not None:
             check_buckets(sizes, request.microbatches or 1, request.static_argnames)
             self.module.varying = Varying(sizes, mesh, axes)
