@@ -27,7 +27,6 @@ from autopar.runtime.module.loss_scale import scale_of
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
-from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
 from autopar.runtime.recompute.graph import compiling
 from autopar.runtime.recompute.random_state import RandomState
@@ -91,12 +90,16 @@ class ParallelModule(StoredModule[Executable]):
         self._recorder, self._graph_is_required = recorder or CudaRecorder(), required
         self._graphed_step = self.cuda_graph(self._train_step)
 
+    @property
+    def graphs_steps(self) -> bool:
+        """True if steps become CUDA graphs."""
+        return self._recorder is not None
+
     def cuda_graph(self, step: Callable[..., Any]) -> GraphedStep:
         """Return a function that calls `step`, and is one CUDA graph after its first calls.
 
-        `step` is the body of a loop: forward, backward and, if the optimizer is `capturable`, its step. It takes tensors
-        on the device and returns tensors, which the graph's function returns detached. Its Python code runs in its
-        first calls alone.
+        `step` is the body of a loop: forward, backward and, if the optimizer is `capturable`, its step. It takes
+        tensors on the device, and its result comes back detached. Its Python code runs in its first calls alone.
 
         Raises InputError if the model was compiled without Run(cuda_graph=…). On devices without CUDA graphs "auto"
         calls `step` as it is.
@@ -109,17 +112,20 @@ class ParallelModule(StoredModule[Executable]):
         return GraphedStep(step, _Stepping(self), self._recorder, self._graph_is_required)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
-        """Run graphs under `torch.compile` as the base class says; InputError for modes with CUDA graphs of their own
-        in steps that are CUDA graphs.
+        """Run graphs under `torch.compile` as the base class says.
+
+        Raises InputError for modes with CUDA graphs of their own, if steps are CUDA graphs.
         """
         if self._recorder is not None and kwargs.get("mode") in OF_CUDA_GRAPHS:
             raise InputError(
-                f'model.compile(mode="{kwargs["mode"]}") makes CUDA graphs of parts of a step, and Run(cuda_graph=…) one '
-                'of all of it; give mode="max-autotune-no-cudagraphs" or "default", or leave out cuda_graph.'
+                f'model.compile(mode="{kwargs["mode"]}") makes CUDA graphs of parts of a step, and Run(cuda_graph=…) '
+                'one of all of it; give mode="max-autotune-no-cudagraphs" or "default", or leave out cuda_graph.'
             )
         super().compile(*args, regional=regional, **kwargs)
 
-    def _prepared(self, arguments: Arguments, batch: Arguments | None = None, *, runs: bool | None = None) -> Executable:
+    def _prepared(
+        self, arguments: Arguments, batch: Arguments | None = None, *, runs: bool | None = None
+    ) -> Executable:
         found = super()._prepared(arguments, batch, runs=runs)
         if self._called is not None:  # inside a step that is to be a graph
             self._called.append(_Call(found, partial(super()._prepared, arguments, batch, runs=runs)))

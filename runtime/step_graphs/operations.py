@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.errors import NOT_THEIRS
 
 READS = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"))
 """Operations whose result is a value of the host."""
@@ -79,6 +82,23 @@ def _is_sized_by_a_mask(func: Any, args: Any) -> bool:
 
 
 def _caller() -> str:
-    frames = [each for each in traceback.extract_stack() if "/torch/" not in each.filename]
-    *_, frame = (each for each in frames if each.filename != __file__)
-    return f"{frame.filename}:{frame.lineno}"
+    """Return the innermost line outside of PyTorch and, if that is none of the user's, theirs, too."""
+    lines = [_line(frame) for frame in _frames() if _package(frame) != "torch"]
+    theirs = [_line(frame) for frame in _frames() if _package(frame) not in NOT_THEIRS]
+    return f"{lines[0]}, from {theirs[0]}" if theirs and theirs[0] != lines[0] else lines[0]
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename != __file__:
+            yield frame
+        frame = frame.f_back
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

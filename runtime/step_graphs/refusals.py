@@ -1,31 +1,28 @@
 """Reasons for which a step cannot be one CUDA graph, found before it is captured.
 
 A graph replays kernels with the arguments that they had. So no value may come from the host: no seed that it counts, no
-number that it reads from the device, no size that depends on values.
+number that it reads from the device. (Sizes that depend on values are refused when a model is captured.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError
-from autopar.ir.program.operators.expert_operators import FAST_DTYPES
-from autopar.ir.program.program import Program, info_of
+from autopar.ir.program.operators.expert_operators import DISPATCH
+from autopar.ir.program.program import Program
 from autopar.runtime.implementations import experts
 from autopar.runtime.recompute.marks import is_offloaded
-from autopar.runtime.step_graphs.operations import INDEXED, READS, SIZED_BY_VALUES
 
 CudaGraph = bool | Literal["auto", "none"]
 """Values of `Run(cuda_graph=…)`."""
 WITHOUT = 'leave out Run(cuda_graph=True), or give "auto", which runs without a graph then.'
-_dispatch = torch.ops.autopar.dispatch.default
 
 
 class Captured(Protocol):
@@ -85,36 +82,16 @@ def reasons_of(executable: Captured) -> Iterator[str]:
             "sends rows to experts, and the host reads how many; keep experts whole on every rank, as "
             'annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
         )
-    for node in executable.program.graph.nodes:
-        if (name := _read_of(node)) is not None:
-            section = node.meta.get("module") or "the model"
-            yield f"calls {name} in {section}, whose result or size the host must know; compute it without"
 
 
 def _exchanges_counted_rows(node: fx.Node) -> bool:
     """Return whether a dispatch keeps or sends some of its rows, which the host counts."""
     if node.target is experts.dispatch:
-        return bool(node.kwargs["axes"].get(experts.EXPERTS)) or _drops(node)
-    return node.target is _dispatch and _drops(node)
+        axes = node.kwargs["axes"]
+        assert isinstance(axes, Mapping)
+        return bool(axes.get(experts.EXPERTS)) or _drops(node)
+    return node.target is DISPATCH and _drops(node)
 
 
 def _drops(node: fx.Node) -> bool:
     return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("dropping", False))
-
-
-def _read_of(node: fx.Node) -> str | None:
-    """Return the name of a call that reads values on the host, or whose outputs are sized by them."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    if target._opname in READS | SIZED_BY_VALUES:
-        return target.name()
-    if target._opname in INDEXED:
-        given = [each for each in node.args[1] if isinstance(each, fx.Node)]  # pyright: ignore
-        return f"{target.name()} with a mask" if any(info_of(each).dtype == torch.bool for each in given) else None
-    if target is torch.ops.autopar.grouped_mm.default:
-        rows = node.args[0]
-        assert isinstance(rows, fx.Node)
-        slow = info_of(rows).dtype not in FAST_DTYPES
-        return f"{target.name()} of {info_of(rows).dtype}" if slow else None
-    return None

@@ -16,22 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Autocast
 from autopar.errors import InputError, warn_user
 from autopar.runtime.ranks.calls import Calls
+from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.step_graphs.cuda import Recorder
-from autopar.runtime.step_graphs.operations import Operation, RecordedOperations, first_difference
+from autopar.runtime.step_graphs.kinds import Graph, Kind, address, description, detached
+from autopar.runtime.step_graphs.operations import RecordedOperations, first_difference
 from autopar.runtime.step_graphs.refusals import WITHOUT, Captured, reasons_of
 
 RECORDED = (2, 3)
@@ -40,6 +40,10 @@ WARM_UP = 4
 """Runs of a kind before it is captured."""
 MOST_KINDS = 8
 """Kinds of a step, each with a graph."""
+TOO_MANY = (
+    f"is of another kind than the {MOST_KINDS} before it: shapes, numbers, modes or the storages of parameters, "
+    "buffers or gradients change from step to step; pad inputs to a few lengths, and keep tensors where they are"
+)
 
 
 class Called(Protocol):
@@ -58,7 +62,7 @@ class Stepping(Protocol):
     random_state: RandomState
     device: str
     calls: Calls
-    watch: AbstractContextManager[None]
+    watch: Watch
 
     @property
     def modes(self) -> tuple[object, ...]:
@@ -80,54 +84,16 @@ class Stepping(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Graph:
-    """A captured step."""
-
-    replay: Callable[[], None]
-    result: Any
-    gradients: list[Tensor | None]
-    steps: int
-    """Steps that the random state counts."""
-    numbers: list[tuple[str, Any]]
-    """Numbers of optimizers that are no tensors."""
-
-
-@dataclass(slots=True)
-class _Kind:
-    """A kind of call: its arguments in buffers of its own, and what has been found out about its steps."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[Tensor]
-    """Local tensors of the arguments."""
-    runs: int = 0
-    called: Sequence[Any] = ()
-    operations: list[Operation] = field(default_factory=list)
-    graph: _Graph | None = None
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any], spec: Any) -> _Kind:
-        """Return the kind of a call, with buffers for its arguments."""
-        inputs = [torch.empty_like(_local(each)) for each in leaves if isinstance(each, Tensor)]
-        buffers = iter(inputs)
-        held = [_like(each, next(buffers)) if isinstance(each, Tensor) else each for each in leaves]
-        return cls(*pytree.tree_unflatten(held, spec), inputs)
-
-    def give(self, leaves: Sequence[Any]) -> None:
-        """Copy arguments into the buffers."""
-        if self.inputs:
-            torch._foreach_copy_(self.inputs, [_local(each) for each in leaves if isinstance(each, Tensor)])
-
-
 class GraphedStep:
     """Calls a function that trains a step of a module, as one CUDA graph after its first calls."""
 
     def __init__(self, function: Callable[..., Any], module: Stepping, recorder: Recorder, required: bool) -> None:
         """`required`: a step that cannot be a graph is refused with InputError; else it runs without, and warns."""
         self._function, self._module, self._recorder, self._required = function, module, recorder, required
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        self._gradients: list[Tensor | None] | None = None
+        """Gradients of the first graph."""
         self.without = False
         """True if a reason was found for which the step runs without a graph."""
 
@@ -137,13 +103,13 @@ class GraphedStep:
 
         Raises InputError where the step cannot be a graph and has to be, or a number of an optimizer has changed.
         """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         if not self.without:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
             self._refuse_if(list(self._reasons_of_call(leaves)))
         if self.without:
             return self._function(*args, **kwargs)
         described = self._described(leaves, spec)
-        kind = self._kind((described, self._addresses()), leaves, spec)
+        kind = self._kind(self._key(described), leaves, spec)
         if kind is None:
             return self._function(*args, **kwargs)
         kind.give(leaves)
@@ -154,27 +120,34 @@ class GraphedStep:
             if not all(call.is_still_so() for call in kind.called):
                 kind.runs, kind.called, kind.graph = 0, (), None
         if kind.runs == 0:
-            return _detached(self._warmed(kind))
+            return detached(self._warmed(kind))
         with self._module.watch, self._module.calls.quiet():
             if kind.runs < WARM_UP:
-                return _detached(self._warmed(kind))
+                return detached(self._warmed(kind))
             if kind.graph is None:
                 kind.graph = self._captured(kind)
             return self._replayed(kind.graph)
 
-    def _kind(self, key: Any, leaves: Sequence[Any], spec: Any) -> _Kind | None:
+    def _key(self, described: Any) -> Any:
+        """Return the key of a call's kind.
+
+        A kind that finds no gradients, and is not the first to have a graph, adds to those of the first, which are set
+        to zero: all graphs share one set of gradients.
+        """
+        key, parameters = (described, self._addresses()), self._module.tensors[0]
+        if self._gradients is None or key in self._kinds or any(each.grad is not None for each in parameters):
+            return key
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.zero_()
+        return described, self._addresses()
+
+    def _kind(self, key: Any, leaves: Sequence[Any], spec: Any) -> Kind | None:
         """Return the kind of a key; None if there are too many, and the step need not be a graph."""
         if key not in self._kinds:
             if len(self._kinds) == MOST_KINDS:
-                self._refuse_if(
-                    [
-                        f"is of another kind than the {MOST_KINDS} before it: shapes, numbers, modes or the storages of "
-                        "parameters, buffers or gradients change from step to step; pad inputs to a few lengths, and "
-                        "keep tensors where they are"
-                    ]
-                )
+                self._refuse_if([TOO_MANY])
                 return None
-            self._kinds[key] = _Kind.of(leaves, spec)
+            self._kinds[key] = Kind.of(leaves, spec)
         return self._kinds[key]
 
     def _reasons_of_call(self, leaves: Sequence[Any]) -> Iterator[str]:
@@ -188,7 +161,7 @@ class GraphedStep:
     def _described(self, leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
         """Return what tells kinds of calls apart, alike on all ranks; InputError for values that cannot be told."""
         module = self._module
-        found = [_description(each) for each in leaves]
+        found = [description(each) for each in leaves]
         autocast = Autocast.around(module.device)
         modes = *module.modes, torch.is_grad_enabled(), None if autocast is None else autocast.dtype
         return spec, modes, *found
@@ -196,9 +169,9 @@ class GraphedStep:
     def _addresses(self) -> tuple[int | None, ...]:
         parameters, buffers = self._module.tensors
         gradients = (each.grad for each in parameters)
-        return tuple(None if each is None else _address(each) for each in (*parameters, *buffers, *gradients))
+        return tuple(None if each is None else address(each) for each in (*parameters, *buffers, *gradients))
 
-    def _warmed(self, kind: _Kind) -> Any:
+    def _warmed(self, kind: Kind) -> Any:
         """Run a step as it is, and look for reasons for which it cannot be a graph."""
         recorded = RecordedOperations() if kind.runs in RECORDED else None
         noted = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.setdefault(optimizer))
@@ -224,12 +197,12 @@ class GraphedStep:
         self._refuse_if(reasons)
         return result
 
-    def _captured(self, kind: _Kind) -> _Graph:
+    def _captured(self, kind: Kind) -> Graph:
         kind.operations = []
         before = self._module.random_state.step
         with self._module.calls_noted() as kind.called:
             try:
-                result, replay = self._recorder.capture(lambda: _detached(self._function(*kind.args, **kind.kwargs)))
+                result, replay = self._recorder.capture(lambda: detached(self._function(*kind.args, **kind.kwargs)))
             except torch.AcceleratorError as error:
                 raise InputError(
                     f"the step was not captured as a CUDA graph: {error}. Something in it needs the host; {WITHOUT}"
@@ -237,9 +210,10 @@ class GraphedStep:
         steps = self._module.random_state.step - before
         self._module.random_state.advance(-steps)  # the replay counts them
         gradients = [each.grad for each in self._module.tensors[0]]
-        return _Graph(replay, result, gradients, steps, self._numbers())
+        self._gradients = self._gradients or gradients
+        return Graph(replay, result, gradients, steps, self._numbers())
 
-    def _replayed(self, graph: _Graph) -> Any:
+    def _replayed(self, graph: Graph) -> Any:
         for (name, before), (_, now) in zip(graph.numbers, self._numbers(), strict=True):
             if before != now:
                 raise InputError(
@@ -290,37 +264,3 @@ def _reasons_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
         yield f"calls {name}.step(), which counts on the host; step outside, or take AdamW(…, capturable=True)"
     elif not all(group["capturable"] for group in optimizer.param_groups):
         yield f"calls {name}.step(), which counts on the host; make it {name}(…, capturable=True), or step outside"
-
-
-def _description(leaf: Any) -> Any:
-    if isinstance(leaf, DTensor):
-        return leaf.placements, *_description(leaf.to_local())
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
-    try:
-        hash(leaf)
-    except TypeError:
-        raise InputError(
-            f"a step that is a CUDA graph takes tensors and values that can be compared, found a {type(leaf).__name__}"
-            f"; give tensors, numbers or words, or {WITHOUT}"
-        ) from None
-    return type(leaf), leaf
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _address(x: Tensor) -> int:
-    return (x._local_tensor if isinstance(x, DTensor) else x).data_ptr()
-
-
-def _like(x: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(x, DTensor):
-        return local
-    spec = dict(run_check=False, shape=x.shape, stride=x.stride())
-    return DTensor.from_local(local, x.device_mesh, x.placements, **spec)
-
-
-def _detached(result: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.detach, result)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -18,7 +18,7 @@ from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 from tests.support.recorded_calls import RecordedCalls
 
-SIZE = Size(1, 32, 4, 64, 16, 8)
+SIZE = Size(1, 16, 2, 32, 8, 4)
 STEPS = WARM_UP + 3
 
 
@@ -69,10 +69,10 @@ def _train_step(strategy: str, options: dict[str, Any], set_to_none: bool) -> tu
 @pytest.mark.parametrize(
     ("strategy", "options", "set_to_none"),
     [
-        ("data_parallel", {}, True),
         ("zero3", {"microbatches": 2, "precision": "bf16-mixed", "recompute": "full"}, True),
         ("zero3", {"prefetch": 1}, False),
-        ("megatron", {"microbatches": 2}, True),
+        pytest.param("megatron", {"microbatches": 2}, True, marks=pytest.mark.slow),
+        pytest.param("data_parallel", {}, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_replayed_train_step_trains_as_one_without_a_graph(
