@@ -134,9 +134,7 @@ def _run(step: Any, count: int = WARM_UP + 1) -> None:
 
 
 def test_a_number_that_a_step_reads_is_named_with_its_line(devices: DeviceMesh) -> None:
-    with pytest.raises(
-        InputError, match=r"_local_scalar_dense in .*, from .*test_refusals.py:\d+, for which"
-    ):
+    with pytest.raises(InputError, match=r"_local_scalar_dense in .*, from .*test_refusals.py:\d+, for which"):
         _run(_step_of(_graphed(devices), lambda loss: loss.item()))
 
 
