@@ -28,7 +28,7 @@ from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
-from autopar.runtime.recompute.graph import compiling
+from autopar.runtime.recompute.graph import called_below, compiler_around, compiling
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.runtime.step_graphs.cuda import CudaRecorder, Recorder
@@ -173,39 +173,45 @@ class ParallelModule(StoredModule[Executable]):
                 outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
             return self._left(executable, outputs)
 
-    @uncompiled
+    # As with `forward`: its graphs alone are compiled, where torch.compile is around the caller.
+    @torch.compiler.disable(recursive=False)
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, micro-batch by micro-batch, and leave the gradients in `.grad`.
 
         The batch is split along dim 0 into as many micro-batches as `compile(..., microbatches=)` says. Weights are
-        gathered and gradients reduced once for all of them, but for weights that the plan gathers again. Its graphs are
-        compiled by `model.compile` alone: torch.compile around a caller leaves it out.
+        gathered and gradients reduced once for all of them, but for weights that the plan gathers again.
 
         Returns the mean of the micro-batches' losses (the model's only output, or what it calls "loss", or the first).
 
         Raises InputError where the batch does not divide or the model returns no loss.
         """
+        return self._stepped(compiler_around(), args, kwargs)
+
+    @uncompiled
+    def _stepped(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if self._graphed_step is not None:
             return self._graphed_step(*args, **kwargs)
-        return self._train_step(*args, **kwargs)
+        with self._watch:
+            return self._trained(args, kwargs, compiler)
 
     def _train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._watch:
             return self._trained(args, kwargs)
 
-    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None) -> torch.Tensor:
         arguments = self._arguments(args, kwargs)
         batches = split_batch(arguments, self._num_microbatches)
         executable = self._prepared(batches[0], arguments, runs=len(batches) > 1)
         position = loss_position(executable.program)
         scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
-            loss = pytree.tree_leaves(self(*args, **kwargs))[position]
+            loss = pytree.tree_leaves(called_below(compiler, self, *args, **kwargs))[position]
             loss.backward(scale)
             return loss.detach()
         if executable not in self._stages:
             self._stages[executable] = Stage(executable, self, self.random_state)
         stage = self._stages[executable]
+        stage.compiler = compiler
         return accumulate(stage, batches, position, self.random_state.advance(len(batches)), scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
