@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,8 @@ def measured(row: Row, options: Options) -> list[object]:
             if turn >= WARM_UP:
                 each.seconds.append(seconds)
     eager, compiled, *theirs = (_of_slowest_rank(each) for each in trained)
-    apart = max(abs(each.loss - trained[0].loss) for each in trained)
+    losses = [_over_ranks(each.loss) for each in trained]
+    apart = max(abs(statistics.fmean(each) - statistics.fmean(losses[0])) for each in losses)  # a peer has its samples'
     cells: list[object] = [row.name, *(f"{1e3 * each[0]:.1f}" for each in (eager, compiled, *theirs))]
     ratios = [compiled[kind] / other[kind] for other in (eager, *theirs) for kind in (0, 1)]
     return [*cells, *(f"{each:.2f}" for each in ratios), f"{apart:.0e}"]
@@ -138,12 +140,17 @@ HEADERS = (
 
 def _of_slowest_rank(trained: Trained) -> tuple[float, float]:
     """Return the medians over steps of the slowest rank's seconds, by the clock and of the processor."""
-    of_ranks: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, trained.seconds)
+    of_ranks = _over_ranks(trained.seconds)
     clock, processor = (
         statistics.median(max(times[kind] for times in step) for step in zip(*of_ranks, strict=True)) for kind in (0, 1)
     )
     return clock, processor
+
+
+def _over_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _rows(options: Options) -> list[list[object]]:
