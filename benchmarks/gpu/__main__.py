@@ -15,7 +15,7 @@ The parts measure:
   of its speed) and with torch.compile (≥ 1.0), and its memory against the plan's (within 10 %);
 - the tests that need CUDA;
 - training on 2 and 4 ranks that share the device: presets, pipelines, experts, offload, checkpoints and families, each
-  beside one process (losses within 0.1 %).
+  compared with one process (losses within 0.1 %).
 
 Steps are measured with stubbed collectives, as one device cannot show how they overlap with computing. Ranks that share
 the device communicate by gloo through the host: their values are judged, not their speed. Every part is a process of
