@@ -9,7 +9,7 @@
 # make bench-planner   how long planning and solving take
 # make cuda-check      graphs and casts on CUDA, as a CUDA build of PyTorch sees them; no GPU, an environment of 5 GB
 # make gpu       what one NVIDIA GPU can show, in less than ten minutes (GPU_SECONDS=590) with that environment; what finds
-#                no time left is listed, and measured by another run. Results are written to benchmarks/results.
+#                no time left is listed, and measured by another run with RESUME=--resume. Results are written to benchmarks/results.
 #                GPU_PYTHON=python3 takes a Python that has torch for CUDA, autopar's needs and pytest
 #
 # The environment is made in .venv on first use, and again when pyproject.toml changes.
@@ -23,6 +23,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 CUDA_TORCH ?= torch===$(TORCH_VERSION)
 GPU_PYTHON ?= .venv-cuda/bin/python
 GPU_SECONDS ?= 590
+RESUME ?=
 CASES ?= 1000
 SEED ?= 0
 
@@ -123,7 +124,7 @@ gpu:
 	@nvidia-smi -L 2>/dev/null | grep -q GPU \
 		|| { echo "make gpu measures on an NVIDIA GPU, and nvidia-smi finds none here: nothing was measured."; exit 1; }
 	start=$$(date +%s); $(if $(filter .venv-cuda/bin/python,$(GPU_PYTHON)),$(MAKE) .venv-cuda/ready &&) \
-		$(GPU_PYTHON) -m benchmarks.gpu --seconds $$(($(GPU_SECONDS) - $$(date +%s) + start))
+		$(GPU_PYTHON) -m benchmarks.gpu $(RESUME) --seconds $$(($(GPU_SECONDS) - $$(date +%s) + start))
 
 clean:
 	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from torch.testing import assert_close
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import parts, results, steps
+from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu.llama_by_hand import LlamaByHand
 from benchmarks.gpu.parts import CALIBRATION, PARTS, Outcome, Part, of_command, run_all
+from benchmarks.gpu.ranks import Case
 from benchmarks.gpu.setting import Finding, Row, Setting
 from tests.support.ranks import Ranks, mesh
 
 SMALL = Setting("cpu", small=True, profile="cpu")
 DP, TP = 2, 2
+CASES = [Case(name, {"dp": 2}) for name in ("one", "two", "three")]
 
 
 def _trained_by_hand(config: Any, weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,6 +110,55 @@ def test_the_parts_go_on_after_one_that_fails_and_predict_with_the_measured_prof
     assert json.loads((tmp_path / "profile.json").read_text()) == {"name": "measured"}
     assert results.verdict(outcomes) == "0 of 0 goals met; not measured: operations, tp8"
     assert not results.is_whole(outcomes)
+
+
+def test_a_resumed_run_measures_what_the_last_results_of_the_device_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"date": "2026-11-23", "device": "NVIDIA H100"}
+    finding = Finding((Row("speed", "1.0"),), {"name": "measured"})
+    outcomes = [Outcome(CALIBRATION, "a", 1.0, finding), Outcome("tp8", "b", 2.0, None, "failed")]
+    results.write(tmp_path, known, outcomes)
+    before = results.latest(tmp_path, known)
+    assert before == {CALIBRATION: outcomes[0]}
+    assert not results.latest(tmp_path, {**known, "device": "NVIDIA H200"})
+    assert not results.latest(tmp_path, {**known, "sizes": "tiny"})
+    monkeypatch.setattr(parts, "run", lambda part, setting, *_: Outcome(part.name, setting.profile, 1.0))
+    calibrated, other = run_all(SMALL, [_part(CALIBRATION), _part()], tmp_path, 60.0, before)
+    assert calibrated is before[CALIBRATION]
+    assert Path(other.about).name == "profile.json", "the profile of the results is predicted with"
+
+
+def test_cases_after_one_that_ends_the_ranks_are_said_to_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_ranks(world: Any, work: Any, arguments: Any) -> None:
+        *_, log = arguments
+        log.write_text(json.dumps([{"name": CASES[0].name, "found": "", "goal": "", "met": True}]))
+        raise RuntimeError("rank 1 failed")
+
+    monkeypatch.setattr(gpu_ranks, "on_ranks", on_ranks)
+    rows = gpu_ranks.trained_as_one(CASES, 2)(SMALL).rows
+    assert [(row.name, row.met) for row in rows] == list(
+        zip([c.name for c in CASES], [True, False, False], strict=True)
+    )
+    assert "rank 1 failed" in rows[1].found and "not run" in rows[2].found
+
+
+def _difference(wrong: bool) -> list[Any]:
+    """Rows of a case on these ranks; `wrong`: its losses are those of other weights."""
+    case = Case("messages", {"pp": 2}, {"schedule": "1f1b", "microbatches": 2})
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "rows.json")
+        if wrong:
+            gpu_ranks.CLOSE = -1.0
+        gpu_ranks._run([case], "cpu", log)
+        return json.loads(log.read_text()) if dist.get_rank() == 0 else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_ranks_of_a_pipeline_train_as_one_process(wrong: bool, ranks: Ranks) -> None:
+    (row,), _ = ranks.run(_difference, wrong)
+    assert row["met"] is not wrong
 
 
 def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path) -> None:

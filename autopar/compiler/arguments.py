@@ -43,6 +43,10 @@ _BUCKETS = Satisfying(
     lambda found: isinstance(found, Buckets) or (isinstance(found, str) and found in ("auto", OFF)),
     '"auto", "none" or autopar.Buckets(…)',
 )
+_GRAPH = Satisfying(
+    lambda found: isinstance(found, bool) or (isinstance(found, str) and found in ("auto", OFF)),
+    'True, False, "auto" or "none"',
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,6 +65,11 @@ class Run(Group):
     (docs/how-to/varying-lengths.md), or "auto" for powers of two and the input names of transformers. By default
     inputs are taken as they are, except that the Trainer pads texts of different lengths; "none" turns that off,
     too."""
+
+    cuda_graph: bool | Literal["auto", "none"] = option("none", _GRAPH)
+    """Run each step as one CUDA graph, captured in its fifth call: `train_step`, and functions given to
+    `model.cuda_graph`, which may step the optimizer, too. True refuses a model that needs the host in a step (dropout,
+    experts on several ranks, offload, pipelines) and devices without CUDA graphs; "auto" runs these without."""
 
     @property
     def sizes(self) -> Buckets | None:

@@ -51,6 +51,7 @@ from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.per_rank_graph import rewrite
+from autopar.runtime.step_graphs.refusals import graph_is_required
 from autopar.solver.deadline import Allowance
 
 
@@ -66,6 +67,7 @@ def compile_pipeline(
     plan = pipeline_plan_of(made)
     check_wish(Wish.of(request), plan)
     _check_not_deterministic(run)
+    graph_is_required(run.cuda_graph, mesh, axis, request.training)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
     if plan is not None:
         offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself

@@ -37,6 +37,8 @@ from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.per_rank_graph import LocalProgram, rewrite
 from autopar.runtime.rewrite.stored_order import columns_first
+from autopar.runtime.step_graphs.kinds import bytes_of
+from autopar.runtime.step_graphs.refusals import graph_is_required
 from autopar.solver.deadline import Allowance
 
 
@@ -103,6 +105,8 @@ class _Compiler:
             given=Given(axes, self.run.check_inputs, request.static_argnames),
         )
         self.module.duplicate = self.duplicate
+        if (required := graph_is_required(self.run.cuda_graph, self.mesh, None, request.training)) is not None:
+            self.module.capture_steps(required)
         if (sizes := self.run.sizes) is not None:
             check_buckets(sizes, request.microbatches or 1, request.static_argnames)
             self.module.varying = Varying(sizes, mesh, axes)
@@ -121,6 +125,9 @@ class _Compiler:
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
         allowance = Allowance.from_now(self.request.settings.search.time_limit)
+        if self.module.graphs_steps:
+            copies = bytes_of(arguments) * (self.request.microbatches or 1)
+            self.request = self.request.with_graph_inputs(copies)
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 

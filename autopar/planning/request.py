@@ -191,6 +191,11 @@ class PlanRequest:
             reserved.check(limit)
         return replace(self, settings=replace(self.settings, reserved=reserved))
 
+    def with_graph_inputs(self, num_bytes: int) -> PlanRequest:
+        """Return the request whose memory limit counts copies of a batch of so many bytes, for a CUDA graph."""
+        reserved = replace(self.settings.reserved, graph_bytes=num_bytes)
+        return replace(self, settings=replace(self.settings, reserved=reserved))
+
     def annotations_about(self, program: Program, mesh: Mesh, stored: bool = False) -> tuple[Annotation, ...]:
         """Return the user's annotations and those of the preset; raise StrategyError if the preset does not fit.
 

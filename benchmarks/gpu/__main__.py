@@ -3,6 +3,7 @@
     make gpu                                                an environment of its own (5 GB), and all parts
     make gpu GPU_PYTHON=python3                             with a Python that has torch for CUDA and autopar's needs
     python -m benchmarks.gpu --only tp8 tests               some parts
+    python -m benchmarks.gpu --resume                       what the last results lack (make gpu RESUME=--resume)
     python -m benchmarks.gpu --device cpu --small           the same code on tiny shapes, to try it without a GPU
 
 The parts measure:
@@ -12,10 +13,13 @@ The parts measure:
   5 %);
 - a training step of such a rank, and of one of 8 × 8 with data parallelism, against a hand-written one: eager (≥ 0.97
   of its speed) and with torch.compile (≥ 1.0), and its memory against the plan's (within 10 %);
-- the tests that need CUDA.
+- the tests that need CUDA;
+- training on 2 and 4 ranks that share the device: presets, pipelines, experts, offload, checkpoints and families, each
+  compared with one process (losses within 0.1 %).
 
-Collectives are stubbed: one device cannot show how they overlap with computing. Every part is a process of its own with
-a time limit. A part that fails or hangs is reported, and the others go on.
+Steps are measured with stubbed collectives, as one device cannot show how they overlap with computing. Ranks that share
+the device communicate by gloo through the host: their values are judged, not their speed. Every part is a process of
+its own with a time limit. A part that fails or hangs is reported, and the others go on.
 
 Results, with hardware and date, are written to benchmarks/results. The exit status is 0 if all parts were measured and
 every goal was reached, and 1 otherwise.
@@ -54,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together ({SECONDS:.0f})")
     parser.add_argument("--profile", help="the profile whose links are taken (found by the device's name)")
     parser.add_argument("--results", type=Path, help="the folder for results (benchmarks/results; build/gpu of a CPU)")
+    parser.add_argument("--resume", action="store_true", help="measure only what the last results of the device lack")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -67,10 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(next(part for part in PARTS if part.name == given.part), setting, given.output)
         return 0
     known = results.about(setting)
+    written = given.results or ROOT / ("benchmarks/results" if given.device == "cuda" else "build/gpu")
+    before = results.latest(written, known) if given.resume else {}
     with tempfile.TemporaryDirectory(prefix="autopar-gpu-") as folder:
-        outcomes = run_all(setting, parts, Path(folder), given.seconds)
-    default = ROOT / ("benchmarks/results" if given.device == "cuda" else "build/gpu")
-    path = results.write(given.results or default, known, outcomes)
+        outcomes = run_all(setting, parts, Path(folder), given.seconds, before)
+    path = results.write(written, known, outcomes)
     print(f"\n{results.text(known, outcomes)}\nwritten to {path}")
     return 0 if results.is_whole(outcomes) else 1
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from autopar.tools.calibration.calibrate import calibrate
-from benchmarks.gpu import operations, steps
+from benchmarks.gpu import operations, ranks, steps
 from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
 
 CALIBRATION = "calibration"
@@ -84,8 +85,12 @@ PARTS: Sequence[Part] = (
     Part("tp8", "a step of a tp8 rank of Llama-3-8B beside one by hand", 75, _compared(TP, False)),
     Part("dp8-tp8", "the same of a dp8×tp8 rank", 75, _compared(DP_TP, False)),
     Part("tests", "tests on the device", 90, _tested),
+    Part("ranks-2", "2 ranks that share the device, beside one process", 60, ranks.trained_as_one(ranks.TWO, 2)),
+    Part("pipelines-2", "pipelines of 2 such ranks", 45, ranks.trained_as_one(ranks.PIPELINES, 2)),
+    Part("ranks-4", "4 such ranks", 60, ranks.trained_as_one(ranks.FOUR, 4)),
     Part("tp8-compiled", "a step of a tp8 rank with torch.compile on both sides", 120, _compared(TP, True)),
     Part("dp8-tp8-compiled", "the same of a dp8×tp8 rank", 120, _compared(DP_TP, True)),
+    Part("families-2", "families of models on 2 ranks", 60, ranks.trained_as_one(ranks.OF_FAMILIES, 2)),
 )
 """Parts in order of importance; the last ones are skipped if time runs out."""
 
@@ -128,16 +133,33 @@ def of_command(part: Part, command: Sequence[str], output: Path, box_s: float) -
     return Outcome(part.name, part.about, seconds, None, f"{reason}\n{last}".rstrip())
 
 
+def of_json(values: Mapping[str, Any]) -> Outcome:
+    """Return the outcome of a part as results have it."""
+    return Outcome(**{**values, "finding": None if values["finding"] is None else _finding(values["finding"])})
+
+
 def _finding(values: Mapping[str, Any]) -> Finding:
     return Finding(tuple(Row(**row) for row in values["rows"]), values["data"])
 
 
-def run_all(setting: Setting, parts: Sequence[Part], folder: Path, seconds: float) -> list[Outcome]:
-    """All parts within so many seconds; those after the calibration predict with the profile that it wrote."""
+def run_all(
+    setting: Setting,
+    parts: Sequence[Part],
+    folder: Path,
+    seconds: float,
+    measured_before: Mapping[str, Outcome] = MappingProxyType({}),
+) -> list[Outcome]:
+    """Run all parts within so many seconds; those after the calibration predict with the profile that it wrote.
+
+    Parts that were `measured_before` are taken from there.
+    """
     end, outcomes = time.monotonic() + seconds, []
     for part in parts:
-        print(f"{part.name}: {part.about} …", flush=True)
-        outcome = run(part, setting, folder, end - time.monotonic())
+        if part.name in measured_before:
+            outcome = measured_before[part.name]
+        else:
+            print(f"{part.name}: {part.about} …", flush=True)
+            outcome = run(part, setting, folder, end - time.monotonic())
         outcomes.append(outcome)
         if part.name == CALIBRATION and outcome.finding is not None:
             measured = folder / "profile.json"

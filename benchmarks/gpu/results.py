@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.gpu.parts import PARTS, Outcome
+from benchmarks.gpu.parts import PARTS, Outcome, of_json
 from benchmarks.gpu.setting import Setting
 
 VERDICTS = {True: "met", False: "MISSED", None: ""}
@@ -30,7 +30,7 @@ def about(setting: Setting) -> dict[str, str]:
         "torch": torch.__version__,
         "model": f"Llama-3-8B, {setting.num_layers(False)} layers ({setting.num_layers(True)} where compiled), "
         f"{setting.sequence} tokens a rank, {str(setting.dtype).removeprefix('torch.')}, fused AdamW",
-        "collectives": "stubbed: rank 0 of a mesh whose collectives do nothing",
+        "collectives": "stubbed: rank 0 of a mesh whose collectives do nothing; ranks that share the device: gloo",
     }
     if setting.device == "cuda":
         known["CUDA"] = str(torch.version.cuda)
@@ -65,12 +65,25 @@ def is_whole(outcomes: Sequence[Outcome]) -> bool:
     return all(each.finding and all(row.met is not False for row in each.finding.rows) for each in outcomes)
 
 
+def latest(folder: Path, known: Mapping[str, str]) -> dict[str, Outcome]:
+    """Return the parts that the newest results of this device and these sizes have measured, by name."""
+    found = sorted(folder.glob(f"gpu-{_name(known)}*.json"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(found):
+        values = json.loads(path.read_text())
+        if values["about"].get("device") == known["device"] and values["about"].get("sizes") == known.get("sizes"):
+            return {each["part"]: of_json(each) for each in values["parts"] if each["finding"] is not None}
+    return {}
+
+
+def _name(known: Mapping[str, str]) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", known["device"].lower()).strip("-")
+
+
 def write(folder: Path, known: Mapping[str, str], outcomes: Sequence[Outcome]) -> Path:
     """Write gpu-NAME.txt and .json, with the parts in the name if not all ran; return the path of the text."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", known["device"].lower()).strip("-")
     parts = [outcome.part for outcome in outcomes]
-    stem = "-".join(["gpu", name, *([] if parts == [part.name for part in PARTS] else parts)])
+    stem = "-".join(["gpu", _name(known), *([] if parts == [part.name for part in PARTS] else parts)])
     values = {"about": dict(known), "parts": [asdict(outcome) for outcome in outcomes]}
     (folder / f"{stem}.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     path = folder / f"{stem}.txt"

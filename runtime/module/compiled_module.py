@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.capture.static.arguments import StaticTensor
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.returned import Returned
+from autopar.errors import InputError
 from autopar.ir.program.program import Program
 from autopar.optim.clipping import clip_grad_norm_
 from autopar.runtime.module.batches import loss_position, split_batch
@@ -24,14 +28,31 @@ from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
-from autopar.runtime.recompute.graph import compiling
+from autopar.runtime.recompute.graph import called_below, compiler_around, compiling
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
+from autopar.runtime.step_graphs.cuda import CudaRecorder, Recorder
+from autopar.runtime.step_graphs.step import GraphedStep, noting
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
+OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that make CUDA graphs."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Capture = Callable[[Arguments, bool, frozenset[str] | None], Program]
 """The same → the program, without a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the model inside a step."""
+
+    executable: Executable
+    prepare: Callable[[], Executable]
+
+    def is_still_so(self) -> bool:
+        """Return whether the same call would run the same executable now."""
+        return self.prepare() is self.executable
 
 
 class ParallelModule(StoredModule[Executable]):
@@ -56,6 +77,59 @@ class ParallelModule(StoredModule[Executable]):
         super().__init__(tree, mesh, prepare, capture, random_state, Exception, given, returned)
         self._num_microbatches = num_microbatches
         self._stages: dict[Executable, Stage] = {}
+        self._called: list[_Call] | None = None
+        self._recorder: Recorder | None = None
+        self._graph_is_required = False
+        self._graphed_step: GraphedStep | None = None
+
+    def capture_steps(self, required: bool, recorder: Recorder | None = None) -> None:
+        """Make CUDA graphs of `train_step`, and of functions given to `cuda_graph`, from now on.
+
+        `required`: a step that cannot be one is an InputError; else it runs without, with a warning.
+        """
+        self._recorder, self._graph_is_required = recorder or CudaRecorder(), required
+        self._graphed_step = self.cuda_graph(self._train_step)
+
+    @property
+    def graphs_steps(self) -> bool:
+        """True if steps become CUDA graphs."""
+        return self._recorder is not None
+
+    def cuda_graph(self, step: Callable[..., Any]) -> GraphedStep:
+        """Return a function that calls `step`, and is one CUDA graph after its first calls.
+
+        `step` is the body of a loop: forward, backward and, if the optimizer is `capturable`, its step. It takes
+        tensors on the device, and its result comes back detached. Its Python code runs in its first calls alone.
+
+        Raises InputError if the model was compiled without Run(cuda_graph=…). On devices without CUDA graphs "auto"
+        calls `step` as it is.
+        """
+        if self._recorder is None:
+            raise InputError(
+                "the model was compiled without CUDA graphs; compile it with run=autopar.Run(cuda_graph=True) on CUDA "
+                'devices, or with cuda_graph="auto".'
+            )
+        return GraphedStep(step, _Stepping(self), self._recorder, self._graph_is_required)
+
+    def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
+        """Run graphs under `torch.compile` as the base class says.
+
+        Raises InputError for modes with CUDA graphs of their own, if steps are CUDA graphs.
+        """
+        if self._recorder is not None and kwargs.get("mode") in OF_CUDA_GRAPHS:
+            raise InputError(
+                f'model.compile(mode="{kwargs["mode"]}") makes CUDA graphs of parts of a step, and Run(cuda_graph=…) '
+                'one of all of it; give mode="max-autotune-no-cudagraphs" or "default", or leave out cuda_graph.'
+            )
+        super().compile(*args, regional=regional, **kwargs)
+
+    def _prepared(
+        self, arguments: Arguments, batch: Arguments | None = None, *, runs: bool | None = None
+    ) -> Executable:
+        found = super()._prepared(arguments, batch, runs=runs)
+        if self._called is not None:  # inside a step that is to be a graph
+            self._called.append(_Call(found, partial(super()._prepared, arguments, batch, runs=runs)))
+        return found
 
     @property
     def plan(self) -> Plan:
@@ -99,34 +173,45 @@ class ParallelModule(StoredModule[Executable]):
                 outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
             return self._left(executable, outputs)
 
-    @uncompiled
+    # As with `forward`: its graphs alone are compiled, where torch.compile is around the caller.
+    @torch.compiler.disable(recursive=False)
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, micro-batch by micro-batch, and leave the gradients in `.grad`.
 
         The batch is split along dim 0 into as many micro-batches as `compile(..., microbatches=)` says. Weights are
-        gathered and gradients reduced once for all of them, but for weights that the plan gathers again. Its graphs are
-        compiled by `model.compile` alone: torch.compile around a caller leaves it out.
+        gathered and gradients reduced once for all of them, but for weights that the plan gathers again.
 
         Returns the mean of the micro-batches' losses (the model's only output, or what it calls "loss", or the first).
 
         Raises InputError where the batch does not divide or the model returns no loss.
         """
+        return self._stepped(compiler_around(), args, kwargs)
+
+    @uncompiled
+    def _stepped(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if self._graphed_step is not None:
+            return self._graphed_step(*args, **kwargs)
+        with self._watch:
+            return self._trained(args, kwargs, compiler)
+
+    def _train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._watch:
             return self._trained(args, kwargs)
 
-    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None) -> torch.Tensor:
         arguments = self._arguments(args, kwargs)
         batches = split_batch(arguments, self._num_microbatches)
         executable = self._prepared(batches[0], arguments, runs=len(batches) > 1)
         position = loss_position(executable.program)
         scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
-            loss = pytree.tree_leaves(self(*args, **kwargs))[position]
+            loss = pytree.tree_leaves(called_below(compiler, self, *args, **kwargs))[position]
             loss.backward(scale)
             return loss.detach()
         if executable not in self._stages:
             self._stages[executable] = Stage(executable, self, self.random_state)
         stage = self._stages[executable]
+        stage.compiler = compiler
         return accumulate(stage, batches, position, self.random_state.advance(len(batches)), scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -135,6 +220,9 @@ class ParallelModule(StoredModule[Executable]):
         A pipeline has it too; there the norm is that of all stages.
         """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def _note_calls(self) -> contextlib.AbstractContextManager[list[_Call]]:
+        return noting([], self, "_called")
 
     @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
@@ -160,3 +248,30 @@ class ParallelModule(StoredModule[Executable]):
             constants = set(map(id, executable.constants.values()))
             values = tuple(each.clone() if id(each) in constants else each for each in values)
         return self._returned(executable, program, values, layouts)
+
+
+class _Stepping:
+    """A module as a step that becomes a graph knows it."""
+
+    def __init__(self, module: ParallelModule) -> None:
+        self._module = module
+        self.random_state, self.device = module.random_state, module._device
+        self.calls, self.watch, self.calls_noted = module._calls, module._watch, module._note_calls
+
+    @property
+    def modes(self) -> tuple[object, ...]:
+        """State of the module that chooses what runs."""
+        return self._module.training, self._module.compilation
+
+    @property
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters and buffers, as they are now."""
+        return list(self._module.parameters()), list(self._module.buffers())
+
+    @property
+    def python_hooks(self) -> list[str]:
+        """Hooks of the user on the module and its parameters, in words."""
+        found = ["on the module"] if any(getattr(self._module, name) for name in HOOKS) else []
+        named = self._module.named_parameters()
+        hooked = (name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks)
+        return found + [f"on the parameter {name}" for name in hooked]

@@ -20,6 +20,7 @@ from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.outputs.sums import Arriving, Sums
+from autopar.runtime.recompute.graph import called_below
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.hoist import first_uses, hoist
 
@@ -44,6 +45,8 @@ class Stage(nn.Module):
         self._microbatches: Sequence[Arguments] = ()
         self._first_step = 0
         self._sums = Sums(executable.mesh)
+        self.compiler: Any = None
+        """`compiler_around` the step."""
         self.microbatch = 0
         """Number of the micro-batch that the next forward runs."""
 
@@ -64,7 +67,8 @@ class Stage(nn.Module):
         given.update(zip(program.received, received, strict=True))
         inputs = [*self._leaves(), *(given[name] for name in self._hoisted.others)]
         with self._surroundings(self.microbatch):
-            outputs = self._graph.runner(root.compilation)(*inputs)
+            runner = self._graph.runner(root.compilation, self.compiler is not None)
+            outputs = called_below(self.compiler, runner, *inputs)
         self.executable.write_buffers(root, outputs)
         return tuple(outputs[: program.num_results])
 

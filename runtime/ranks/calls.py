@@ -24,7 +24,8 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,7 +97,18 @@ class Calls:
         self._expected: int | None = None
         self._announced: deque[int] = deque(maxlen=MAX_RUN)
         self._written: list[str] = []
+        self.is_quiet = False
+        """True if ranks have agreed on all that they do now."""
         watch.on_poll = self._answer
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Agree on no backward inside the block, because ranks have agreed on all of it."""
+        self.is_quiet = True
+        try:
+            yield
+        finally:
+            self.is_quiet = False
 
     def agree(
         self,
@@ -235,7 +247,7 @@ class Backwards:
 
         Raises InputError where another rank does something else, and PeerError where it fails.
         """
-        if not self._watch.many:
+        if not self._watch.many or self._calls.is_quiet:
             return
         if not self._running:  # one backward may enter by several outputs
             self._running = True

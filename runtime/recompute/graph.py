@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 from autopar.errors import InputError
 from autopar.runtime.ranks.uncompiled import uncompiled
@@ -36,6 +36,22 @@ InLayers = Callable[[fx.Graph, Callable[[fx.Graph], Callable[..., Any]]], fx.Gra
 def compiling() -> bool:
     """Return whether torch.compile has been put around the caller."""
     return get_eval_frame_callback() not in (None, False)
+
+
+def compiler_around() -> Any:
+    """Return what torch.compile calls for each frame below the caller; None where it is not around the caller."""
+    return get_eval_frame_callback() or None
+
+
+def called_below(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function as if torch.compile were around it with this `compiler`, out of whose sight the caller is."""
+    if compiler is None:
+        return function(*args, **kwargs)
+    before = set_eval_frame(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_eval_frame(before)
 
 
 class RankGraph:

@@ -1,7 +1,9 @@
 """Device memory beyond a plan's tensors, and the part of a device's limit that remains for tensors.
 
-    reserved = tensors × allocator factor + CUDA context + NCCL buffers + cuBLAS workspaces
-    limit on tensors = (limit on the device - context - buffers - workspaces) / allocator factor
+    reserved = tensors × allocator factor + CUDA context + NCCL buffers + cuBLAS workspaces + inputs of a CUDA graph
+    limit on tensors = (limit on the device - context - buffers - workspaces - inputs) / allocator factor
+
+The pool of a CUDA graph holds the tensors of a step, which are counted as tensors, and copies of the batch.
 
 A user's memory limit applies to the device. The search counts only tensors; `Reserved.tensors_within` translates.
 """
@@ -20,6 +22,7 @@ NAMES = {
     "context_bytes": "CUDA context",
     "communicator_bytes": "NCCL buffers",
     "workspace_bytes": "cuBLAS workspaces",
+    "graph_bytes": "inputs of the CUDA graph",
 }
 """Field of `Reserved` → its name in tables."""
 ALLOCATOR = "allocator"
@@ -37,6 +40,8 @@ class Reserved:
     """Buffers of all NCCL communicators."""
     workspace_bytes: int = 0
     """Workspaces of all cuBLAS handles."""
+    graph_bytes: int = 0
+    """Copies of a batch, from which the CUDA graph of a step takes it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.allocator_factor < math.inf:
@@ -51,7 +56,7 @@ class Reserved:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that do not depend on the plan."""
-        return self.context_bytes + self.communicator_bytes + self.workspace_bytes
+        return self.context_bytes + self.communicator_bytes + self.workspace_bytes + self.graph_bytes
 
     def on_device(self, tensors: int) -> int:
         """Return the bytes of a device that a plan takes whose tensors have so many at the peak."""
@@ -115,8 +120,9 @@ class Reserved:
         return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
 
     def to_json(self, tensors: int) -> dict[str, float]:
-        """Return the fields, with the bytes on the device."""
-        return {**asdict(self), "bytes": self.on_device(tensors)}
+        """Return the fields, with the bytes on the device; without those of a graph where there is none."""
+        fields = {name: value for name, value in asdict(self).items() if name != "graph_bytes" or value}
+        return {**fields, "bytes": self.on_device(tensors)}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any] | None) -> Reserved:

@@ -37,7 +37,8 @@ KEPT_WHOLE = Record(
 )
 RESERVED = Record(
     {"bytes": BYTES, "allocator_factor": Real(1), "context_bytes": BYTES}
-    | {"communicator_bytes": BYTES, "workspace_bytes": BYTES}
+    | {"communicator_bytes": BYTES, "workspace_bytes": BYTES},
+    optional={"graph_bytes": BYTES},
 )
 """Memory of a device besides tensors, with the bytes of both."""
 PLAN = Record(

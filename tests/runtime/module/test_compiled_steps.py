@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 import autopar
 from benchmarks.transformer_model import Size, batch, transformer
@@ -31,9 +32,15 @@ def _trained(model: nn.Module, by_train_step: bool, backend: str | None) -> tupl
         optimizer.zero_grad()
         return loss.detach()
 
+    def counting(graph: fx.GraphModule, inputs: Any) -> Any:
+        products.extend(node for node in graph.graph.nodes if "linear" in str(node.target))
+        return lookup_backend(str(backend))(graph, inputs)
+
+    products: list[fx.Node] = []
     torch._dynamo.reset()
-    run: Any = step if backend is None else torch.compile(step, backend=backend)
+    run: Any = step if backend is None else torch.compile(step, backend=counting)
     losses = [float(run(*batch(SIZE))) for _ in range(STEPS)]
+    assert backend is None or products, "the model was left out of what is compiled"
     return losses, [whole(each) for each in model.parameters()]
 
 
@@ -52,6 +59,9 @@ SLOW = pytest.mark.slow
     ("strategy", "by_train_step", "backend", "options"),
     [
         ("zero3", True, "aot_eager", {"microbatches": 2}),
+        pytest.param("zero3", True, "inductor", {"microbatches": 2}, marks=SLOW),
+        pytest.param("data_parallel", True, "aot_eager", {}, marks=SLOW),
+        pytest.param("megatron", True, "inductor", {"microbatches": 2}, marks=SLOW),
         pytest.param("zero3", False, "aot_eager", {}, marks=SLOW),
         pytest.param("data_parallel", False, "inductor", {}, marks=SLOW),
         pytest.param("zero3", False, "inductor", {}, marks=SLOW),

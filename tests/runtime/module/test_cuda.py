@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.optim import OffloadedAdamW
+from autopar.runtime.step_graphs.step import WARM_UP
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
@@ -147,6 +148,38 @@ def test_torch_compile_trains_as_eager(device: str, mesh: DeviceMesh) -> None:
     model.compile()
     expected = _trained("llama", FAMILIES["llama"].build().to(device), device)
     assert_close(_trained("llama", model, device), expected, rtol=1e-3, atol=1e-4)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
+def test_a_step_as_one_cuda_graph_trains_as_eager(device: str, mesh: DeviceMesh, strategy: str) -> None:
+    """`train_step`, and a loop with its optimizer: gradients stay where they are, and no call waits for the device."""
+    found = []
+    for graph in (True, "none"):
+        model = _compiled("llama", mesh, strategy=strategy, run=autopar.Run(cuda_graph=graph))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, capturable=True)
+
+        def step(model: Any = model, optimizer: Any = optimizer, **kwargs: Any) -> Tensor:
+            loss = FAMILIES["llama"].loss(model(**kwargs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        losses: list[Tensor] = []
+        places = set()
+        for number in range(WARM_UP + 3):
+            losses.append(model.train_step(**_batch("llama", device, number)[1]).clone())
+            if number > WARM_UP:
+                places.add(next(model.parameters()).grad.to_local().data_ptr())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert graph != True or len(places) == 1  # noqa: E712 - "none" is true, too
+        whole = model.cuda_graph(step) if graph is True else step
+        for number in range(WARM_UP + 3):
+            losses.append(whole(**_batch("llama", device, number)[1]).detach().clone())
+        found.append(losses)
+    assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 class _Attention(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.costs.hardware.load import load
+from autopar.runtime.step_graphs.operations import RecordedOperations
 from benchmarks.transformer_model import Size, transformer
-from tests.support.host_synchronization import RecordedOperations
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.fake_mesh import fake_mesh

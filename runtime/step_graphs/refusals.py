@@ -1,0 +1,97 @@
+"""Reasons for which a step cannot be one CUDA graph, found before it is captured.
+
+A graph replays kernels with the arguments that they had. So no value may come from the host: no seed that it counts, no
+number that it reads from the device. (Sizes that depend on values are refused when a model is captured.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, Protocol
+
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.costs.plans.plan import Plan
+from autopar.errors import InputError
+from autopar.ir.program.operators.expert_operators import DISPATCH
+from autopar.ir.program.program import Program
+from autopar.runtime.implementations import experts
+from autopar.runtime.recompute.marks import is_offloaded
+
+CudaGraph = bool | Literal["auto", "none"]
+"""Values of `Run(cuda_graph=…)`."""
+WITHOUT = 'leave out Run(cuda_graph=True), or give "auto", which runs without a graph then.'
+
+
+class Captured(Protocol):
+    """Executable of one kind of input."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def local(self) -> _Local: ...
+    @property
+    def draws(self) -> bool: ...
+
+
+class _Local(Protocol):
+    @property
+    def module(self) -> fx.GraphModule: ...
+
+
+def graph_is_required(cuda_graph: CudaGraph, mesh: DeviceMesh, axis: str | None, training: bool) -> bool | None:
+    """Return whether steps must be graphs (True) or may be (False); None if they are not to be.
+
+    Raises InputError if they must and cannot: on a CPU, with gloo, in a pipeline `axis`, without `training`.
+    """
+    if cuda_graph is False or cuda_graph == "none":
+        return None
+    reason = _reason_on(mesh, axis, training)
+    if reason is not None and cuda_graph is True:
+        raise InputError(f"Run(cuda_graph=True) {reason}; {WITHOUT}")
+    return None if reason is not None else cuda_graph is True
+
+
+def _reason_on(mesh: DeviceMesh, axis: str | None, training: bool) -> str | None:
+    if not training:
+        return "is given with training=False, which has no step"
+    if mesh.device_type != "cuda":
+        return f"needs CUDA devices, and the mesh has the device type {mesh.device_type}"
+    if axis is not None:
+        return f'is given with a pipeline over "{axis}", whose schedule the host runs'
+    backends = [dist.get_backend(mesh.get_group(number)) for number in range(mesh.ndim)]
+    by_host = [each for each in backends if each != "nccl"]
+    return f"needs NCCL, and the mesh communicates by {by_host[0]}, on the host" if by_host else None
+
+
+def reasons_of(executable: Captured) -> Iterator[str]:
+    """Yield what in the per-rank graph needs the host in each step, in words, with what to do."""
+    if executable.draws:
+        yield "draws random numbers (dropout) by seeds that the host makes from the step; set its probability to 0"
+    graph = executable.local.module.graph
+    if executable.plan.offloads_optimizer or any(map(is_offloaded, graph.nodes)):
+        yield 'moves tensors to host memory and back; plan with Memory(offload="none")'
+    if executable.program.python.hooks:
+        yield "registers gradient hooks, which are Python; register none in its forward"
+    if any(map(_exchanges_counted_rows, graph.nodes)):
+        yield (
+            "sends rows to experts, and the host reads how many; keep experts whole on every rank, as "
+            'annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
+        )
+
+
+def _exchanges_counted_rows(node: fx.Node) -> bool:
+    """Return whether a dispatch keeps or sends some of its rows, which the host counts."""
+    if node.target is experts.dispatch:
+        axes = node.kwargs["axes"]
+        assert isinstance(axes, Mapping)
+        return bool(axes.get(experts.EXPERTS)) or _drops(node)
+    return node.target is DISPATCH and _drops(node)
+
+
+def _drops(node: fx.Node) -> bool:
+    return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("dropping", False))

@@ -1,0 +1,266 @@
+"""A training step that becomes one CUDA graph for each kind of inputs, once it has run a few times.
+
+    1, 2    as it is: plans, compiles, allocates; optimizers make their state in one and use it in the next
+    3, 4    as it is, recorded: refused if an operation needs the host, or if the two differ in a size or a number
+    5       captured, and replayed
+    6 …     replayed: `.grad` are the tensors that the graph writes
+
+Arguments are copied into buffers of the kind before each run.
+
+A kind is what the graph fixes: shapes, values that are no tensors, modes, and where parameters, buffers and gradients
+lie. A step that finds no gradients and one that adds to some are two kinds. What a call of the model checks on the host
+(agreement of ranks, values of inputs, frozen parameters, attributes that forward reads) is checked before each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from autopar.capture.passes.autocast import Autocast
+from autopar.errors import InputError, warn_user
+from autopar.runtime.ranks.calls import Calls
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.uncompiled import uncompiled
+from autopar.runtime.recompute.random_state import RandomState
+from autopar.runtime.step_graphs.cuda import Recorder
+from autopar.runtime.step_graphs.kinds import Graph, Kind, address, description, detached
+from autopar.runtime.step_graphs.operations import RecordedOperations, first_difference
+from autopar.runtime.step_graphs.refusals import WITHOUT, Captured, reasons_of
+
+RECORDED = (2, 3)
+"""Runs of a kind that are recorded and compared, counted from 0."""
+WARM_UP = 4
+"""Runs of a kind before it is captured."""
+MOST_KINDS = 8
+"""Kinds of a step, each with a graph."""
+TOO_MANY = (
+    f"is of another kind than the {MOST_KINDS} before it: shapes, numbers, modes or the storages of parameters, "
+    "buffers or gradients change from step to step; pad inputs to a few lengths, and keep tensors where they are"
+)
+
+
+class Called(Protocol):
+    """A call of the model inside a step."""
+
+    @property
+    def executable(self) -> Captured: ...
+    def is_still_so(self) -> bool:
+        """Return whether the same call would run the same executable now."""
+        ...
+
+
+class Stepping(Protocol):
+    """A module whose steps are captured."""
+
+    random_state: RandomState
+    device: str
+    calls: Calls
+    watch: Watch
+
+    @property
+    def modes(self) -> tuple[object, ...]:
+        """State of the module that chooses what runs."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters and buffers, as they are now."""
+        ...
+
+    @property
+    def python_hooks(self) -> list[str]:
+        """Hooks on the module and its parameters, in words."""
+        ...
+
+    def calls_noted(self) -> AbstractContextManager[list[Any]]:
+        """Note the calls of the model inside the block."""
+        ...
+
+
+class GraphedStep:
+    """Calls a function that trains a step of a module, as one CUDA graph after its first calls."""
+
+    def __init__(self, function: Callable[..., Any], module: Stepping, recorder: Recorder, required: bool) -> None:
+        """`required`: a step that cannot be a graph is refused with InputError; else it runs without, and warns."""
+        self._function, self._module, self._recorder, self._required = function, module, recorder, required
+        self._kinds: dict[Any, Kind] = {}
+        self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        self._gradients: list[Tensor | None] | None = None
+        """Gradients of the first graph."""
+        self.without = False
+        """True if a reason was found for which the step runs without a graph."""
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step; tensors of its result are detached.
+
+        Raises InputError where the step cannot be a graph and has to be, or a number of an optimizer has changed.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not self.without:
+            self._refuse_if(list(self._reasons_of_call(leaves)))
+        if self.without:
+            return self._function(*args, **kwargs)
+        described = self._described(leaves, spec)
+        kind = self._kind(self._key(described), leaves, spec)
+        if kind is None:
+            return self._function(*args, **kwargs)
+        kind.give(leaves)
+        with self._module.watch:
+            phase = "as a CUDA graph" if kind.runs == WARM_UP else f"run {kind.runs} before it is captured"
+            said = {"the step": phase, "its arguments": [str(each) for each in described[1:]]}
+            self._module.calls.agree((self._function, described, phase), lambda: said, dict)
+            if not all(call.is_still_so() for call in kind.called):
+                kind.runs, kind.called, kind.graph = 0, (), None
+        if kind.runs == 0:
+            return detached(self._warmed(kind))
+        with self._module.watch, self._module.calls.quiet():
+            if kind.runs < WARM_UP:
+                return detached(self._warmed(kind))
+            if kind.graph is None:
+                kind.graph = self._captured(kind)
+            return self._replayed(kind.graph)
+
+    def _key(self, described: Any) -> Any:
+        """Return the key of a call's kind.
+
+        A kind that finds no gradients, and is not the first to have a graph, adds to those of the first, which are set
+        to zero: all graphs share one set of gradients.
+        """
+        key, parameters = (described, self._addresses()), self._module.tensors[0]
+        if self._gradients is None or key in self._kinds or any(each.grad is not None for each in parameters):
+            return key
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.zero_()
+        return described, self._addresses()
+
+    def _kind(self, key: Any, leaves: Sequence[Any], spec: Any) -> Kind | None:
+        """Return the kind of a key; None if there are too many, and the step need not be a graph."""
+        if key not in self._kinds:
+            if len(self._kinds) == MOST_KINDS:
+                self._refuse_if([TOO_MANY])
+                return None
+            self._kinds[key] = Kind.of(leaves, spec)
+        return self._kinds[key]
+
+    def _reasons_of_call(self, leaves: Sequence[Any]) -> Iterator[str]:
+        if torch.is_anomaly_enabled():
+            yield "runs in autograd's anomaly mode, which reads gradients on the host; leave the mode"
+        if any(isinstance(each, Tensor) and each.requires_grad for each in leaves):
+            yield "takes an input that requires a gradient, which would stay with the graph; give it detached"
+        if hooks := self._module.python_hooks:
+            yield f"would leave out the hook {hooks[0]}, which is Python; remove it"
+
+    def _described(self, leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
+        """Return what tells kinds of calls apart, alike on all ranks; InputError for values that cannot be told."""
+        module = self._module
+        found = [description(each) for each in leaves]
+        autocast = Autocast.around(module.device)
+        modes = *module.modes, torch.is_grad_enabled(), None if autocast is None else autocast.dtype
+        return spec, modes, *found
+
+    def _addresses(self) -> tuple[int | None, ...]:
+        parameters, buffers = self._module.tensors
+        gradients = (each.grad for each in parameters)
+        return tuple(None if each is None else address(each) for each in (*parameters, *buffers, *gradients))
+
+    def _warmed(self, kind: Kind) -> Any:
+        """Run a step as it is, and look for reasons for which it cannot be a graph."""
+        recorded = RecordedOperations() if kind.runs in RECORDED else None
+        noted = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.setdefault(optimizer))
+
+        def run() -> Any:
+            with recorded or nullcontext():
+                return self._function(*kind.args, **kind.kwargs)
+
+        try:
+            with self._module.calls_noted() as kind.called:
+                result = self._recorder.warm_up(run)
+        finally:
+            noted.remove()
+        reasons = [reason for call in kind.called for reason in reasons_of(call.executable)]
+        reasons += [reason for each in self._optimizers for reason in _reasons_of_optimizer(each)]
+        if recorded is not None:
+            reasons += [f"calls {each}, for which the host waits; compute it without" for each in recorded.of_host]
+            if kind.runs > min(RECORDED) and not reasons:
+                difference = first_difference(kind.operations, recorded.operations)
+                reasons += [] if difference is None else [f"depends on the host: {difference}; give it as a tensor"]
+            kind.operations = recorded.operations
+        kind.runs += 1
+        self._refuse_if(reasons)
+        return result
+
+    def _captured(self, kind: Kind) -> Graph:
+        kind.operations = []
+        before = self._module.random_state.step
+        with self._module.calls_noted() as kind.called:
+            try:
+                result, replay = self._recorder.capture(lambda: detached(self._function(*kind.args, **kind.kwargs)))
+            except torch.AcceleratorError as error:
+                raise InputError(
+                    f"the step was not captured as a CUDA graph: {error}. Something in it needs the host; {WITHOUT}"
+                ) from error
+        steps = self._module.random_state.step - before
+        self._module.random_state.advance(-steps)  # the replay counts them
+        gradients = [each.grad for each in self._module.tensors[0]]
+        self._gradients = self._gradients or gradients
+        return Graph(replay, result, gradients, steps, self._numbers())
+
+    def _replayed(self, graph: Graph) -> Any:
+        for (name, before), (_, now) in zip(graph.numbers, self._numbers(), strict=True):
+            if before != now:
+                raise InputError(
+                    f"{name} is {now} now and was {before} when the step was captured, and a CUDA graph keeps numbers; "
+                    f"give it as a tensor on the device, torch.tensor({before}, device=…), and change that in place."
+                )
+        graph.replay()
+        self._module.random_state.advance(graph.steps)
+        for parameter, gradient in zip(self._module.tensors[0], graph.gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        return pytree.tree_map_only(Tensor, torch.clone, graph.result)
+
+    def _numbers(self) -> list[tuple[str, Any]]:
+        return [
+            (f"{name} of {type(each).__name__}", value)
+            for each in self._optimizers
+            for group in each.param_groups
+            for name, value in group.items()
+            if name != "params" and not isinstance(value, Tensor)
+        ]
+
+    def _refuse_if(self, reasons: Sequence[str]) -> None:
+        if not reasons:
+            return
+        if self._required:
+            raise InputError(f"Run(cuda_graph=True): the step {reasons[0]}, or {WITHOUT}")
+        self.without = True
+        self._kinds.clear()
+        warn_user(f'Run(cuda_graph="auto"): the step runs without a CUDA graph, because it {reasons[0]}.')
+
+
+@contextmanager
+def noting(called: list[Any], owner: Any, attribute: str) -> Iterator[list[Any]]:
+    """Let an attribute of the owner be the list inside the block."""
+    setattr(owner, attribute, called)
+    try:
+        yield called
+    finally:
+        setattr(owner, attribute, None)
+
+
+def _reasons_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD):
+        return
+    if any("capturable" not in group for group in optimizer.param_groups):
+        yield f"calls {name}.step(), which counts on the host; step outside, or take AdamW(…, capturable=True)"
+    elif not all(group["capturable"] for group in optimizer.param_groups):
+        yield f"calls {name}.step(), which counts on the host; make it {name}(…, capturable=True), or step outside"

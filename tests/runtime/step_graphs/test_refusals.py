@@ -1,0 +1,227 @@
+"""Steps that cannot be CUDA graphs are refused by name, or run without; changes of what a graph fixes are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.costs.hardware.load import load
+from autopar.errors import InputError
+from autopar.runtime.step_graphs.refusals import graph_is_required, reasons_of
+from autopar.runtime.step_graphs.step import MOST_KINDS, WARM_UP
+from tests.support.divided_experts import Form, batches, with_experts
+from tests.support.recorded_calls import RecordedCalls
+from tests.support.simulation.fake_mesh import fake_mesh
+
+X = torch.arange(32.0).view(4, 8)
+
+
+class Regression(nn.Module):
+    """A model that returns its loss; `between` runs in the middle of its forward."""
+
+    def __init__(self, between: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 2)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(hidden if self.between is None else self.between(hidden)).square().mean()
+
+
+@pytest.fixture
+def devices() -> Iterator[DeviceMesh]:
+    with fake_mesh({"dp": 2}) as found:
+        yield found
+
+
+def _graphed(devices: DeviceMesh, required: bool = True, **options: Any) -> Any:
+    model = autopar.compile(Regression(), devices, (X,), strategy="data_parallel", hardware=load("h100"), **options)
+    model.capture_steps(required, RecordedCalls())
+    return model
+
+
+@pytest.mark.parametrize("graph", [0, "always", None])
+def test_values_of_the_option_are_named(graph: Any) -> None:
+    with pytest.raises(InputError, match='give True, False, "auto" or "none"'):
+        autopar.Run(cuda_graph=graph)
+
+
+def test_a_cpu_has_no_graphs(devices: DeviceMesh) -> None:
+    with pytest.raises(InputError, match=r"cuda_graph=True\) needs CUDA devices, and the mesh has the device type cpu"):
+        autopar.compile(Regression(), devices, run=autopar.Run(cuda_graph=True))
+    for graph in ("auto", "none", False):
+        model = autopar.compile(Regression(), devices, (X,), run=autopar.Run(cuda_graph=graph))
+        assert not model.graphs_steps
+        with pytest.raises(InputError, match="compiled without CUDA graphs"):
+            model.cuda_graph(model.train_step)
+
+
+def test_a_mesh_with_a_pipeline_is_refused() -> None:
+    with fake_mesh({"pp": 2}) as pipeline, pytest.raises(InputError, match="device type cpu"):
+        autopar.compile(Regression(), pipeline, run=autopar.Run(cuda_graph=True))
+
+
+@pytest.mark.parametrize(
+    ("axis", "training", "reason"),
+    [
+        ("pp", True, 'a pipeline over "pp", whose schedule the host runs'),
+        (None, False, "training=False, which has no step"),
+        (None, True, "needs NCCL, and the mesh communicates by fake, on the host"),
+    ],
+)
+def test_meshes_of_cuda_devices_without_graphs(
+    devices: DeviceMesh, axis: str | None, training: bool, reason: str
+) -> None:
+    mesh: Any = SimpleNamespace(device_type="cuda", ndim=1, get_group=devices.get_group)
+    with pytest.raises(InputError, match=reason):
+        graph_is_required(True, mesh, axis, training)
+    assert graph_is_required("auto", mesh, axis, training) is None
+
+
+@pytest.mark.parametrize(
+    ("between", "options", "reason"),
+    [
+        (nn.Dropout(), {}, "draws random numbers"),
+        (None, {"memory": autopar.Memory(offload="optimizer")}, "moves tensors to host memory and back"),
+    ],
+)
+def test_the_per_rank_graph_says_what_needs_the_host(
+    devices: DeviceMesh, between: Any, options: dict[str, Any], reason: str
+) -> None:
+    model = autopar.compile(Regression(between), devices, (X,), strategy="zero3", hardware=load("h100"), **options)
+    reasons = list(reasons_of(model.prepare((X,), {})))
+    assert len(reasons) == 1 and reason in reasons[0]
+    model.capture_steps(True, RecordedCalls())
+    with pytest.raises(InputError, match=rf"Run\(cuda_graph=True\): the step {reason}.*leave out"):
+        model.train_step(X)
+
+
+@pytest.mark.parametrize(("role", "reasons"), [("expert", ["sends rows to experts"]), ("replicated", [])])
+def test_experts_on_several_ranks_are_refused(devices: DeviceMesh, role: str, reasons: list[str]) -> None:
+    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp=role)
+    batch = batches(1)[0]
+    compiled: Any = autopar.compile(model, devices, batch, hardware=load("h100"))
+    found = list(reasons_of(compiled.prepare((), batch)))
+    assert len(found) == len(reasons) and all(b in a for a, b in zip(found, reasons, strict=True))
+
+
+def _step_of(model: Any, scale: Any, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x)
+        (loss * scale(loss)).backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            model.zero_grad()
+        return loss
+
+    return model.cuda_graph(step)
+
+
+def _run(step: Any, count: int = WARM_UP + 1) -> None:
+    for number in range(count):
+        step(X + number)
+
+
+def test_a_number_that_a_step_reads_is_named_with_its_line(devices: DeviceMesh) -> None:
+    with pytest.raises(InputError, match=r"_local_scalar_dense in .*, from .*test_refusals.py:\d+, for which"):
+        _run(_step_of(_graphed(devices), lambda loss: loss.item()))
+
+
+def test_a_number_that_changes_is_named(devices: DeviceMesh) -> None:
+    counted = iter(range(1, 100))
+    with pytest.raises(
+        InputError, match=r"depends on the host: aten::mul.Tensor takes 3 in one step and 4 in the next"
+    ):
+        _run(_step_of(_graphed(devices), lambda loss: next(counted)))
+
+
+def test_auto_warns_and_runs_without_a_graph(devices: DeviceMesh) -> None:
+    step = _step_of(_graphed(devices, required=False), lambda loss: loss.item())
+    with pytest.warns(UserWarning, match=r'Run\(cuda_graph="auto"\): the step runs without .* aten::_local_scalar'):
+        _run(step)
+    assert step.without
+
+
+def test_optimizers_that_count_on_the_host_are_refused(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        InputError, match=r"AdamW.step\(\), which counts on the host; make it AdamW\(…, capturable=True"
+    ):
+        _run(_step_of(model, lambda loss: 1, optimizer))
+    with pytest.raises(InputError, match=r"LBFGS.step\(\), which counts on the host; step outside"):
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        model.cuda_graph(lambda x: (model(x).backward(), lbfgs.step(lambda: 0.0)))(X)
+
+
+def test_a_learning_rate_that_is_no_tensor_may_not_change(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = _step_of(model, lambda loss: 1, optimizer)
+    _run(step, WARM_UP + 2)
+    optimizer.param_groups[0]["lr"] = 0.01
+    with pytest.raises(InputError, match=r"lr of SGD is 0.01 now and was 0.1 .* torch.tensor\(0.1"):
+        step(X)
+
+
+def test_steps_in_which_python_would_be_left_out_are_refused(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    hook = model.down.weight.register_hook(lambda gradient: None)
+    with pytest.raises(InputError, match=r"would leave out the hook on the parameter down.weight"):
+        model.train_step(X)
+    hook.remove()
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(InputError, match="autograd's anomaly mode"):
+        model.train_step(X)
+    with pytest.raises(InputError, match="an input that requires a gradient"):
+        model.train_step(X.clone().requires_grad_())
+    with pytest.raises(InputError, match="takes tensors and values that can be compared, found a set"):
+        model.cuda_graph(lambda x: None)({1})
+
+
+def test_torch_compile_makes_no_graphs_inside_of_graphs(devices: DeviceMesh) -> None:
+    with pytest.raises(InputError, match=r'mode="reduce-overhead"\) makes CUDA graphs of parts of a step'):
+        _graphed(devices).compile(mode="reduce-overhead")
+
+
+def test_another_mode_is_another_kind_and_frozen_parameters_are_noticed(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    step = _step_of(model, lambda loss: 1)
+    _run(step, WARM_UP + 2)
+    recorder = model._recorder
+    assert (recorder.captures, recorder.replays) == (1, 2)
+    model.up.weight.requires_grad_(False)
+    _run(step)
+    assert recorder.captures == 2, "the graph of parameters that learn was replayed for frozen ones"
+
+
+def test_shapes_are_kinds_that_share_gradients_and_too_many_are_refused(devices: DeviceMesh) -> None:
+    model, places = _graphed(devices), set()
+    for size in (4, 6):
+        for _ in range(WARM_UP + 1):
+            model.zero_grad()
+            model.train_step(X.repeat(2, 1)[:size])
+        places.add(model.up.weight.grad.data_ptr())
+    assert len(places) == 1 and model._recorder.captures == 2
+    with pytest.raises(InputError, match=f"is of another kind than the {MOST_KINDS} before it"):
+        for size in range(8, 8 + 2 * MOST_KINDS, 2):
+            model.train_step(X.repeat(8, 1)[:size])
+
+
+def test_the_plan_counts_the_copies_of_a_batch(devices: DeviceMesh) -> None:
+    model = autopar.compile(Regression(), devices, hardware=load("h100"), memory="80GB", microbatches=2)
+    model.capture_steps(True, RecordedCalls())
+    model.prepare((X,), {})
+    assert model.plan.reserved.graph_bytes == X.nbytes
+    assert "inputs of the CUDA graph 128 B" in str(model.plan)
+    assert type(model.plan).from_json(model.plan.to_json()).reserved == model.plan.reserved

@@ -1,0 +1,91 @@
+"""A graph of calls on a CPU, which stands for a CUDA graph: calls with the arguments and storages that they had.
+
+A replay runs no Python of the step. It calls each recorded operation with its recorded arguments, and writes the
+results where they were: a value that came from the host stays as it was, and so does one that comes from a tensor that
+is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class RecordedCalls:
+    """Recorder of graphs of calls."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.captures = 0
+
+    def warm_up(self, step: Callable[[], Any]) -> Any:
+        return step()
+
+    def capture(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Return the result of a step, whose values are spoilt, and its replay; other values are as before."""
+        self.captures += 1
+        with _Recording() as recording:
+            result = step()
+        recording.undo()
+        kept = recording.calls
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, Tensor):
+                each.fill_(float("nan"))
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.no_grad():
+                for func, args, kwargs, written in kept:
+                    _replay(func, args, kwargs, written)
+
+        return result, replay
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        """Operation, arguments, and for each of its results the tensor to write, None for views and in-place ones."""
+        self._before: dict[int, tuple[UntypedStorage, UntypedStorage | None]] = {}
+        """Storages and their values before the step; None for those that it has made."""
+
+    def undo(self) -> None:
+        """Write back what storages had before: a capture calls nothing."""
+        for storage, values in self._before.values():
+            if values is not None:
+                storage.copy_(values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        kwargs = kwargs or {}
+        arguments = [x.untyped_storage() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = {each._cdata for each in arguments}
+        for each in arguments:
+            if each._cdata not in self._before:
+                self._before[each._cdata] = each, each.clone()
+        result = func(*args, **kwargs)
+        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self.calls.append((func, args, kwargs, [None if _storage(x) in given else x for x in results]))
+        for x in results:
+            self._before.setdefault(_storage(x), (x.untyped_storage(), None))
+        return result
+
+
+def _replay(func: Any, args: Any, kwargs: Any, written: list[Tensor | None]) -> None:
+    found = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+    for there, new in zip(written, found, strict=True):
+        if there is not None:
+            there.copy_(WAIT(new) if "c10d" in func.namespace else new)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
