@@ -122,7 +122,6 @@ def measure(row: Row) -> Measured:
 
 
 def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """A Plan or a PipelinePlan."""
     limits: dict[str, Any] = {
         "memory": autopar.Memory(row.memory, conventions="tensors"),
         "search": autopar.Search(row.time_limit),

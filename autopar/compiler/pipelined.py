@@ -338,7 +338,6 @@ def _of_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.T
 
 
 def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, rank: int) -> Pipeline:
-    """This rank's stages of a plan."""
     blocks = blocks_of(request.program, plan.schedule.num_stages)
     named, planned = [block.name for block in blocks], [name for stage in plan.stages for name in stage.blocks]
     if named != planned:

@@ -363,7 +363,6 @@ class PlanRequest:
         return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
 
     def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        """Return the plan and its choices."""
         count, said = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.limit is not None and self.strategy is None

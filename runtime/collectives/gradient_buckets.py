@@ -161,7 +161,6 @@ def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tens
 
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors, with new ones at some positions."""
     if len(positions) == len(tensors):
         return tuple(new)
     found = list(tensors)

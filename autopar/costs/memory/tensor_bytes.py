@@ -238,7 +238,6 @@ class TensorBytes:
 
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:
-    """Return the layouts as numbers, one row each."""
     codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
     codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
     return np.array([[codes[p] for p in each] for each in layouts])

@@ -149,7 +149,6 @@ def _needed(call: Call) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _marks(op: OpRule, num_inputs: int) -> tuple[str, ...]:
-    """Return the marks of a rule's inputs."""
     return tuple(term.mark for term in Rule.parse(op.rule).inputs) if op.rule else ("?",) * num_inputs
 
 

@@ -353,7 +353,6 @@ def _hub_layouts(
 
 @functools.lru_cache(maxsize=4096)
 def _moved_together(consumers: tuple[tuple[Menu, int], ...]) -> tuple[Layout, ...]:
-    """Return the layouts from which all consumers may move a tensor together."""
     each = [
         dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
         for menu, position in consumers

@@ -260,7 +260,6 @@ def _dealt(choice: Choice, dims: DealtDims) -> Choice:
 
 
 def _zigzag(choices: Sequence[Choice]) -> frozenset[str]:
-    """Return the factors that some choice zigzag-shards."""
     dealt = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
     return frozenset(factor for choice in dealt for factor in choice.factors)
 

@@ -330,7 +330,6 @@ class _Step:
         return max(place for each, place in self.places.items() if segment[each] == segment[number])
 
     def _backward_transfers(self) -> Iterator[Transfer]:
-        """All that moves in the backward."""
         for entry in self.entries:
             if isinstance(entry, Moved) and entry.wire.target not in self.unused:
                 yield from (each for each in entry.path.transfers if each.backward)

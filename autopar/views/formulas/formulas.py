@@ -170,7 +170,6 @@ class _Ledger:
         return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
-        """Return the tensors that a decision takes and makes."""
         if decision.menu.call is None:
             return [(decision.node.name, 0)]
         made = [(decision.name, position) for position in range(len(decision.menu.call.outputs))]
@@ -361,7 +360,6 @@ class _Ledger:
         return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
 
     def _rate(self, collective: str, axis: str) -> str:
-        """Return the name of a rate, which is kept."""
         name = rate_name(collective, axis)
         if name not in self.rates:
             self.rates[name] = rate(collective, axis, self.space.mesh, self.space.hardware)

@@ -103,7 +103,6 @@ def chunks_of(name: str | None, given: int | None) -> int:
 
 
 def _option(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Option:
-    """Return the schedule, simulated."""
     timeline = simulate(schedule, seconds)
     in_flight = tuple(schedule.in_flight(stage) for stage in range(schedule.num_stages))
     return Option(schedule, timeline.seconds, timeline.bubble, in_flight)
@@ -123,7 +122,6 @@ def _kept(schedule: Schedule, in_flight: Sequence[int]) -> Fraction:
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

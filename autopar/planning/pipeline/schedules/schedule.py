@@ -236,7 +236,6 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 
 @cache
 def _orders(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Return the computations alone."""
     return tuple(tuple(step for step in each if step.kind in KINDS) for each in schedule.orders_with_receives)
 
 
