@@ -10,7 +10,7 @@ autograd, see `ir.program.saved_tensors`):
 
 Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
 (`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
-outside, results of collectives unless these run again, and, if selective, results of products. A segment keeps its
+outside, results of collectives unless these run again, and, if selective, results of products. A segment saves its
 offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next segment.
 A program without gradients saves nothing; `live` says what is alive in it.
 

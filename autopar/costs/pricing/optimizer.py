@@ -1,4 +1,4 @@
-"""State that an optimizer keeps per parameter and the bytes it moves, including float32 master copies if requested.
+"""Optimizer state per parameter and the bytes that a step moves, including float32 master copies if requested.
 
 adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 with master copies
 adamw-8bit   two moments of one byte, a float32 scale per block of 256 and a table of its values (Dettmers et al., ICLR

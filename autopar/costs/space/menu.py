@@ -73,7 +73,7 @@ def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
 
 @functools.lru_cache(maxsize=4096)
 def gathered_or_kept(menu: Menu) -> Menu:
-    """Return a weight's candidates, each that splits it twice: gathered again in the backward, or kept for it."""
+    """Return a weight's candidates, each that splits it twice: gathered again in the backward, or saved for it."""
     split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
     order = [*range(len(menu.strategies)), *split]
     strategies = (*menu.strategies, *(replace(menu.strategies[i], kept=True) for i in split))
