@@ -94,7 +94,7 @@ class MemoryModel(TensorBytes):
         if decision.kind != "parameter":
             return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
         on_device = self.space.optimizer.offload is None
-        kept = self.kept_by_optimizer(info, elements, self.space.is_matrix(number)) if on_device else {}
+        kept = self.optimizer_state(info, elements, self.space.is_matrix(number)) if on_device else {}
         values = self.times(elements, info.dtype.itemsize)
         older = {"older weights": values} if self.microbatches.keeps_older and info.requires_grad else {}
         return {"parameters": values, **older, **kept}

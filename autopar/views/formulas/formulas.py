@@ -191,7 +191,7 @@ class _Ledger:
         each = {
             "parameter_bytes": info.dtype.itemsize,
             "gradient_bytes": info.dtype.itemsize if info.requires_grad else 0,
-            "optimizer_bytes": sum(optimizer.kept(info, matrix).values()),
+            "optimizer_bytes": sum(optimizer.state_of(info, matrix).values()),
         }
         if optimizer.offload is not None:
             each["host_bytes"] = each.pop("optimizer_bytes") + each["gradient_bytes"] * optimizer.sends_gradients
