@@ -62,7 +62,7 @@ M = TypeVar("M", bound=ParallelModule)
 
 
 class ModuleCompiler(Generic[M]):
-    """What makes the executables of one module, and what these have in common."""
+    """Compiler of one module: what its executables have in common, and how the model is traced for them."""
 
     module: M
 

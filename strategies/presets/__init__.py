@@ -75,7 +75,7 @@ PRESETS: Mapping[str, Preset | Callable[[], Parts]] = {
         expert_presets.expert_folded,
     )
 }
-"""Those of parts take no arguments, and are joined with others by "+"; the rest stand alone."""
+"""Presets by name. One that returns parts takes no arguments, and is joined with others by "+"."""
 
 
 def _stands_alone(name: str) -> bool:
