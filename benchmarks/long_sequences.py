@@ -6,7 +6,7 @@ Causal, with grouped heads, forward and backward, by
     ulysses         heads by all-to-all
     gather          keys and values gathered, by blocks; positions in order, and zigzag-sharded
     ring            keys and values travel; positions in order, and zigzag-sharded
-    whole rows      ring self-attention: scores of whole rows are kept; up to 4096 positions, as long as they fit
+    whole rows      ring self-attention: scores of whole rows are saved; up to 4096 positions, as long as they fit
     torch's ring    the ring template of torch.distributed.tensor.experimental, its zigzag, with the CPU's kernel
     mask            keys and values gathered, and a mask: what autopar did before it had blocks
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import offline_planner
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning import request
+from autopar.planning import request as plan_request
 from autopar.planning.options.groups import TIME_LIMIT
 from benchmarks.wide_models import NAMES, wide_model
 
@@ -31,7 +31,7 @@ AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
 IN_STAGES = ("pp", "dp", "tp")
 """Axes of a mesh with a pipeline."""
-CAPTURE = {"trace": offline_planner}
+CAPTURE = {"trace": plan_request}
 STAGES = {**CAPTURE, "build_space": request, "best_plan_of": request}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
@@ -122,7 +122,6 @@ def measure(row: Row) -> Measured:
 
 
 def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """A Plan or a PipelinePlan."""
     limits: dict[str, Any] = {
         "memory": autopar.Memory(row.memory, conventions="tensors"),
         "search": autopar.Search(row.time_limit),

@@ -29,7 +29,7 @@ def register_rule(operation: Operation, rule: str, *, flops: Flops = None, overr
             that it is added. Numbers and other arguments are passed over.
         flops: floating point operations of a forward: a number per point of all names (2 for a matrix product), or a
             function of the shapes of the tensor arguments (None for one that a call leaves out, a list of shapes for
-            a list). An operation that states them counts as a product: selective recomputation keeps its outputs. By
+            a list). An operation that states them counts as a product: selective recomputation saves its outputs. By
             default as the rule says: two per point where it multiplies and sums, else one per element of the outputs.
         override: whether to replace a rule that there is.
 

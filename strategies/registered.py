@@ -81,7 +81,6 @@ def _tensor_arguments(call: Call) -> list[Any]:
 
 
 def _outputs_of(call: Call) -> list[int]:
-    """Return the number of tensors in each result."""
     if isinstance(call.target, torch._ops.OpOverload) and tensor_returns(call.target) == 1:
         return [len(call.outputs)]
     return [1] * len(call.outputs)
@@ -99,7 +98,6 @@ def _shapes_of(argument: Any) -> Any:
 
 
 def _repeated(rule: Rule, terms: Sequence[Term], counts: Sequence[int], what: str) -> tuple[Term, ...]:
-    """Return a term per tensor."""
     if len(terms) != len(counts):
         raise RuleError(f'rule "{rule}": found {len(counts)} {what}, and the rule has {len(terms)} terms for them.')
     return tuple(term for term, count in zip(terms, counts, strict=True) for _ in range(count))

@@ -290,7 +290,6 @@ def _product_by_experts(found: RuledCall, weights: tuple[bool, ...]) -> Mapping[
 
 @functools.lru_cache(maxsize=8192)
 def _output_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool, ...]) -> tuple[Roles, ...]:
-    """Return the roles of the dims of every output."""
     roles = _factor_roles(found, dims, weights)
     return tuple(
         tuple(

@@ -108,7 +108,6 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_part(self, value: Any) -> bool:
-        """Return whether a value is an argument of the Function or a view of one."""
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
 
 

@@ -332,7 +332,6 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a fake CPU tensor like `tensor`."""
     with mode, torch.inference_mode(False):
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)

@@ -144,7 +144,6 @@ def _only_what_is_read() -> Iterator[None]:
 
 
 def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
-    """Return the first error of a kind in the chain of causes."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, kind):

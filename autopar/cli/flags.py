@@ -63,7 +63,6 @@ def _flag(name: str, value: str) -> str:
 
 
 def _word(value: str) -> str:
-    """Return a Python value as a word of a shell."""
     if value[0] in "([":
         return ",".join(each.strip(" \"'") for each in value[1:-1].split(",") if each.strip())
     return shlex.quote(value[1:-1]) if value[0] in "\"'" else value

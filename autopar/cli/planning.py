@@ -110,7 +110,6 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generation(options: argparse.Namespace) -> object:
-    """Return the plan of generation that the options ask for."""
     for name in OF_ONE_PLAN:
         if getattr(options, name):
             raise InputError(

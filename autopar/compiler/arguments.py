@@ -228,7 +228,7 @@ def check_stages(request: PlanRequest) -> None:
         )
     if request.memory.offloads_activations and request.pipeline.schedule in HALVING:
         raise PipelineError(
-            f"Memory(offload={request.memory.offload!r}) sends what layers keep for their backward to the host, and "
+            f"Memory(offload={request.memory.offload!r}) sends what layers save for their backward to the host, and "
             f'Pipeline(schedule="{request.pipeline.schedule}") makes gradients of inputs and of weights apart, between '
             'which all of it would be back on the device; give Pipeline(schedule="1f1b") or '
             'Pipeline(schedule="interleaved_1f1b"), or Memory(offload="optimizer").'

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.export import skeleton_of, trace
+from autopar.capture.export import skeleton_of
 from autopar.capture.static.arguments import with_static
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.tiles import tiles_of
@@ -47,15 +47,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
 
-    traced = trace(
-        skeleton_of(model, request.precision, request.training),
-        args,
-        kwargs,
-        training=model.training and request.training,
-        assume=request.assumptions,
-        capacity_factor=request.experts.capacity_factor,
-        precision=request.precision,
-    )
+    skeleton = skeleton_of(model, request.precision, request.training)
+    traced = request.traced(skeleton, args, kwargs, training=model.training and request.training)
     asked = request.tiles
     program = traced.program(asked)
     tiles = tiles_of(plan, program, asked, plan.mesh)

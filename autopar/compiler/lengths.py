@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autopar.capture.export import skeleton, trace
+from autopar.capture.export import skeleton
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import AutoparError, InputError
+from autopar.ir.program.precision import AS_IT_IS
 from autopar.ir.program.program import Program
 from autopar.planning.request import PlanRequest
 from autopar.runtime.lengths.equality import Unequal, first_unequal
@@ -112,13 +113,7 @@ class SmallSizes:
         try:
             with warnings.catch_warnings(), off[0], off[1]:
                 warnings.simplefilter("ignore")  # they were issued for the original model
-                traced = trace(
-                    model,
-                    *inputs,
-                    training=self.training,
-                    assume=self.request.assumptions,
-                    capacity_factor=self.request.experts.capacity_factor,
-                )
+                traced = replace(self.request, precision=AS_IT_IS).traced(model, *inputs, training=self.training)
                 return traced.program(self.request.tiles)
         except AutoparError as error:
             short, long = self.buckets.check_lengths

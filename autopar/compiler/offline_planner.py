@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from autopar.capture.export import Traced, skeleton_of, trace
+from autopar.capture.export import Traced, skeleton_of
 from autopar.capture.layers.fewer import without_layers
 from autopar.capture.static.arguments import with_static
 from autopar.capture.tiles.asked import Tiles
@@ -93,14 +93,9 @@ class OfflinePlanner:
         return skeleton_of(self.model, self.request.precision, self.request.training)
 
     def _traced(self, model: nn.Module, count: int, num_parts: int) -> Traced:
-        return trace(
-            model,
-            *whole_batch(split_batch(self.batch, count)[0], num_parts),
-            training=self.model.training and self.request.training,
-            assume=self.request.assumptions,
-            capacity_factor=self.request.experts.capacity_factor,
-            precision=self.request.precision,
-        )
+        training = self.model.training and self.request.training
+        part = split_batch(self.batch, count)[0]
+        return self.request.traced(model, *whole_batch(part, num_parts), training=training)
 
     def arriving(self, count: int, mesh: Mesh, tiles: Tiles) -> tuple[Program, dict[str, Layout]]:
         """Return the same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,15 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.export import freeze, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.tiled_losses import Fitting
 from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_stages, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
-from autopar.compiler.lengths import Counting
-from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_of_pipeline
+from autopar.compiler.whole import ModuleCompiler
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, MeshError, PipelineError, PlanError
 from autopar.ir.program.effects import is_random
@@ -41,10 +38,9 @@ from autopar.runtime.collectives.mesh_axes import gathering_groups, join_axes
 from autopar.runtime.lengths.varying import Varying
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.executable import Executable, gathering_axes
-from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
+from autopar.runtime.module.inputs import Arguments, layouts_of
 from autopar.runtime.module.local_batch import Given
 from autopar.runtime.module.parameters import Storage
-from autopar.runtime.module.tree import Tree
 from autopar.runtime.outputs.sums import axes_of_sums
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
@@ -69,20 +65,12 @@ def compile_pipeline(
     _check_not_deterministic(run)
     graph_is_required(run.cuda_graph, mesh, axis, request.training)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
-    if plan is not None:
-        offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
-        request = request.running(plan.implementations).offloading_as(offload)
     check_stages(request)
-    compiler = _Compiler(model, mesh, axis, request, plan, run)
-    module = compiler.make_module(RandomState.agreed(run.seed, run.deterministic, mesh))
-    module.follow(model)
-    return module
+    return _Compiler(model, mesh, axis, request, plan, run).compiled()
 
 
-class _Compiler:
+class _Compiler(ModuleCompiler[PipelineModule]):
     """Makes the stages of one module on this rank: once for each kind of inputs, mode and set of frozen parameters."""
-
-    module: PipelineModule
 
     def __init__(
         self,
@@ -93,16 +81,8 @@ class _Compiler:
         plan: PipelinePlan | None,
         run: Run,
     ) -> None:
-        self.mesh, self.axis, self.request, self.plan, self.run = mesh, axis, request, plan, run
-        self.cache = PlanCache.of(request.settings.search.cache)
-        self.stage_devices = stage_devices(mesh, axis)
-        self.tree = Tree(skeleton(model, request.precision))
-        self.original: nn.Module | None = model
-        """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
-        self.warned = False
-        """True if the user was warned that batch statistics are those of micro-batches."""
-        self.storage: dict[str, Layout] = {}
-        """Parameter → the layout in which it is stored, on whichever stage, since the first plan."""
+        super().__init__(model, mesh, request, plan, run)
+        self.plan, self.axis, self.stage_devices = plan, axis, stage_devices(mesh, axis)
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
         self.schedule = None if plan is None else plan.schedule
@@ -110,10 +90,8 @@ class _Compiler:
         """Tiles in which the model is captured: the requested ones, then those of the first plan."""
         self.allowance: Allowance | None = None
         """Time that the choice of a schedule has left of the limit, for the first plan."""
-        self.counting = Counting(self.tree, request, mesh)
 
     def make_module(self, random_state: RandomState) -> PipelineModule:
-        """Return the module that this makes stages for."""
         inner = Mesh.of(self.stage_devices)
         axes = axes_of_parts(self.request.inputs, inner)
         self.module = PipelineModule(
@@ -133,14 +111,6 @@ class _Compiler:
             check_buckets(sizes, None)
             self.module.varying = Varying(sizes, inner, axes)
         return self.module
-
-    def duplicate(self) -> PipelineModule:
-        """Return another module for the same model, without values; called by all ranks."""
-        other = copy.copy(self)
-        with self.tree.standing_in(self.tree.root.training) as model:
-            other.tree, other.storage = Tree(skeleton(model)), dict(self.storage)
-        other.counting = Counting(other.tree, self.request, self.mesh)
-        return other.make_module(self.module.random_state.copied())
 
     def num_microbatches(self, arguments: Arguments, training: bool) -> int:
         """Return the number of micro-batches of a batch; the first batch decides it, together with the schedule."""
@@ -206,17 +176,7 @@ class _Compiler:
         self, arguments: Arguments, training: bool, frozen: frozenset[str] | None, tiles: Tiles | None = None
     ) -> Program:
         """Return the program of the whole model for micro-batches such as these."""
-        with self.tree.standing_in(training) as model:
-            freeze(model, frozen)
-            traced = trace(
-                model,
-                *without_placements(arguments),
-                device=torch.device(self.mesh.device_type),
-                assume=self.request.assumptions,
-                capacity_factor=self.request.experts.capacity_factor,
-                precision=self.request.precision,
-            )
-        program = traced.program(tiles or self.tiles)
+        program = self.traced(arguments, training, frozen).program(tiles or self.tiles)
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
@@ -340,7 +300,6 @@ def _of_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.T
 
 
 def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, rank: int) -> Pipeline:
-    """This rank's stages of a plan."""
     blocks = blocks_of(request.program, plan.schedule.num_stages)
     named, planned = [block.name for block in blocks], [name for stage in plan.stages for name in stage.blocks]
     if named != planned:

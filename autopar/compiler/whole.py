@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.export import Traced, freeze, skeleton, trace
+from autopar.capture.export import Traced, freeze, skeleton
 from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_no_pipeline, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
@@ -56,19 +57,64 @@ def compile_whole(
     """
     check_no_pipeline(request, Mesh.of(mesh), made)
     plan = made if isinstance(made, Plan) else None
-    if plan is not None:
-        offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
-        request = request.running(plan.implementations).offloading_as(offload)
-    compiler = _Compiler(model, mesh, request, plan, run, kind)
-    module = compiler.make_module(RandomState.agreed(run.seed, run.deterministic, mesh))
-    module.follow(model)
-    return module
+    return _Compiler(model, mesh, request, plan, run, kind).compiled()
 
 
-class _Compiler:
+M = TypeVar("M", bound=ParallelModule)
+
+
+class ModuleCompiler(Generic[M]):
+    """Compiler of one module: what its executables have in common, and how the model is traced for them."""
+
+    module: M
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, made: Plan | PipelinePlan | None, run: Run
+    ) -> None:
+        if made is not None:
+            offload = "optimizer" if made.offloads_optimizer else "none"  # what leaves for it, the plan says itself
+            request = request.running(made.implementations).offloading_as(offload)
+        self.mesh, self.request, self.run = mesh, request, run
+        self.cache = PlanCache.of(request.settings.search.cache)
+        self.tree = Tree(skeleton(model, request.precision))
+        self.original: nn.Module | None = model
+        """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
+        self.warned = False
+        """True if the user was warned that batch statistics are those of micro-batches."""
+        self.storage: dict[str, Layout] = {}
+        """Parameter → the layout in which it is stored, on whichever stage, since the first plan."""
+        self.counting = Counting(self.tree, request, mesh)
+
+    def make_module(self, random_state: RandomState) -> M:
+        """Return the module that this makes executables for."""
+        raise NotImplementedError
+
+    def compiled(self) -> M:
+        """Return the module for the model that was given, with whose values it begins."""
+        assert self.original is not None
+        module = self.make_module(RandomState.agreed(self.run.seed, self.run.deterministic, self.mesh))
+        module.follow(self.original)
+        return module
+
+    def duplicate(self) -> M:
+        """Return another module for the same model, without values; called by all ranks."""
+        other = copy.copy(self)
+        with self.tree.standing_in(self.tree.root.training) as model:
+            other.tree, other.storage = Tree(skeleton(model)), dict(self.storage)
+        other.counting = Counting(other.tree, self.request, self.mesh)
+        return other.make_module(self.module.random_state.copied())
+
+    @uncollected()
+    def traced(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
+        """Return the graph of the model for inputs such as these."""
+        with self.tree.standing_in(training) as model:
+            freeze(model, frozen if self.request.training else frozenset(dict(model.named_parameters())))
+            device = torch.device(self.mesh.device_type)
+            return self.request.traced(model, *without_placements(arguments), device=device)
+
+
+class _Compiler(ModuleCompiler[ParallelModule]):
     """Makes the executables of one module: one for each kind of inputs, mode and set of frozen parameters."""
-
-    module: ParallelModule
 
     def __init__(
         self,
@@ -79,19 +125,10 @@ class _Compiler:
         run: Run,
         kind: type[ParallelModule],
     ) -> None:
-        self.mesh, self.request, self.plan, self.run, self.kind = mesh, request, plan, run, kind
-        self.cache = PlanCache.of(request.settings.search.cache)
-        self.tree = Tree(skeleton(model, request.precision))
-        self.original: nn.Module | None = model
-        """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
-        self.warned = False
-        """True if the user was warned that batch statistics are those of micro-batches."""
-        self.storage: dict[str, Layout] = {}
-        """Parameter → the layout in which it is stored, since the first plan."""
-        self.counting = Counting(self.tree, request, mesh)
+        super().__init__(model, mesh, request, plan, run)
+        self.plan, self.kind = plan, kind
 
     def make_module(self, random_state: RandomState) -> ParallelModule:
-        """Return the module that this makes executables for."""
         request, mesh = self.request, Mesh.of(self.mesh)
         axes = axes_of_parts(request.inputs, mesh)
         self.module = self.kind(
@@ -114,14 +151,6 @@ class _Compiler:
             self.module.eval()
         return self.module
 
-    def duplicate(self) -> ParallelModule:
-        """Return another module for the same model, without values; called by all ranks."""
-        other = copy.copy(self)
-        with self.tree.standing_in(self.tree.root.training) as model:
-            other.tree, other.storage = Tree(skeleton(model)), dict(self.storage)
-        other.counting = Counting(other.tree, self.request, self.mesh)
-        return other.make_module(self.module.random_state.copied())
-
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
         allowance = Allowance.from_now(self.request.settings.search.time_limit)
@@ -133,7 +162,7 @@ class _Compiler:
 
         @functools.cache
         def traced() -> Traced:
-            return self._trace(arguments, training, frozen)
+            return self.traced(arguments, training, frozen)
 
         @functools.cache
         def captured(tiles: Tiles) -> Space:
@@ -162,20 +191,7 @@ class _Compiler:
 
     def capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
         """Return the program for inputs such as these, before a plan takes losses or MLPs in tiles."""
-        return self._trace(arguments, training, frozen).program(self.request.tiles)
-
-    @uncollected()
-    def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
-        with self.tree.standing_in(training) as model:
-            freeze(model, frozen if self.request.training else frozenset(dict(model.named_parameters())))
-            return trace(
-                model,
-                *without_placements(arguments),
-                device=torch.device(self.mesh.device_type),
-                assume=self.request.assumptions,
-                capacity_factor=self.request.experts.capacity_factor,
-                precision=self.request.precision,
-            )
+        return self.traced(arguments, training, frozen).program(self.request.tiles)
 
     @uncollected()
     def _space(self, traced: Traced, tiles: Tiles, arguments: Arguments) -> Space:

@@ -168,7 +168,6 @@ class Formulation:
         return found
 
     def _with_bytes(self, outline: _Outline, parts: _Parts, budget: int | None) -> Problem:
-        """Return the problem of an outline, with the bytes of a row."""
         nodes, edges = [], []
         for number, (name, seconds, nothing) in enumerate(outline.nodes):
             num_bytes = self._taken(parts, NODE, number, False) if nothing is None else nothing
@@ -179,7 +178,6 @@ class Formulation:
         return Problem(tuple(nodes), tuple(edges), budget)
 
     def _taken(self, parts: _Parts, part: int, number: int, is_by_mode: bool) -> np.ndarray | None:
-        """Return the bytes of a number of a part; None where there are none."""
         found = parts[part].get(number)
         if found is None:
             return None
@@ -188,7 +186,6 @@ class Formulation:
         return self._stacked(tuple(map(self._least, found)) if part == UNEVEN_WIRE else found, int)
 
     def _bytes_of(self, row: MemoryRow | None) -> _Held:
-        """Return the bytes of all decisions and edges in a row; zeros for None."""
         if row not in self._held:
             memory, space = self.memory, self.space
             if row is None:

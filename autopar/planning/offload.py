@@ -32,9 +32,9 @@ from autopar.planning.settings import context_of
 from autopar.solver.deadline import after, seconds_until
 
 ON_HOST = {
-    "optimizer": "what the optimizer keeps is",
-    "activations": "what layers keep for their backward is",
-    "both": "what the optimizer and layers keep is",
+    "optimizer": "the optimizer's state is",
+    "activations": "what layers save for their backward is",
+    "both": "the optimizer's state, and what layers save, is",
 }
 
 
@@ -202,7 +202,7 @@ def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Plann
             least = error.least_bytes if isinstance(error, InfeasibleError) else None
             raise InfeasibleError(told, least) from None
         if ACTIVATIONS in found.plan.host and _refusal(found.plan, plans, request.memory.host_limit_bytes) is None:
-            note = f"the host has room for what {fewer} layers{' of a stage' * (len(pieces) > 1)} keep, the first ones"
+            note = f"the host has room for what {fewer} layers{' of a stage' * (len(pieces) > 1)} save, the first ones"
             return replace(found, plan=plans.noted(found.plan, (*found.plan.notes, note), request))
     return found
 
@@ -224,7 +224,7 @@ def _both(refused: Exception | None, error: Exception) -> Exception:
     """Why there is no plan, neither on the device nor with state on the host."""
     if refused is None or isinstance(error, (CutOffError, TimeLimitError)) or str(refused) == str(error):
         return error
-    told = f"{refused}\nWith what the optimizer keeps on the host: {error}"
+    told = f"{refused}\nWith the optimizer's state on the host: {error}"
     return InfeasibleError(told, error.least_bytes) if isinstance(error, InfeasibleError) else PipelineError(told)
 
 

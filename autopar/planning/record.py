@@ -25,7 +25,6 @@ from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.ir.sharding.annotation import Annotation
 from autopar.planning.annotations.matching import Catalog
 from autopar.planning.expert_notes import notes_on_experts
-from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext
@@ -141,7 +140,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         notes=(
             *(f"assumed, not checked: {each}" for each in space.program.assumed),
             *notes_on_experts(context, answer),
-            *notes_on_losses(context, answer),
+            *_notes_on_calls(context, answer),
             *notes_on_order(space, choices),
         ),
         memory=answer.memory,
@@ -168,6 +167,18 @@ def marked(rows: Sequence[PlanRow], space: Space, annotations: Sequence[Annotati
         number for each in map(catalog.find, own) if each for number in (*each.calls, *each.outputs, *each.parameters)
     }
     return [replace(row, pinned=number in found) for number, row in enumerate(rows)]
+
+
+def _notes_on_calls(context: PlanContext, answer: Answer) -> tuple[str, ...]:
+    """Return what the implementations of calls have to note, each once."""
+    mesh, found = context.space.mesh, dict[str, None]()
+    for decision, choice in zip(context.space.decisions, answer.choices, strict=True):
+        menu = decision.menu
+        if menu.call is not None and menu.bound is not None:
+            strategy = menu.strategies[choice]
+            sizes = strategy.local_sizes(menu.bound.sizes, mesh)
+            found[strategy.implementation.note(menu.call, sizes, module_of(decision.node))] = None
+    return tuple(filter(None, found))
 
 
 def _workload(context: PlanContext, answer: Answer) -> Workload | None:

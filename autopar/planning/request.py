@@ -9,8 +9,13 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from autopar.capture.assumptions import Assumption, assumptions_of
+from autopar.capture.export import Traced, trace
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
 from autopar.costs.hardware.load import load
@@ -140,6 +145,26 @@ class PlanRequest:
     @property
     def conventions(self) -> MemoryConventions:
         return MemoryConventions.of(self.memory.conventions)
+
+    def traced(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        training: bool | None = None,
+        device: torch.device | None = None,
+    ) -> Traced:
+        """Trace a model as this request says; other arguments and errors as those of `capture.export.trace`."""
+        return trace(
+            model,
+            args,
+            kwargs,
+            training=training,
+            device=device,
+            assume=self.assumptions,
+            capacity_factor=self.experts.capacity_factor,
+            precision=self.precision,
+        )
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
@@ -368,7 +393,6 @@ class PlanRequest:
         return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
 
     def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        """Return the plan and its choices."""
         count, said = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.limit is not None and self.strategy is None

@@ -109,7 +109,6 @@ def _with_whole_parameters(space: Space, pins: Pins) -> Iterator[Pins]:
 
 
 def _is_trained(space: Space, number: int) -> bool:
-    """Return whether the optimizer steps a parameter."""
     decision = space.decisions[number]
     if decision.kind != "parameter":
         return False

@@ -1,8 +1,8 @@
 """Kernels that the measured frameworks fuse, as operations of their own: one call each, which autopar prices as one.
 
-rotary    the rotary embedding of flash-attn, which keeps no activation
-softmax   Megatron's scaled softmax with an upper triangular mask, which keeps its result
-swiglu    Megatron's SwiGLU (bias_activation_fusion), which keeps its inputs
+rotary    the rotary embedding of flash-attn, which saves no activation
+softmax   Megatron's scaled softmax with an upper triangular mask, which saves its result
+swiglu    Megatron's SwiGLU (bias_activation_fusion), which saves its inputs
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Memory by part, as papers show it for Megatron's models, compared with the parts of a plan.
 
-A device of the first stage keeps activations of as many layers as the model has, L/p layers for each of p micro-batches
+A device of the first stage saves activations of as many layers as the model has, L/p layers for each of p micro-batches
 in flight, and 1 + (p - 1)/(p m) times as much with m stages on each device (Korthikanti et al., 2205.05198, section
 4.2.3). So the model is planned without a pipeline for activations.
 What selective recomputation computes again there, attention from scores to their product with values, fused attention
 computes again: it stands for it.
 
-autopar draws dropout again in the backward, where Megatron keeps a mask of a byte for each element: these are added.
+autopar draws dropout again in the backward, where Megatron saves a mask of a byte for each element: these are added.
 
     18 bytes of a parameter: 2 in float16, 4 of its gradient, 12 of the optimizer with the copy in float32
 """
@@ -107,7 +107,7 @@ def _depths(model: str, mode: str, hardware: Hardware, layers: int) -> Depths:
 
 @cache
 def _activations(model: str, mode: str, hardware: Hardware) -> float:
-    """Bytes that all layers keep of one micro-batch, without those of the embedding and the head."""
+    """Bytes that all layers save of one micro-batch, without those of the embedding and the head."""
     depths = _depths(model, mode, hardware, MODELS[model][0])
     assert depths.shorter is not None
     layers, _, _, devices, chunks, _ = MODELS[model]
@@ -116,7 +116,7 @@ def _activations(model: str, mode: str, hardware: Hardware) -> float:
 
 
 def _masks(model: str, mode: str) -> int:
-    """Bytes of a layer's masks of dropout: behind attention and MLP, and on its probabilities where those are kept."""
+    """Bytes of a layer's masks of dropout: behind attention and MLP, and on its probabilities where those are saved."""
     sequence_parallel, flash, recompute = MODES[mode]
     _, hidden, heads, _, _, samples = MODELS[model]
     if recompute == "full":

@@ -62,7 +62,6 @@ def read(
 
 
 def _ties(names: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of each tensor."""
     tied: dict[int, list[str]] = {}
     for name, tensor in names.items():
         tied.setdefault(id(tensor), []).append(name)

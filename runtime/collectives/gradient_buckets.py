@@ -161,7 +161,6 @@ def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tens
 
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors, with new ones at some positions."""
     if len(positions) == len(tensors):
         return tuple(new)
     found = list(tensors)
@@ -245,7 +244,7 @@ def gather_parameters(
 
     `dims` are the split dims, `sizes` their whole sizes; `to` the dtypes to which shards are cast before they are
     gathered, and `reduce` that in which gradients are summed; without them both are as they are. Inside a `Regather`
-    block, the weights at the positions `regather` are not kept for the backward but gathered again there; `layer`
+    block, the weights at the positions `regather` are not saved for the backward but gathered again there; `layer`
     says ahead of which other layers. What `start_gather` has issued is `in_flight`, and only waited for. Moves the
     (padded) wholes' bytes per collective.
     """
@@ -261,7 +260,7 @@ def gather_parameters(
         )
     else:
         gathered = (in_flight or issued(recipe, shards)).arrived()
-    # Hooks do not reach into a compiled region; its own partitioner decides what is kept for the backward.
+    # Hooks do not reach into a compiled region; its own partitioner decides what is saved for the backward.
     if regather and not torch.compiler.is_compiling() and Regather.current is not None:
         again = Recipe(
             where,

@@ -157,7 +157,6 @@ def raw_all_to_all(
 
 
 def _cut(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return a whole without its padding."""
     return x.narrow(dim, 0, size) if x.shape[dim] != size else x
 
 

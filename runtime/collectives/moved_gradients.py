@@ -90,7 +90,6 @@ class MovedGradients:
             self._start(self._to_start.popleft())
 
     def _start(self, bucket: _Bucket) -> None:
-        """Start the collectives of a bucket."""
         values, gradients = _taken(bucket)
         if values:
             edges = [GradientEdge(node, i) for node in bucket.waits for i in range(len(node.next_functions))]

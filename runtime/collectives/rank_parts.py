@@ -35,6 +35,5 @@ def whole_of(parts: Tensor, dim: int, zigzag: bool = False) -> Tensor:
 
 
 def _pair(rank: int, num_ranks: int) -> slice:
-    """Return the two chunks of a rank."""
     last = 2 * num_ranks - 1 - rank
     return slice(rank, last + 1, last - rank)

@@ -1,4 +1,4 @@
-"""Weights gathered again for the backward in place of being kept.
+"""Weights gathered again for the backward in place of being saved.
 
 Inside a `Regather` block the backward holds how a bucket is gathered, not its weights. When the first of them is
 needed, the backward has reached their layer: all of it is gathered, and the gathers of the layers that come next, which
@@ -114,7 +114,7 @@ class _Handle:
 
 
 class Regather(torch.autograd.graph.saved_tensors_hooks):
-    """Inside the block, gathered weights (or views of them) that a backward needs are not kept, but gathered again.
+    """Inside the block, gathered weights (or views of them) that a backward needs are not saved, but gathered again.
 
     Each bucket is gathered once per backward and freed after its last use. The gather is issued when the backward
     reaches a layer that is at most `depth` layers behind it, and else when the first of its weights is needed.
@@ -148,7 +148,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     def watch(self, recipe: Recipe, parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: int | None) -> None:
         """Remember whose weights these are, without keeping them alive."""
-        # Parts that were themselves gathered are not kept either: a handle gathers them again first.
+        # Parts that were themselves gathered are not saved either: a handle gathers them again first.
         bucket = _Bucket(recipe, tuple(map(self._pack, parts)), layer, self.depth)
         for number, weight in enumerate(weights):
             storage = weight.untyped_storage()

@@ -1,6 +1,6 @@
 """Dropout that draws the same mask for the same part of a tensor, wherever it lies, and once more in the backward.
 
-Each draw has a seed of its own (see `randomness`), and that is all that is kept of it for the backward. The
+Each draw has a seed of its own (see `randomness`), and that is all that is saved of it for the backward. The
 deterministic mode draws the mask of the whole tensor from the default generator, exactly as one device would, and keeps
 its part, a byte for each element: slower, for tests. Nothing here communicates.
 """

@@ -163,7 +163,6 @@ def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
 
 
 def _host(splits: Tensor) -> list[list[Any]]:
-    """Return the rows to and from each rank as numbers."""
     return [list(each) for each in splits.tolist()]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,22 @@ NONE, MEAN, SUM = 0, 1, 2
 WIDE = (torch.float32, torch.float64)
 """Dtypes in which a sum over rows is exact enough."""
 
+COUNTED: dict[Callable[..., Tensor], tuple[str, str]] = {}
+"""Losses that take a `divisor` → the factor of their classes, and the argument with weights of classes, if any."""
+_Loss = TypeVar("_Loss", bound=Callable[..., Tensor])
 
+
+def counted_ahead(classes: str, weighting: str = "") -> Callable[[_Loss], _Loss]:
+    """Have a loss take the number of its rows, summed over ranks ahead of it, as its `divisor`."""
+
+    def register(loss: _Loss) -> _Loss:
+        COUNTED[loss] = classes, weighting
+        return loss
+
+    return register
+
+
+@counted_ahead(CLASSES, "weight")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -62,6 +77,7 @@ def cross_entropy(
     return _CrossEntropy.apply(logits, target, weight, divisor, call)
 
 
+@counted_ahead(CLASSES, "weight")
 def cross_entropy_of_rows(
     logits: Tensor,
     target: Tensor,

@@ -54,7 +54,6 @@ def batch_norm(
 
 
 def _num_values(x: Tensor, axes: tuple[Axis, ...]) -> int:
-    """Return the number of values of one channel on all ranks."""
     return x.numel() // x.shape[1] * num_parts_of(axes)
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from autopar.ir.program.operators.linear_cross_entropy import Alone, loss_in_tiles
 from autopar.runtime.collectives.layout_moves import raw_all_reduce, raw_sum
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, num_parts_of, part_of
-from autopar.runtime.implementations.loss import rows_of, summed
+from autopar.runtime.implementations.loss import counted_ahead, rows_of, summed
 
 CLASSES = "o"
 """The factor of the classes; every other one is of rows."""
 
 
+@counted_ahead(CLASSES)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

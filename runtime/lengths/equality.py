@@ -151,7 +151,6 @@ def _calls(node: fx.Node) -> bool:
 
 
 def _where(node: fx.Node) -> str:
-    """Return a call as a user finds it."""
     return f"{node.target} of {module_of(node) or 'the model'}"
 
 

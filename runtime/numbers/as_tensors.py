@@ -120,7 +120,6 @@ def _said_by(error: Exception) -> str:
 
 
 def _agreed(refusal: Refusal | None, mesh: DeviceMesh) -> Refusal | None:
-    """Return the refusal of the first rank that has one."""
     if not many_processes(mesh):
         return refusal
     return next((each for each in gathered(refusal, mesh) if each is not None), None)

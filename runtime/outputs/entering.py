@@ -53,7 +53,6 @@ class Entrance:
 
 
 def _sum(gradient: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Return the sum over all ranks of some axes."""
     for axis in axes:
         if gradient.ndim:
             gradient = raw_all_reduce(gradient, axis)

@@ -102,7 +102,6 @@ def backward_to_weights(groups: Sequence[WeightGroup]) -> None:
 
 
 def _consumers(roots: Any) -> dict[Node, list[Node]]:
-    """Node → the nodes that hand gradients to it."""
     above: dict[Node, list[Node]] = defaultdict(list)
     seen, waiting = set(), list(roots)
     while waiting:

@@ -79,7 +79,6 @@ def _difference(lines: list[str], others: list[str]) -> str:
 
 
 def _portable(error: BaseException) -> AutoparError:
-    """Return the error as another rank raises it."""
     rank = dist.get_rank()
     if isinstance(error, AutoparError):
         return type(error)(f"on rank {rank}: {error}")

@@ -210,7 +210,6 @@ class Calls:
         self._written = written
 
     def _outcome(self, event: int) -> str:
-        """Wait for the outcome of an announcement, and return it."""
         store, key, pause, asserted = self._watch.store, f"{event}/outcome", 0.0005, False
         look_again = time.monotonic() + ASSERT_SECONDS
         while not store.check([key]):

@@ -264,7 +264,6 @@ class Watch:
         return {rank: read(self.store, f"alive/{rank}") for rank in self.ranks}
 
     def _look(self) -> None:
-        """The life of the thread."""
         heard, since, last_named = "", time.monotonic(), 0
         while not self._stopped.wait(POLL_SECONDS):
             try:

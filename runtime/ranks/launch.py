@@ -71,7 +71,6 @@ def _reported(error: ProcessRaisedException | ProcessExitedException, folder: Pa
 
 
 def _rank(rank: int, world: World, work: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
-    """The life of a rank."""
     torch.set_num_threads(1)  # ranks share the cores
     run_collectives_in_one_thread()
     if world.device == "cuda":

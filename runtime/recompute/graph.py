@@ -115,7 +115,6 @@ class RankGraph:
         return self._compiled[key]
 
     def _as_compiled(self, learns: bool) -> fx.GraphModule:
-        """Return the graph as torch.compile is to see it."""
         return self._regions if learns and (self._recomputes or self.regathers) else self.module
 
     @cached_property

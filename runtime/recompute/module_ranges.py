@@ -140,7 +140,6 @@ def _trackers() -> Iterator[ModuleTracker]:
 
 
 def _innermost(tracker: ModuleTracker) -> str:
-    """Return the name of the module that runs the graph."""
     return max(tracker.parents - {"Global"}, key=len, default=MODEL)
 
 

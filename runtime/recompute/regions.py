@@ -1,6 +1,6 @@
 """A per-rank graph for torch.compile, whose regions say what is computed or gathered again in the backward.
 
-torch.compile does not see what autograd saves: its partitioner decides what a backward keeps, and it honours
+torch.compile does not see what autograd saves: its partitioner decides what a backward saves, and it honours
 `torch.utils.checkpoint`, with a policy for every operation. So these become regions, each a module of its own:
 
     a segment that is computed again    its results that the mode saves (of products, of collectives), and those of
@@ -107,7 +107,7 @@ class _Regions:
 
 
 class Recomputed(nn.Module):
-    """A segment that runs again in the backward, but for what it keeps."""
+    """A segment that runs again in the backward, but for what it saves."""
 
     def __init__(self, segment: fx.GraphModule) -> None:
         super().__init__()

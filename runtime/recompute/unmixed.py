@@ -37,7 +37,6 @@ def unmixed(graph: fx.Graph) -> fx.Graph:
 def _gather_of(
     graph: fx.Graph, node: fx.Node, numbers: Sequence[int], again: bool, copies: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Return a gather of some of the weights that `node` gathers."""
     target: Any = node.target
     args: Any = node.args
     axis, dims, sizes, *shards = args

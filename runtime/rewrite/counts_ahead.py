@@ -13,15 +13,9 @@ from torch import fx
 
 from autopar.ir.program.effects import is_random
 from autopar.runtime.collectives.layout_moves import split, split_replicated
-from autopar.runtime.implementations import loss, tiled_loss
+from autopar.runtime.implementations import loss
 from autopar.runtime.recompute.marks import MARK
 
-LOSSES = {
-    loss.cross_entropy: (loss.CLASSES, "weight"),
-    loss.cross_entropy_of_rows: (loss.CLASSES, "weight"),
-    tiled_loss.linear_cross_entropy: (tiled_loss.CLASSES, ""),
-}
-"""Losses that take a `divisor` → the factor of their classes, and the argument with weights of classes, if any."""
 LOCAL = (split, split_replicated)
 """Moves that take a part of what a rank has."""
 
@@ -33,11 +27,11 @@ def count_ahead(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
     """
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in list(graph.nodes):
-        if node.target not in LOSSES:
+        if node.target not in loss.COUNTED:
             continue
         given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         given.apply_defaults()
-        call, (classes, weighting) = given.arguments, LOSSES[node.target]
+        call, (classes, weighting) = given.arguments, loss.COUNTED[node.target]
         rows = {factor: names for factor, names in call["axes"].items() if factor != classes}
         if call["reduction"] != loss.MEAN or call.get(weighting) is not None or not rows:
             continue

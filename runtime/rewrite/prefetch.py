@@ -121,7 +121,6 @@ def moves_weights(node: fx.Node) -> bool:
 
 
 def _issue(graph: fx.Graph, gather: fx.Node, anchor: fx.Node, place: dict[fx.Node, int]) -> None:
-    """Issue a gather before the anchor."""
     parts = [_value(part) for part in _parts(gather)]
     for each in (each for part in parts for each in _casts_of(part)):
         if place[each] > place[anchor]:

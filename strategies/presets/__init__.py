@@ -28,6 +28,7 @@ if __name__ != "autopar.strategies.presets":
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies.presets` instead.")
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 
 from autopar.console.names import ALIASES, JOINED, PIPELINE
@@ -44,16 +45,6 @@ __all__ = ["PRESETS", "Preset", "annotations_for", "preset_named"]
 Preset = Callable[[Program, Mesh, bool], tuple[Annotation, ...]]
 """(program, mesh, strict) → annotations. A strict preset raises StrategyError if samples or positions do not divide;
 otherwise what does not divide stays whole."""
-ALONE: Mapping[str, Preset] = {
-    preset.__name__: preset
-    for preset in (
-        data.fully_replicated,
-        *(grid.tensor_2d, grid.tensor_2_5d, grid.tensor_3d),
-        decoding.flash_decoding,
-    )
-}
-"""The presets that are joined with no other."""
-
 PRESETS: Mapping[str, Preset | Callable[[], Parts]] = {
     preset.__name__: preset
     for preset in (
@@ -84,6 +75,11 @@ PRESETS: Mapping[str, Preset | Callable[[], Parts]] = {
         expert_presets.expert_folded,
     )
 }
+"""Presets by name. One that returns parts takes no arguments, and is joined with others by "+"."""
+
+
+def _stands_alone(name: str) -> bool:
+    return bool(inspect.signature(PRESETS[name]).parameters)
 
 
 def preset_named(name: str) -> str:
@@ -93,9 +89,9 @@ def preset_named(name: str) -> str:
     joined with no other.
     """
     known = [_one_named(each.strip()) for each in name.split(JOINED)]
-    alone = next((each for each in known if each in ALONE), None)
+    alone = next(filter(_stands_alone, known), None)
     if alone and len(known) > 1:
-        joined_by = ", ".join(each for each in PRESETS if each not in ALONE)
+        joined_by = ", ".join(each for each in PRESETS if not _stands_alone(each))
         raise StrategyError(f"strategy={name!r}: {alone} is joined with no other preset. Join some of {joined_by}.")
     return JOINED.join(dict.fromkeys(known))
 
@@ -124,8 +120,8 @@ def annotations_for(name: str, program: Program, mesh: Mesh, strict: bool = True
     inputs do not suit the preset.
     """
     name = preset_named(name)
-    if name in ALONE:
-        return ALONE[name](program, mesh, strict)
+    if JOINED not in name and _stands_alone(name):
+        return PRESETS[name](program, mesh, strict)  # type: ignore[call-arg, return-value]
     return joined(name, parts_of(name), program, mesh, strict)
 
 

@@ -43,7 +43,7 @@ def zero1() -> Parts:
 
 
 def zero2() -> Parts:
-    """Optimizer state and gradients in parts; weights are gathered once and kept for the backward (ZeRO, SC 2020).
+    """Optimizer state and gradients in parts; weights are gathered once and saved for the backward (ZeRO, SC 2020).
 
     In `train_step` every micro-batch reduces its gradients, which add up in parts.
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts (the others are whole, and

@@ -48,7 +48,6 @@ def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bo
 
 
 def _axes_of_positions(parts: Parts, taken: Taken) -> tuple[str, ...]:
-    """The axes that split positions between blocks."""
     between = (taken.tensor,) if parts.tensor and parts.tensor.between == "sequence" else ()
     return (*taken.positions, *between)
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.compiler import offline_planner
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import InfeasibleError
 from autopar.planning import planner, request
@@ -41,7 +40,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     was_on: dict[str, bool] = {}
-    for module, name in ((offline_planner, "trace"), (request, "build_space"), (planner, "solved_by")):
+    for module, name in ((request, "trace"), (request, "build_space"), (planner, "solved_by")):
         stage = getattr(module, name)
 
         def noted(*args: object, stage=stage, name: str = name, **kwargs: object) -> object:

@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import Traced, trace
-from autopar.compiler import offline_planner, plan_cache, tiles
+from autopar.compiler import plan_cache, tiles
 from autopar.costs.plans.plan import Plan
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning import planner
+from autopar.planning import request as plan_request
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
@@ -55,7 +56,7 @@ def test_a_model_is_traced_once_for_plans_with_and_without_tiles(monkeypatch: py
         traced.append(model)
         return trace(model, *args, **options)
 
-    monkeypatch.setattr(offline_planner, "trace", counted)
+    monkeypatch.setattr(plan_request, "trace", counted)
     assert NAME in planned(memory=limit).choices
     assert len(traced) == 1
 

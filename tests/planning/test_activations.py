@@ -72,7 +72,7 @@ def test_what_a_limit_asks_for_leaves_where_copies_are_cheaper_than_computing_ag
     alone = _planned(strategy="zero3", memory=limit, hardware=SLOW_LINK)
     assert slow.seconds == pytest.approx(alone.seconds, rel=1e-9)
     (note,) = [each for each in fast.notes if "on the host" in each]
-    assert note.startswith("what layers keep for their backward is on the host") and "without a limit takes" in note
+    assert note.startswith("what layers save for their backward is on the host") and "without a limit takes" in note
 
 
 def test_the_cheapest_is_taken_of_itself() -> None:
@@ -210,7 +210,7 @@ def test_fewer_layers_leave_where_a_host_has_no_room_for_all() -> None:
     assert list(found.recompute.values()) == [OFFLOAD] * 3 + ["none"] * 3
     assert 0.9 * room < 2 * found.host_bytes <= room and found.verify().ok
     (*_, note) = [each for each in found.notes if "the host has room" in each]
-    assert note == "the host has room for what 3 layers keep, the first ones"
+    assert note == "the host has room for what 3 layers save, the first ones"
     assert everything.peak_bytes < found.peak_bytes < _peak()
     small = replace(load("h100"), host_memory_bytes=room)
     assert _planned(**said, hardware=small).recompute == found.recompute

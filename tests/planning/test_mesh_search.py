@@ -181,7 +181,7 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
         captured.append(arguments)
         return trace(*arguments, **options)
 
-    monkeypatch.setattr("autopar.compiler.offline_planner.trace", counting)
+    monkeypatch.setattr("autopar.planning.request.trace", counting)
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", search=autopar.Search(max_axes=2))
     assert len(captured) == 1 and "compared: 2 candidates" in compared_text(found)
     assert isinstance(found, Plan)
@@ -352,7 +352,7 @@ def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypat
         captured.append(len(arguments[2]["x_BD"]))
         return trace(*arguments, **options)
 
-    monkeypatch.setattr("autopar.compiler.offline_planner.trace", counting)
+    monkeypatch.setattr("autopar.planning.request.trace", counting)
     memory = (few.peak_bytes + many.peak_bytes) // 2
     found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **asked))
     assert "give microbatches=32" in found.notes[-1] and found.peak_bytes <= memory

@@ -191,9 +191,7 @@ def test_the_faster_plan_is_kept_where_both_fit(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_limit_that_neither_fits_is_refused_by_both() -> None:
-    with pytest.raises(
-        InfeasibleError, match=r"(?s)the memory limit is .*With what the optimizer keeps on the host: the"
-    ):
+    with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With the optimizer's state on the host: the"):
         _planned(memory=1000, offload="auto")
 
 
@@ -266,7 +264,7 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
             _model(), mesh, inputs, **by_flag(offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
         )
     within = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", memory=plan.peak_bytes, **said))
-    assert any("what the optimizer keeps is on the host" in note for note in within.notes)
+    assert any("the optimizer's state is on the host" in note for note in within.notes)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])

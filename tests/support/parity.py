@@ -6,7 +6,6 @@ the last, and the bytes of every collective of the first step against the plan.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,11 +157,8 @@ def train_alone(
 _traced: dict[tuple[Any, ...], Traced] = {}
 
 
-def traced_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.compiler.whole",)) -> Any:
-    """`trace`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh.
-
-    It is found so in `modules`, which call it.
-    """
+def traced_once(graph: tuple[Any, ...]) -> Any:
+    """`trace`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh."""
 
     def find(model: nn.Module, *args: Any, **options: Any) -> Traced:
         key = (*graph, model.training, str(sorted(options.items())))
@@ -170,10 +166,7 @@ def traced_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.com
             _traced[key] = trace(model, *args, **options)
         return _traced[key]
 
-    patches = contextlib.ExitStack()
-    for module in modules:
-        patches.enter_context(mock.patch(f"{module}.trace", find))
-    return patches
+    return mock.patch("autopar.planning.request.trace", find)
 
 
 def parallel(case: Case) -> Training:

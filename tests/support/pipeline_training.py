@@ -196,7 +196,7 @@ def compiled(case: PipelineCase, model: nn.Module | None = None) -> Any:
     if "pp" in case.axes:
         options["schedule"] = case.schedule
     on = mesh(tuple(case.axes.values()), tuple(case.axes))
-    with traced_once(case.graph, ("autopar.compiler.whole", "autopar.compiler.pipelined")):
+    with traced_once(case.graph):
         return autopar.compile(model, on, kwargs or args, **by_flag(**{**options, **case.options}))
 
 

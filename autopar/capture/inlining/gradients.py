@@ -58,7 +58,6 @@ class GradientCall:
     """File and line of the user's call."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors like the gradients."""
         inputs = tensors[2 * self.num_outputs :]
         return tuple(torch.empty_like(x).requires_grad_(self.create_graph) for x in inputs)
 

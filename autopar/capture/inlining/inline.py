@@ -1,7 +1,7 @@
 """One flat graph out of an exported one: regions without gradients and regions of autocast become explicit calls.
 
 Inside a region without gradients, what requires a gradient is read through `detach`, so that neither values nor memory
-are kept for a backward that does not exist. Where autocast is on, its casts become calls. Assertions are left out.
+are saved for a backward that does not exist. Where autocast is on, its casts become calls. Assertions are left out.
 """
 
 from __future__ import annotations

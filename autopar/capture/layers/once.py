@@ -135,7 +135,6 @@ def _modes() -> tuple[Hashable, ...]:
 
 
 def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that were made after `last`."""
     found, node = [], last.next
     while node is not graph._root:
         found.append(node)

@@ -119,7 +119,6 @@ def _tensor(argument: object) -> fx.Node:
 
 
 def _call(argument: object, target: torch._ops.OpOverload) -> dict[str, Any]:
-    """Return the arguments of a call of the target."""
     node = _tensor(argument)
     if node.target is not target:
         raise _OtherwiseError
@@ -145,7 +144,6 @@ def _without_level(argument: object) -> fx.Node:
 
 
 def _scaled(argument: object) -> tuple[fx.Node, float]:
-    """Return a product, and the number that it is multiplied by."""
     node = _tensor(argument)
     if node.target is not aten.mul.Tensor:
         return node, 1.0

@@ -181,7 +181,6 @@ def _equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
 
 
 def _calls_on(given: Collection[fx.Node], program: Program) -> dict[fx.Node, None]:
-    """Return the calls that depend on the given nodes alone, in order."""
     found: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
         sources = node.all_input_nodes

@@ -151,7 +151,6 @@ def _batched(draft: TracedGraph, source: fx.Node, flat: fx.Node, shape: tuple[in
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Return a parameter, or the cast of one."""
     if node.target is aten.to.dtype and isinstance(node.args[0], fx.Node):
         return _is_parameter(node.args[0])
     return node.op == "placeholder" and node.meta["source"].kind == "parameter"

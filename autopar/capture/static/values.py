@@ -258,7 +258,6 @@ def _is_small(tensors: Sequence[Tensor]) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """Return the tensors into which a function writes."""
     found = _tensors(kwargs.get("out"))
     if is_write(getattr(func, "__name__", "")) or kwargs.get("inplace") is True:
         found += _tensors(args[:1])

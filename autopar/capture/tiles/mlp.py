@@ -114,7 +114,6 @@ def _mlps(draft: TracedGraph) -> Iterator[_Mlp]:
 
 
 def _mlp(down: _Linear) -> _Mlp | None:
-    """Return the MLP that a linear layer ends, if it does."""
     region, roots = _region(down.x)
     apart = all(set(node.users) <= {*region, down.node, *down.nodes} for node in region)
     same = [root.x for root in roots if _same(root.x, roots[0].x)]

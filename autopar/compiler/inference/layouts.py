@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.capture.export import freeze, trace
+from autopar.capture.export import freeze
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.inference.session import arguments_of
 from autopar.compiler.inference.state import CacheSizes, described, layout_said
@@ -21,8 +21,6 @@ from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.request import PlanRequest
 from autopar.runtime.module.inputs import call_signature
-
-PER_CACHE = 2  # keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +39,7 @@ def program_of(model: nn.Module, request: PlanRequest, sizes: CacheSizes, num_to
     position_ids = positions.unsqueeze(-1) if num_tokens == 1 else None
     freeze(model, frozenset(dict(model.named_parameters())))
     arguments = arguments_of(call_signature(model), ids, sizes.whole(), sizes.whole(), positions, position_ids)
-    traced = trace(
-        model,
-        *arguments,
-        training=False,
-        assume=request.assumptions,
-        capacity_factor=request.experts.capacity_factor,
-        precision=request.precision,
-    )
-    return traced.program(request.tiles)
+    return request.traced(model, *arguments, training=False).program(request.tiles)
 
 
 def caches_of(program: Program, sizes: CacheSizes) -> list[str]:

@@ -54,7 +54,7 @@ class Microbatches:
     gradients: int = 1
     """Number of micro-batches whose received gradients are resident at once."""
     keeps_older: bool = False
-    """True if the weights before the last update are kept, too, as they are stored (PipeDream-2BW)."""
+    """True if the weights before the last update are resident, too, as they are stored (PipeDream-2BW)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:

@@ -10,7 +10,7 @@ autograd, see `ir.program.saved_tensors`):
 
 Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
 (`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
-outside, results of collectives unless these run again, and, if selective, results of products. A segment keeps its
+outside, results of collectives unless these run again, and, if selective, results of products. A segment saves its
 offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next segment.
 A program without gradients saves nothing; `live` says what is alive in it.
 
@@ -94,7 +94,7 @@ class MemoryModel(TensorBytes):
         if decision.kind != "parameter":
             return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
         on_device = self.space.optimizer.offload is None
-        kept = self.kept_by_optimizer(info, elements, self.space.is_matrix(number)) if on_device else {}
+        kept = self.optimizer_state(info, elements, self.space.is_matrix(number)) if on_device else {}
         values = self.times(elements, info.dtype.itemsize)
         older = {"older weights": values} if self.microbatches.keeps_older and info.requires_grad else {}
         return {"parameters": values, **older, **kept}

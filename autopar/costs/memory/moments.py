@@ -87,7 +87,6 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
 
 
 def _one(array: Bytes | None) -> Modes | None:
-    """Return bytes that are the same in every mode."""
     return None if array is None else (array,)
 
 

@@ -175,11 +175,11 @@ class TensorBytes:
         """Return the bytes of so many elements of `size` bytes, which may be a fraction."""
         return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
 
-    def kept_by_optimizer(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
+    def optimizer_state(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
         """Return the bytes of optimizer state for so many elements of a parameter, by name."""
         optimizer, found = self.space.optimizer, {}
-        for name, size in optimizer.kept(info, matrix).items():
-            make = partial(optimizer.kept_bytes, name, info, elements, matrix)
+        for name, size in optimizer.state_of(info, matrix).items():
+            make = partial(optimizer.state_bytes_of, name, info, elements, matrix)
             found[name] = self.cached(("kept by optimizer", name, id(elements), info.dtype, size), make)
         return found
 
@@ -238,7 +238,6 @@ class TensorBytes:
 
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:
-    """Return the layouts as numbers, one row each."""
     codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
     codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
     return np.array([[codes[p] for p in each] for each in layouts])

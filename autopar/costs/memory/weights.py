@@ -1,6 +1,6 @@
 """Memory of weights and their gradients in transit between their storage and their use by calls.
 
-gathered          a weight while its layer runs forward, unless it is kept
+gathered          a weight while its layer runs forward, unless it is saved
 gathered again    while its layer runs backward; and while it is gathered in a message with others, out of which it is
                   copied then
 unreduced         a gradient after its call's backward, until the first call of its layer has run backward
@@ -97,7 +97,7 @@ class MovedWeights:
         return found
 
     def gathered(self, wire: Wire) -> Bytes | None:
-        """Return the bytes of a parameter's edge while its layer runs: the gathered weight, unless it is kept."""
+        """Return the bytes of a parameter's edge while its layer runs: the gathered weight, unless it is saved."""
         return self._of_weight("gathered", wire, self._gathered)
 
     def gathered_again(self, wire: Wire) -> Bytes | None:
@@ -162,7 +162,7 @@ class MovedWeights:
         _, after = self.tensors.wire_ends(wire)
         found = np.where(self.tensors.communicated(wire), after[None, :], 0)
         strategies = self.space.decisions[wire.source].menu.strategies
-        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
+        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as saved
         return found
 
     def _on_way(self, wire: Wire, gathered: np.ndarray) -> Bytes:

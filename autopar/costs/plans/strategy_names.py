@@ -33,7 +33,7 @@ def implementations_of(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_kept(name: str) -> bool:
-    """Return whether a strategy of this name keeps the gathered copy of a sharded weight for the backward."""
+    """Return whether a strategy of this name saves the gathered copy of a sharded weight for the backward."""
     return name.endswith(_KEPT)
 
 

@@ -61,7 +61,7 @@ class MovedTensor:
     bucketed: bool = False
     """A parameter: those of its moves that `in_bucket` tells run with others, and share their latency."""
     regather: bool = False
-    """A parameter that the backward needs: gathered again there, and not kept in between."""
+    """A parameter that the backward needs: gathered again there, and not saved in between."""
     viewed: bool = False
     """A weight that is used through views, such as slices.
 

@@ -88,7 +88,7 @@ def host_bytes(
             continue
         elements = local_elements(info, layout, sizes)
         staged.append(Staged(elements, info.dtype.itemsize, bool(optimizer.master_bytes(info))))
-        for name, size in optimizer.kept(info).items():
+        for name, size in optimizer.state_of(info).items():
             found[name] = found.get(name, 0) + round(elements * size)
         if optimizer.sends_gradients:
             found[GRADIENTS] = found.get(GRADIENTS, 0) + elements * info.dtype.itemsize

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -69,6 +70,49 @@ def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> in
     return math.prod(layout.local_shape(info.shape, sizes))
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardTerms:
+    """Terms of a forward's seconds on one device: max(FLOPs / peak, moved / bandwidth) + Σ amount / rate.
+
+    Amounts may be symbolic. Seconds and formulas are both made of these, so that a new term is stated here alone.
+    """
+
+    peak: float
+    """FLOP/s."""
+    moved_bytes: int
+    bytes_per_s: float
+    more: tuple[tuple[int, float], ...] = ()
+    """(amount, rate) of what takes time of its own."""
+
+    def seconds(self, num_flops: float) -> float:
+        """Return the seconds, without the latency, of so many FLOPs at the full rate."""
+        found = max(num_flops / self.peak, self.moved_bytes / self.bytes_per_s)
+        return found + sum(amount / rate for amount, rate in self.more)
+
+
+def forward_terms(
+    call: Call,
+    op: OpRule,
+    num_bytes: tuple[int, int],
+    hardware: Hardware,
+    bytes_per_s: float,
+    implementation: Implementation = ATEN,
+    local: LocalSizes = NO_SIZES,
+) -> ForwardTerms:
+    """Return the terms of a call that reads and writes `num_bytes` on a device; `local` are its sizes of factors.
+
+    What the call reads and writes in elementwise operations other than its products takes time of its own; it is left
+    out where no sizes are given.
+    """
+    more = (
+        ((op.elementwise_bytes(call, local), hardware.elementwise_bytes_per_s),)
+        if op.elementwise_bytes and local
+        else ()
+    )
+    moved = implementation.moved_bytes(op, call, local, *num_bytes)
+    return ForwardTerms(peak_flops(call, op, hardware, implementation), moved, bytes_per_s, more)
+
+
 def forward_seconds(
     call: Call,
     op: OpRule,
@@ -79,27 +123,22 @@ def forward_seconds(
     bytes_per_s: float,
     implementation: Implementation = ATEN,
     local: LocalSizes = NO_SIZES,
-    elementwise_bytes: int = 0,
 ) -> float:
     """Return the seconds of the forward of a call that takes each device as long as `num_flops` at its full rate (see
     `product_efficiency`), or as its bytes (see `bandwidth`).
 
-    `local` are the sizes of factors that the implementation reads. What the call reads and writes in elementwise
-    operations other than its products takes time of its own.
+    `local` are the sizes of factors that the implementation reads.
     """
     if is_view(call):
         return 0.0
-    inputs = sum(
-        local_elements(info, layout, sizes) * info.dtype.itemsize
-        for info, layout in zip(call.inputs, layouts[0], strict=True)
+    read, written = (
+        sum(
+            local_elements(info, layout, sizes) * info.dtype.itemsize for info, layout in zip(infos, given, strict=True)
+        )
+        for infos, given in zip((call.inputs, call.outputs), layouts, strict=True)
     )
-    outputs = sum(
-        local_elements(info, layout, sizes) * info.dtype.itemsize
-        for info, layout in zip(call.outputs, layouts[1], strict=True)
-    )
-    computing = num_flops / peak_flops(call, op, hardware, implementation)
-    forward = max(computing, implementation.moved_bytes(op, call, local, inputs, outputs) / bytes_per_s)
-    return forward + elementwise_bytes / hardware.elementwise_bytes_per_s + hardware.op_latency_s
+    terms = forward_terms(call, op, (read, written), hardware, bytes_per_s, implementation, local)
+    return terms.seconds(num_flops) + hardware.op_latency_s
 
 
 def backward_share(call: Call, op: OpRule) -> float:
@@ -149,7 +188,6 @@ def _needed(call: Call) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _marks(op: OpRule, num_inputs: int) -> tuple[str, ...]:
-    """Return the marks of a rule's inputs."""
     return tuple(term.mark for term in Rule.parse(op.rule).inputs) if op.rule else ("?",) * num_inputs
 
 

@@ -1,4 +1,4 @@
-"""State that an optimizer keeps per parameter and the bytes it moves, including float32 master copies if requested.
+"""Optimizer state per parameter and the bytes that a step moves, including float32 master copies if requested.
 
 adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 with master copies
 adamw-8bit   two moments of one byte, a float32 scale per block of 256 and a table of its values (Dettmers et al., ICLR
@@ -141,14 +141,14 @@ class Optimizer:
         short, long = sorted(info.shape)
         return moment * self.rank * (short + 2 * long) / (short * long)
 
-    def kept(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
+    def state_of(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
         """Return the bytes of state per element of a parameter, on the device or the host, by name."""
         each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
         return {name: size for name, size in each.items() if size}
 
-    def kept_bytes(self, name: str, info: TensorInfo, elements: Elements, matrix: bool = False) -> Elements:
-        """Return the bytes on a device of the state `name` (see `kept`), for so many elements of a parameter."""
-        found = np.ceil(elements * self.kept(info, matrix)[name]).astype(np.int64)
+    def state_bytes_of(self, name: str, info: TensorInfo, elements: Elements, matrix: bool = False) -> Elements:
+        """Return the bytes on a device of the state `name` (see `state_of`), for so many elements of a parameter."""
+        found = np.ceil(elements * self.state_of(info, matrix)[name]).astype(np.int64)
         if self.name != "adamw-8bit" or name != "optimizer":
             return found
         in_8_bits = (elements >= SMALLEST) & (elements % BLOCK == 0)

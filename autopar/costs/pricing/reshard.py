@@ -223,7 +223,7 @@ def reshard_table(
     if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
     in_buckets = _led_by(leading, _all_pairs(following))
-    if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
+    if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is saved for the backward
         ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
 

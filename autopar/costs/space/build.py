@@ -38,7 +38,7 @@ from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
 from autopar.ir.program.program import Program, TensorInfo, tensor_inputs
 from autopar.ir.program.saved_tensors import backward_needs, saved_in
 from autopar.ir.sharding.constraint import is_constraint
-from autopar.ir.sharding.layout import Layout, P, S, Z, dealt_in, replicated
+from autopar.ir.sharding.layout import Layout, S, Z, dealt_in, replicated
 from autopar.ir.sharding.mesh import Mesh
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
@@ -306,8 +306,8 @@ class _Builder:
         decisions = self.space.decisions
         origin = decisions[source[0]]
         consumers = tuple(dict.fromkeys((decisions[use.decision].menu, use.position) for use in uses))
-        layouts = _hub_layouts(tensor, (origin.menu, source[1]), consumers, self.space.mesh)
-        hub = self.space.add(Decision(name, "hub", hub_menu(layouts, _moved_together(consumers)), origin.node, {}))
+        menu = hub_menu(tensor, (origin.menu, source[1]), consumers, self.space.mesh)
+        hub = self.space.add(Decision(name, "hub", menu, origin.node, {}))
         self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
         return hub
 
@@ -332,33 +332,6 @@ class _Builder:
 
     def _connect(self, source: tuple[int, int], use: _Use, tensor: MovedTensor) -> None:
         self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
-
-
-@functools.lru_cache(maxsize=4096)
-def _hub_layouts(
-    tensor: MovedTensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
-) -> tuple[Layout, ...]:
-    """Return the layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
-
-    A weight goes on only in layouts that a consumer takes, and never as a partial sum, which would save nothing: shared
-    reshards of packed weights and biases stay small.
-    """
-    wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
-    if tensor.bucketed:
-        wanted = [layout for layout in wanted if P not in layout]
-    else:
-        wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
-    return tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
-
-
-@functools.lru_cache(maxsize=4096)
-def _moved_together(consumers: tuple[tuple[Menu, int], ...]) -> tuple[Layout, ...]:
-    """Return the layouts from which all consumers may move a tensor together."""
-    each = [
-        dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
-        for menu, position in consumers
-    ]
-    return tuple(layout for layout in each[0] if all(layout in other for other in each))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,6 +44,5 @@ def computing_seconds(strategy: Strategy, work: Work, mesh: Mesh, hardware: Hard
         bandwidth(op, bound, hardware),
         implementation,
         local,
-        op.elementwise_bytes(call, local) if op.elementwise_bytes else 0,
     )
     return forward + (implementation.launches(call, local) - 1) * hardware.op_latency_s

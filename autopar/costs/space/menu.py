@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.plans.strategy_names import MOVED_TOGETHER
+from autopar.costs.pricing.moves import MovedTensor
 from autopar.costs.pricing.operations import backward_share, gradient_sum_seconds, hidden_share
 from autopar.costs.pricing.reshard import Transfer, transfer_seconds
 from autopar.costs.space.computing import Work, computing_seconds
@@ -61,8 +62,30 @@ def whole_menu(layouts: tuple[Layout, ...]) -> Menu:
 
 
 @functools.lru_cache(maxsize=4096)
-def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
-    """Return the candidates of a shared reshard; from `shared` layouts all consumers move the tensor together."""
+def hub_menu(
+    tensor: MovedTensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
+) -> Menu:
+    """Return the candidates of a shared reshard, between an output of `source` and inputs of `consumers`.
+
+    These are the layouts there that the tensor can have. A weight goes on only in layouts that a consumer takes, and
+    never as a partial sum, which would save nothing: shared reshards of packed weights and biases stay small. From some
+    layouts all consumers move the tensor together.
+    """
+    wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
+    if tensor.bucketed:
+        wanted = [layout for layout in wanted if P not in layout]
+    else:
+        wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
+    layouts = tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
+    each = [
+        dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
+        for menu, position in consumers
+    ]
+    return _with_shared(layouts, tuple(layout for layout in each[0] if all(layout in other for other in each)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_shared(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
     plain = whole_menu(layouts)
     if not shared:
         return plain
@@ -73,7 +96,7 @@ def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
 
 @functools.lru_cache(maxsize=4096)
 def gathered_or_kept(menu: Menu) -> Menu:
-    """Return a weight's candidates, each that splits it twice: gathered again in the backward, or kept for it."""
+    """Return a weight's candidates, each that splits it twice: gathered again in the backward, or saved for it."""
     split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
     order = [*range(len(menu.strategies)), *split]
     strategies = (*menu.strategies, *(replace(menu.strategies[i], kept=True) for i in split))
@@ -260,7 +283,6 @@ def _dealt(choice: Choice, dims: DealtDims) -> Choice:
 
 
 def _zigzag(choices: Sequence[Choice]) -> frozenset[str]:
-    """Return the factors that some choice zigzag-shards."""
     dealt = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
     return frozenset(factor for choice in dealt for factor in choice.factors)
 

@@ -203,6 +203,5 @@ def _layers(space: Space) -> dict[str, str]:
 
 
 def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:
-    """Return the layer of the parameter that an edge moves."""
     source = space.decisions[wire.source].name
     return layers[space.weight_casts.get(source, source)]

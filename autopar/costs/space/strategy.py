@@ -38,7 +38,7 @@ class Strategy:
     regathering: Strategy | None = None
     """The same by the variant of the implementation that gathers again in the backward; None if it has none."""
     kept: bool = False
-    """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
+    """A parameter that is stored in parts: once gathered it is saved for the backward, not gathered again there."""
 
     def __str__(self) -> str:
         return strategy_name(self.choices, self.kept, self.implementation.name)

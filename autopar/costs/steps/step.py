@@ -3,7 +3,7 @@
 forward     calls in their order; what moves activations is waited for, as are gathers of weights, unless they are
             issued ahead of their layer (`prefetch`)
 backward    the same the other way: a segment is computed again when a backward first needs something of it, gathers
-            that run again are waited for when a call uses their value, weights are gathered again where a call kept
+            that run again are waited for when a call uses their value, weights are gathered again where a call saved
             them, gradients are reduced as soon as the last of a message is there, and left running
 host        what a segment saves is offloaded during the calls behind it, and is waited for when the segment after the
             next begins; it comes back when the backward of the segment behind it begins
@@ -330,7 +330,6 @@ class _Step:
         return max(place for each, place in self.places.items() if segment[each] == segment[number])
 
     def _backward_transfers(self) -> Iterator[Transfer]:
-        """All that moves in the backward."""
         for entry in self.entries:
             if isinstance(entry, Moved) and entry.wire.target not in self.unused:
                 yield from (each for each in entry.path.transfers if each.backward)

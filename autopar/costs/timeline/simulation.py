@@ -96,7 +96,6 @@ def _to_blame(
 
 
 def _rates(running: Sequence[Task], share: float) -> list[float]:
-    """Return the rate of each running task."""
     collectives = [task for task in running if task.stream != COMPUTE and not task.beside]
     load: dict[str, float] = defaultdict(float)
     for task in running:

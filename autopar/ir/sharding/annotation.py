@@ -6,7 +6,7 @@ tp=None             the output, or the stored parameter, is equal everywhere
 tp=Shard(0)         the same as 0, and Replicate() the same as None (torch.distributed.tensor)
 slices=((2, 1), …)  a tuple per tensor input with the number of slices of each dim (MindSpore's shard)
 storage="dp"        parameters are stored split over the axis, along whichever dim (ZeRO-3, FSDP)
-regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False keeps them (ZeRO-2)
+regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False saves them (ZeRO-2)
 stage=1             the calls of a module run on this stage of the pipeline (autopar/planning/pipeline/stages/pins.py),
 from 0 on
 

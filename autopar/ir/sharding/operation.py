@@ -145,6 +145,10 @@ class Implementation:
         """Return the floating point operations of the forward; None: an equal part of the whole call's."""
         return None
 
+    def note(self, call: Call, sizes: LocalSizes, where: str) -> str:
+        """Return what a plan notes of the call in the module `where`; "" for nothing."""
+        return ""
+
     def launches(self, call: Call, sizes: LocalSizes) -> int:
         """Return the number of operations that the forward starts."""
         return 1

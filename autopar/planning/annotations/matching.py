@@ -74,7 +74,6 @@ class Catalog:
         return None
 
     def _node(self, name: str) -> Found | None:
-        """One node, by its name in the graph."""
         number = self.space.index.get(name)
         kind = None if number is None else self.space.decisions[number].kind
         if number is not None and kind == "call":
@@ -153,7 +152,6 @@ def _unique(numbers: list[int]) -> tuple[int, ...]:
 
 
 def _users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The users of a node, looking through `getitem`."""
     for user in node.users:
         if user.op == "call_function" and not is_call(user):
             yield from user.users

@@ -8,7 +8,7 @@ from autopar.costs.memory.model import MemoryModel
 
 
 def least_stored(memory: MemoryModel) -> int:
-    """Return the least bytes that parameters, master copies, states of the optimizer and kept gradients take on a
+    """Return the least bytes that parameters, master copies, states of the optimizer and resident gradients take on a
     device.
     """
     total = 0

@@ -58,7 +58,7 @@ ENOUGH = 1e-3  # of the seconds: default optimality gap if a smaller one is expe
 WIDELY = 5e-3  # of the seconds: default optimality gap at high treewidth
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
-FAR = 2e-3  # of the seconds: an answer further from the best is no help; at high treewidth a nearer one is a good start
+FAR = 2e-3  # of the seconds: an answer further from the best is no help; a nearer one is a good start
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 

@@ -103,7 +103,6 @@ class Asked:
         return [self._answer_of(smallest, limit)] if smallest.peak_bytes <= limit else []
 
     def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
-        """Return the choices of decisions, and modes of segments."""
         count = len(self.formulation.space.decisions)
         return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
 

@@ -349,7 +349,6 @@ def _moved(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def _primes(number: int) -> Iterable[int]:
-    """Return the prime factors of a number, each once."""
     found, rest = [], number
     for each in range(2, number + 1):
         if each * each > rest and rest > 1:

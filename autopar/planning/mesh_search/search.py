@@ -277,7 +277,6 @@ def cutoff_of(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
 
 
 def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
-    """Return the number of pipelines that have a plan."""
     return sum(pipeline in mesh.axes and each.found is not None for mesh, each in found.items())
 
 

@@ -121,7 +121,7 @@ class Memory(Group):
             )
         if self.offloads_activations and self.recompute not in ("auto", "none"):
             raise InputError(
-                f"Memory(offload={self.offload!r}) sends what layers keep for their backward to the host, and "
+                f"Memory(offload={self.offload!r}) sends what layers save for their backward to the host, and "
                 f'Memory(recompute={self.recompute!r}) has them keep next to nothing; give Memory(recompute="auto") '
                 'or Memory(recompute="none").'
             )

@@ -60,7 +60,7 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
 
 
 def _name(strategy: Strategy, is_chosen: bool) -> str:
-    """Return the name of a strategy: one for a weight that is gathered again and one that is kept, unless that is
+    """Return the name of a strategy: one for a weight that is gathered again and one that is saved, unless that is
     chosen.
     """
     return str(strategy if is_chosen else replace(strategy, kept=False))

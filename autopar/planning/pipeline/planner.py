@@ -91,7 +91,6 @@ def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
 
 
 def _planned(request: PipelineRequest) -> PipelinePlan:
-    """Return the best plan, given what is offloaded."""
     deadline = after(request.settings.search.time_limit)
     before = seconds_until(deadline)
     planned = planned_blocks(request, request.schedule.num_stages)

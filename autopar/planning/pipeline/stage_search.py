@@ -8,7 +8,7 @@ budgets). Stages of equal structure have the same choices, so that a result for 
     in flight f, budget M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
     does not fit in M with f                      does not fit in M' <= M with f' >= f
 
-The search for choices limits the peak alone, which gives a lower bound. If its result keeps too much while other stages
+The search for choices limits the peak alone, which gives a lower bound. If its result saves too much while other stages
 run, the search is repeated with a lower limit on the peak.
 
 A stage is first planned with a large optimality gap, which gives choices that fit and a bound; both come soon and are
@@ -68,7 +68,7 @@ Most stages take less than a hundredth of it, and few of the others are planned.
 SHARE_OF_CLOSER = 0.2
 """The same for each that is planned within the tolerance where its first plan was not."""
 TIGHTER = 0.97
-"""Share of the last limit on the peak that the next one is at most, if choices keep too much."""
+"""Share of the last limit on the peak that the next one is at most, if choices save too much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +236,7 @@ class StageSearch:
         return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
 
     def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
-        """Return the best choices within a gap, which keep no more than they may while others run."""
+        """Return the best choices within a gap, which save no more than they may while others run."""
         room = self.rooms[stage]
         found = self._within(space, pins, stage, gap, None if room is None else room.peak)
         if room is None:

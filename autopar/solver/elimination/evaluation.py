@@ -91,7 +91,6 @@ def _product(one: Floats, other: Floats) -> Floats:
 
 
 def _add_into(total: Floats, parts: Sequence[Floats]) -> Floats:
-    """Add broadcast parts up in place."""
     if len(parts) == 1:
         total[...] = parts[0]
         return total

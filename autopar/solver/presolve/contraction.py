@@ -118,7 +118,6 @@ class _State:
         return found
 
     def _pairs(self, one: int, other: int, edges: list[int]) -> tuple[Integers, Integers] | None:
-        """Return the pairs that are allowed, if they are few."""
         tables = [(self.edges[number].seconds, self.edges[number].ends[0] == one) for number in edges]
         key = (
             "pairs",
@@ -154,7 +153,6 @@ class _State:
     def _joined(
         self, nodes: tuple[Node, Node], edges: list[Edge], rows: dict[int, Integers], pairs: tuple[Integers, Integers]
     ) -> Node:
-        """Return the costs of all allowed pairs."""
         parts = tuple((id(each.seconds), id(each.num_bytes)) for each in (*nodes, *edges))
         places = tuple(tuple(list(rows).index(end) for end in edge.ends) for edge in edges)
         key = "node", id(pairs), parts, places

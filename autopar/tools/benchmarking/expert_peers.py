@@ -153,5 +153,4 @@ def _install(stacked: Sequence[Any], mesh: DeviceMesh, same_batch: DeviceMesh, i
 
 
 def _own_part(weight: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the experts of this rank."""
     return weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()

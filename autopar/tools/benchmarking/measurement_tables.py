@@ -72,7 +72,6 @@ def _losses(each: Measurement) -> str:
 
 
 def _shortened(reason: str) -> str:
-    """Return a reason in one line."""
     line = " ".join(reason.split())
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]} …"
 

@@ -118,7 +118,6 @@ class Timer:
         return torch.tensor(self._slowest(times), dtype=torch.float64).reshape(-1, len(calls))
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of all ranks' values, one by one."""
         slowest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()

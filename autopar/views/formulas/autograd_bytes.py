@@ -42,7 +42,7 @@ def hidden_bytes(decision: Decision, call: Call, shapes: Shapes, num_bytes: int,
             names = [BATCH] * i + [SEQUENCE] * j
             grown = Size.of(math.prod(Size.symbol(name, symbols[name]) for name in names))
             terms.append(grown.polynomial * _coefficient(value / int(grown), largest))
-    # Asked of contiguous inputs; of those that lie otherwise in memory, copies are kept.
+    # Asked of contiguous inputs; of those that lie otherwise in memory, copies are saved.
     copies = num_bytes - (values[0][0] or 0)
     terms.append(elements.polynomial * Fraction(copies, int(elements)))
     return Size.make(num_bytes, Polynomial.sum(terms))

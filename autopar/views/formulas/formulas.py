@@ -111,6 +111,13 @@ class _Work:
     """Seconds of the whole call on one device, without the latency."""
 
 
+def _seconds_formula(terms: operations.ForwardTerms, computing: str) -> str:
+    """Return `ForwardTerms.seconds` in symbols, given those of the FLOPs at the full rate."""
+    text = f"Max(({computing})/{terms.peak!r}, ({Size.of(terms.moved_bytes).polynomial})/{terms.bytes_per_s!r})"
+    more = [f"({Size.of(amount).polynomial})/{per_second!r}" for amount, per_second in terms.more]
+    return f"({' + '.join((text, *more))})" if more else text
+
+
 class _Ledger:
     """Sums of one plan, filled by one walk over its decisions and one over its edges."""
 
@@ -170,7 +177,6 @@ class _Ledger:
         return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
-        """Return the tensors that a decision takes and makes."""
         if decision.menu.call is None:
             return [(decision.node.name, 0)]
         made = [(decision.name, position) for position in range(len(decision.menu.call.outputs))]
@@ -185,7 +191,7 @@ class _Ledger:
         each = {
             "parameter_bytes": info.dtype.itemsize,
             "gradient_bytes": info.dtype.itemsize if info.requires_grad else 0,
-            "optimizer_bytes": sum(optimizer.kept(info, matrix).values()),
+            "optimizer_bytes": sum(optimizer.state_of(info, matrix).values()),
         }
         if optimizer.offload is not None:
             each["host_bytes"] = each.pop("optimizer_bytes") + each["gradient_bytes"] * optimizer.sends_gradients
@@ -271,15 +277,10 @@ class _Ledger:
         else:
             flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(strategy.num_parts(axes))
         hardware = self.space.hardware
-        peak = operations.peak_flops(call, op, hardware, chosen)
         read, written = num_bytes
-        moved = Size.of(chosen.moved_bytes(op, call, local, read, written)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
-        computing = full_rate_formula(flops, op, bound, local, hardware, chosen)
-        roofline = f"Max(({computing})/{peak!r}, ({moved})/{speed!r})"
-        if op.elementwise_bytes is not None:
-            beside = Size.of(op.elementwise_bytes(call, local)).polynomial
-            roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
+        terms = operations.forward_terms(call, op, (read, written), hardware, speed, chosen, local)
+        roofline = _seconds_formula(terms, full_rate_formula(flops, op, bound, local, hardware, chosen))
         hidden = operations.hidden_share(chosen, hardware, call, local)
         return _Work(
             flops,
@@ -296,11 +297,10 @@ class _Ledger:
         read, written = (
             sum(Size.of(i.num_elements) * i.dtype.itemsize for i in infos) for infos in (call.inputs, call.outputs)
         )
-        moved = Size.of(op.moved_bytes(read, written)).polynomial
         flops = Size.of(operations.flops(call, op, bound)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
-        computing = full_rate_formula(flops, op, bound, bound.sizes, hardware)
-        return f"Max(({computing})/{operations.peak_flops(call, op, hardware)!r}, ({moved})/{speed!r})"
+        terms = operations.forward_terms(call, op, (read, written), hardware, speed)
+        return _seconds_formula(terms, full_rate_formula(flops, op, bound, bound.sizes, hardware))
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
         """Return a key, equal for edges with equal terms."""
@@ -361,7 +361,6 @@ class _Ledger:
         return f"({Polynomial.of(num_bytes)})/{hardware.memory_bytes_per_s!r} + {hardware.op_latency_s!r}"
 
     def _rate(self, collective: str, axis: str) -> str:
-        """Return the name of a rate, which is kept."""
         name = rate_name(collective, axis)
         if name not in self.rates:
             self.rates[name] = rate(collective, axis, self.space.mesh, self.space.hardware)

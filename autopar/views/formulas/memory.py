@@ -260,7 +260,7 @@ class _Moment:
         return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
 
     def _of_mode(self, number: int, kept: Modes | None, rerun: Modes | None, choices: tuple[int, ...]) -> int:
-        """Return the bytes at the moment of what a decision keeps, in the mode of its segment."""
+        """Return the bytes at the moment of what a decision saves, in the mode of its segment."""
         there = self.at.of_modes(self.memory, number, kept, rerun)
         return 0 if there is None else int(there[mode_of(self.memory, number, self.modes, len(there))][choices])
 
@@ -298,7 +298,7 @@ class _Moment:
         return self.modes.get(self.memory.lifetimes.segment[number]) == OFFLOAD
 
     def _kept_on(self, wire: Wire, kept: int) -> Size:
-        """Return the size of a tensor of which an edge keeps so many bytes, as it arrives or as it was before."""
+        """Return the size of a tensor of which an edge saves so many bytes, as it arrives or as it was before."""
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
         unmoved = self.memory.kinds(wire)[self.choices[wire.source], self.choices[wire.target]] <= SLICED
         before, after = (
@@ -354,7 +354,7 @@ class _Moment:
         return decision.menu.strategies[self.choices[self.space.index[decision.name]]]
 
     def _wire(self, wire: Wire) -> None:
-        """A tensor that is kept for its consumer, a weight that is gathered, and a gradient that is to be reduced."""
+        """A tensor that is saved for its consumer, a weight that is gathered, and a gradient that is to be reduced."""
         memory, count = self.memory, self.repetition.of_wire(wire)
         ends, place = (self.choices[wire.source], self.choices[wire.target]), memory.lifetimes.position[wire.target]
         if place >= len(memory.lifetimes.calls):

@@ -106,7 +106,6 @@ def label(space: Space, number: int) -> str:
 
 
 def _tensor(space: Space, wire: Wire) -> str:
-    """Return the tensor on an edge, named by its producer."""
     while space.decisions[wire.source].kind == "hub":
         wire = space.inbound[wire.source, 0]
     source = space.decisions[wire.source]
@@ -288,7 +287,6 @@ def _alternative(
 
 
 def _brief(reason: str) -> str:
-    """Return the first statement of a reason."""
     return reason.partition(";")[0].partition(". ")[0]
 
 

@@ -91,7 +91,6 @@ def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mappin
 
 
 def _against_pins(plan: Plan, context: PlanContext, choices: tuple[int, ...]) -> Iterator[str]:
-    """Choices that the pins forbid."""
     for number, mask in context.pins.items():
         if not mask[choices[number]]:
             name = context.space.decisions[number].name

@@ -70,7 +70,6 @@ def _computed(row: PlanRow, phase: str, seconds: float) -> Task:
 
 
 def _moves(row: PlanRow, moved: Iterable[Moved]) -> list[Task]:
-    """Return a task per collective of a row."""
     return [
         Task(
             *(each.collective, each.axis, each.seconds, "backward" if each.backward else "forward"),

@@ -125,7 +125,6 @@ def _stage_cells(plan: PipelinePlan) -> list[list[str]]:
 
 
 def _numbers() -> list[int]:
-    """Return the columns of numbers."""
     return [column for column, name in enumerate(HEADERS) if name != "blocks"]
 
 

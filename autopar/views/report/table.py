@@ -228,7 +228,6 @@ def _shortened(path: str, width: int) -> str:
 
 
 def _moved(transfers: Transfers) -> str:
-    """Transfers as text, one a line."""
     return ",\n".join(
         f"{collective} {axis} {format_bytes(num_bytes)}" for collective, axis, num_bytes in _summed(transfers)
     )

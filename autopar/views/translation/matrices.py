@@ -151,7 +151,6 @@ class _Walk:
         return kept, tuple(sorted(tied))
 
     def _also(self, names: frozenset[str]) -> Iterator[str]:
-        """Return the further names of parameters."""
         return (alias for alias, first in self.space.program.tied.items() if first in names)
 
     def chain(self, start: int, rows: set[int]) -> _Chain:

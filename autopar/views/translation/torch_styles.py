@@ -65,7 +65,7 @@ def _shards(plan: Plan) -> tuple[dict[str, bool], tuple[str, ...]]:
         if row.kind == "parameter":
             freed[layer_of(row.module)].append(not plan.is_kept(row.name))
     mixed = tuple(
-        f"{module or 'the root'}: {len(each) - sum(each)} of {len(each)} weights kept for the backward, here as most"
+        f"{module or 'the root'}: {len(each) - sum(each)} of {len(each)} weights saved for the backward, here as most"
         for module, each in freed.items()
         if 0 < sum(each) < len(each)
     )

@@ -46,7 +46,7 @@ def torchtitan_args(plan: Plan) -> TorchtitanArguments:
 def _reshard(plan: Plan, lost: list[str]) -> str:
     kept = Counter(plan.is_kept(row.name) for row in plan.rows if row.kind == "parameter" and "S(" in row.layout)
     if kept[True] and kept[False]:
-        lost.append(f"{kept[True]} of {kept.total()} weights in parts are kept for the backward, here those of most")
+        lost.append(f"{kept[True]} of {kept.total()} weights in parts are saved for the backward, here those of most")
     return "never" if kept[True] > kept[False] else "always"
 
 

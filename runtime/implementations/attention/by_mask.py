@@ -101,7 +101,6 @@ class _ByMask:
 
 
 def _of(vector: Tensor, pieces: Sequence[Piece], unmoved: Sequence[Piece]) -> Tensor:
-    """Return the elements of some keys."""
     if tuple(pieces) == tuple(unmoved):
         return vector
     around = [next(u for u in unmoved if u.first <= each.first and each.end <= u.end) for each in pieces]

@@ -1,7 +1,7 @@
 """Ring self-attention: a rank has whole rows of scores, to which keys come around a ring of ranks, and then values.
 
 As Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective" (2021), have it. The softmax of the
-rows, queries of this rank by all keys, is kept for the backward; no log-sum-exp merges blocks.
+rows, queries of this rank by all keys, is saved for the backward; no log-sum-exp merges blocks.
 
 Legend: B heads of keys, of all samples, N the rows of one: queries of all heads that share it, T all keys, D features.
 """

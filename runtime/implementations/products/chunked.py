@@ -2,7 +2,7 @@
 
 A rank has some rows of the input and some columns of the weight: it gathers the rows of all ranks. Or it has some
 features of all rows, and the rows of the weight that go with them: it reduces all rows of the result, and has its own.
-The backward of either has the collective of the other. Gathered rows are kept for the weight's gradient, or (`again`)
+The backward of either has the collective of the other. Gathered rows are saved for the weight's gradient, or (`again`)
 gathered once more for it, whole. With `whole` the forward gathers them whole, too.
 
 Where a group of GPUs has symmetric memory, kernels of torch do this rank by rank (`fused`): `_way` decides.
@@ -178,7 +178,7 @@ class _Reduced:
 def _products_of_gathered(
     part: Tensor, way: _Way, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the rows of all ranks, where they are to be kept, and their product by each weight [O, K], with its
+    """Return the rows of all ranks, where they are to be saved, and their product by each weight [O, K], with its
     bias.
     """
     whole, products = way.chunks.whole(), [way.chunks.whole() for _ in weights]
@@ -203,7 +203,7 @@ def _fused_products_of_gathered(
 def _products(
     x: Tensor, way: _Way, operands: Sequence[Tensor | None], keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the rows of all ranks, if they are to be kept, and their product by each weight, each followed by its
+    """Return the rows of all ranks, if they are to be saved, and their product by each weight, each followed by its
     bias.
     """
     products_of = _fused_products_of_gathered if way.fused else _products_of_gathered

@@ -36,7 +36,7 @@ def is_fused(x: Tensor, axis: Axis, zigzag: bool) -> bool:
 def gather_and_multiply(
     x: Tensor, matrices: Sequence[Tensor], axis: Axis, dim: int, keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """x [M, K] of this rank, matrices [K, O] → all rows along `dim` [n·M, K], if to be kept, and [n·M, O] of each."""
+    """x [M, K] of this rank, matrices [K, O] → all rows along `dim` [n·M, K], if to be saved, and [n·M, O] of each."""
     count("all_gather", axis, x.numel() * x.itemsize * axis.size)
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, list(matrices), dim, axis.group, return_A=keep)
     # They lie in memory as their ranks come one after the other, which a graph of contiguous products does not expect.

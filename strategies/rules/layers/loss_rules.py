@@ -91,7 +91,7 @@ class VocabularyParallelLoss(Implementation):
     def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
         """Return the bytes of logits of half precision in float32; of wider ones those of PyTorch's probabilities.
 
-        PyTorch's own loss runs, and keeps them, if no axis splits the classes. Otherwise the gradient is made in the
+        PyTorch's own loss runs, and saves them, if no axis splits the classes. Otherwise the gradient is made in the
         memory that the backward works on.
         """
         itemsize, elements = call["self"].dtype.itemsize, math.prod(sizes[name] for name in self.dims)

@@ -2,7 +2,7 @@
 
 Keys travel around the ranks until each has the whole rows of scores of its queries, then values do (Li et al.,
 "Sequence Parallelism: Long Sequence Training from System Perspective", 2021). Scores are written out, those that a mask
-hides, too, and their softmax is kept for the backward. There values and keys travel once more, and the gradients of
+hides, too, and their softmax is saved for the backward. There values and keys travel once more, and the gradients of
 all keys and values, of which each rank has a part of the sum, are reduce-scattered.
 """
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.console.units import format_bytes
 from autopar.ir.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, rows_of_tiles, wide
 from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import WHOLE
@@ -80,6 +81,16 @@ class TiledLoss(Implementation):
             return rows * (classes + features) * size
         product = classes * features * narrow * weight.requires_grad
         return max(rows * classes * (size + narrow), rows * classes * narrow + max(product, rows * features * narrow))
+
+    def note(self, call: Call, sizes: LocalSizes, where: str) -> str:
+        """Return the number of tiles, their rows, and the bytes of logits that remain."""
+        tiles = rows_of_tiles(_num_rows(call, sizes), self.number)
+        row_bytes = sizes[CLASSES] * call["hidden"].dtype.itemsize
+        return (
+            f"the loss of {where or 'the forward'} is taken in {len(tiles)} tile{'s' * (len(tiles) > 1)} of {tiles[0]} "
+            f"rows: {format_bytes(tiles[0] * row_bytes)} of logits at a time on each device, of "
+            f"{format_bytes(sum(tiles) * row_bytes)}."
+        )
 
     def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
         """Return the bytes of the gradients of those that need one, and of a mean's count."""

@@ -1,6 +1,6 @@
 """An MLP in tiles of rows: samples, positions and hidden features may be split, features not.
 
-Parts of the hidden features give parts of a sum, as the two products of Megatron-LM do. Nothing is kept for the
+Parts of the hidden features give parts of a sum, as the two products of Megatron-LM do. Nothing is saved for the
 backward but inputs; there hidden activations are computed again, a tile of which is all that is worked on. (Program
 operator: `ir.program.operators.mlp_in_tiles`, whose legend holds here.)
 """

@@ -6,10 +6,10 @@
 as between blocks of which positions are split (Korthikanti et al., "Reducing Activation Recomputation", 2022; Wang et
 al., "Overlap Communication with Dependent Computation via Decomposition", 2023; PyTorch's async tensor parallelism).
 Rows are those of the last dim before the features: positions. Collectives and bytes are those of the plain gather, or
-reduction, and of its backward: gathered rows are kept for that, as there. Calls that share an input, as queries,
-keys and values do, gather it once, all of them or none: its traffic and what is kept of it are the first one's.
+reduction, and of its backward: gathered rows are saved for that, as there. Calls that share an input, as queries,
+keys and values do, gather it once, all of them or none: its traffic and what is saved of it are the first one's.
 
-    rows + o, again    the input is gathered whole; a rank keeps its own rows, and gathers the others again in the
+    rows + o, again    the input is gathered whole; a rank saves its own rows, and gathers the others again in the
                        backward, overlapped with the input's gradient, whose reduction overlaps with the weight's
 
 as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, offered under a name of its own. In a
@@ -98,7 +98,7 @@ class InChunks(Implementation):
     regathers: bool = False
     """True if gathered rows are gathered again in the backward."""
     follows: bool = False
-    """True if the gathered input comes with that of another call, which keeps it."""
+    """True if the gathered input comes with that of another call, which saves it."""
 
     @property
     def keywords(self) -> Mapping[str, int]:
@@ -142,13 +142,13 @@ class InChunks(Implementation):
         return op.moved_bytes(inputs, outputs) + sum(moved) + weight * (len(moved) - 1)
 
     def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
-        """Return the bytes of gathered rows, for the weight's gradient, if this call gathers and keeps them."""
+        """Return the bytes of gathered rows, for the weight's gradient, if this call gathers and saves them."""
         if self.follows or self.regathers:
             return 0
         return sum(_moved(call, sizes)) if _gathers(sizes) and call.inputs[1].requires_grad else 0
 
     def unkept(self, call: Call, sizes: LocalSizes) -> frozenset[int]:
-        """Return the position of this rank's rows, if the gathered rows, which contain them, are kept."""
+        """Return the position of this rank's rows, if the gathered rows, which contain them, are saved."""
         return frozenset({0}) if _gathers(sizes) and not self.regathers else frozenset()
 
     def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:

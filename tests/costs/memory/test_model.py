@@ -130,12 +130,12 @@ def test_an_optimizer_takes_its_bytes_per_element(
 
 def test_moments_of_8_bits_are_whole_where_a_device_has_few_elements_or_no_full_blocks() -> None:
     info, elements = TensorInfo((4,), torch.bfloat16, True), np.array([4095, 4096, 4097, 8192, 256])
-    found = Optimizer("adamw-8bit").kept_bytes("optimizer", info, elements)
+    found = Optimizer("adamw-8bit").state_bytes_of("optimizer", info, elements)
     tables = 2 * 256 * 4
     assert found.tolist() == [4 * 4095, 4096 * 65 // 32 + tables, 4 * 4097, 8192 * 65 // 32 + tables, 4 * 256]
     beside = Optimizer("adamw-8bit", master_copies=True)
-    assert beside.kept_bytes("optimizer", info, elements)[0] == 8 * 4095
-    assert beside.kept_bytes("master copies", info, elements)[0] == 4 * 4095
+    assert beside.state_bytes_of("optimizer", info, elements)[0] == 8 * 4095
+    assert beside.state_bytes_of("master copies", info, elements)[0] == 4 * 4095
 
 
 def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:

@@ -11,11 +11,11 @@ import pytest
 
 import autopar
 from autopar.capture.export import Traced, trace
-from autopar.compiler import offline_planner
 from autopar.costs.hardware.load import load
 from autopar.costs.space.space import Space
 from autopar.errors import TimeLimitError
 from autopar.planning import planner
+from autopar.planning import request as plan_request
 from autopar.planning.memory_limit import memory_limit
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
@@ -103,7 +103,7 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
         ends.append(deadline.after(1000.0))
         return best_within(*args)
 
-    monkeypatch.setattr(offline_planner, "trace", slowly)
+    monkeypatch.setattr(plan_request, "trace", slowly)
     monkeypatch.setattr(planner, "best_within", within)
     autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), search=autopar.Search(time_limit=time_limit))
     assert ends == [until]

@@ -65,7 +65,7 @@ def test_each_micro_batch_in_flight_has_its_own_on_the_host(tmp_path: Path) -> N
     assert not away.notes
     within = planned(offload="activations", memory=away.peak_bytes)
     (note,) = [each for each in within.notes if "on the host" in each]
-    assert note.startswith("what layers keep for their backward is on the host") and "without a limit takes" in note
+    assert note.startswith("what layers save for their backward is on the host") and "without a limit takes" in note
     assert "of its memory per device" in str(away)
     away.save(tmp_path / "plan.json")
     assert PipelinePlan.load(tmp_path / "plan.json") == away
@@ -94,7 +94,7 @@ def test_a_host_is_shared_by_the_devices_of_all_stages() -> None:
     said: dict[str, Any] = {"offload": "both", "strategy": "zero3", "optimizer": "adamw"}
     less = planned({"pp": 2, "dp": 2}, host_memory=needed - 1, **said)
     assert 0 < less.host["activations"] < both.host["activations"] and 4 * less.host_bytes < needed
-    assert any("the host has room for what 3 layers of a stage keep" in note for note in less.notes)
+    assert any("the host has room for what 3 layers of a stage save" in note for note in less.notes)
     state = 4 * (both.host_bytes - both.host["activations"])
     with pytest.raises(
         InfeasibleError, match=rf"\({needed} bytes\) for the 4 that share a host, but Memory.host_limit=…. is"

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture.export import Traced
-from autopar.compiler import whole as whole_model
 from autopar.planning import request
+from autopar.planning import request as plan_request
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -64,7 +64,7 @@ def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytes
             return run
 
         for module, name in (
-            (whole_model, "trace"),
+            (plan_request, "trace"),
             (Traced, "program"),
             (request, "build_space"),
             (request, "best_plan_of"),

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.capture.export import Traced
-from autopar.compiler import whole as whole_model
 from autopar.planning import request
+from autopar.planning import request as plan_request
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -61,7 +61,7 @@ def without_simulation(mode: Any) -> contextlib.ExitStack:
 
     stack = contextlib.ExitStack()
     for module, name in (
-        (whole_model, "trace"),
+        (plan_request, "trace"),
         (Traced, "program"),
         (request, "build_space"),
         (request, "best_plan_of"),

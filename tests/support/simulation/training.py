@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture.export import Traced
-from autopar.compiler import whole as whole_model
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.planning import request
+from autopar.planning import request as plan_request
 from autopar.runtime.module.executable import Executable
 from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -186,7 +186,7 @@ def planning_alone(
     pins_of, executable_of = request.pins_of, Executable.of
     with contextlib.ExitStack() as stack:
         for module, name in (
-            (whole_model, "trace"),
+            (plan_request, "trace"),
             (Traced, "program"),
             (request, "build_space"),
             (request, "best_plan_of"),

@@ -142,7 +142,6 @@ class PartHome(torch.autograd.Function):
 
 
 def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
-    """Return the slot of each row, where slots without one have -1."""
     slots = torch.argsort(route_TK.flatten())
     return slots[slots.shape[0] - num_rows :]
 

@@ -1,11 +1,11 @@
-"""An MLP in tiles of rows, so that its hidden activations are never all there at once, and none is kept.
+"""An MLP in tiles of rows, so that its hidden activations are never all there at once, and none is saved.
 
     mlp_in_tiles(x, up, up_bias, gate, gate_bias, down, down_bias, activation, tiles) -> y
 
     y = down(activation(up(x)))             without a gate
     y = down(activation(gate(x)) · up(x))   with one
 
-The forward keeps its inputs alone. The backward computes hidden activations again, of one tile after the other, and
+The forward saves its inputs alone. The backward computes hidden activations again, of one tile after the other, and
 adds up the gradients of the weights over tiles, in float32 or wider. It is known as a tiled MLP (Bekman et al., "Arctic
 Long Sequence Training", 2025; DeepSpeed's TiledMLP), or as chunked feed-forward layers (Kitaev et al., "Reformer",
 2020). `capture.tiles.mlp` finds the places of this operator in a model's graph. Legend:

@@ -34,7 +34,7 @@ class Option:
 
     @property
     def kept(self) -> float:
-        """Activations that the fullest rank keeps, as a share of what its layers keep for the whole batch."""
+        """Activations that the fullest rank saves, as a share of what its layers save for the whole batch."""
         return float(_kept(self.schedule, self.in_flight))
 
 
@@ -103,27 +103,25 @@ def chunks_of(name: str | None, given: int | None) -> int:
 
 
 def _option(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Option:
-    """Return the schedule, simulated."""
     timeline = simulate(schedule, seconds)
     in_flight = tuple(schedule.in_flight(stage) for stage in range(schedule.num_stages))
     return Option(schedule, timeline.seconds, timeline.bubble, in_flight)
 
 
 def _rank(option: Option) -> tuple[float, Fraction, int, int]:
-    """Fastest first; what float sums call different is not; then what keeps less, and what is simpler."""
+    """Fastest first; what float sums call different is not; then what saves less, and what is simpler."""
     schedule = option.schedule
     seconds = float(f"{option.seconds:.9g}")
     return seconds, _kept(schedule, option.in_flight), NAMES.index(schedule.name), schedule.num_microbatches
 
 
 def _kept(schedule: Schedule, in_flight: Sequence[int]) -> Fraction:
-    """Return the share of a batch's activations that the fullest rank keeps, if its stages keep equally much."""
+    """Return the share of a batch's activations that the fullest rank saves, if its stages save equally much."""
     most = max(sum(in_flight[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
     return Fraction(most, schedule.chunks * schedule.num_microbatches)
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

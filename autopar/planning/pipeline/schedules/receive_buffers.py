@@ -4,7 +4,7 @@ A buffer is allocated when its receive is posted. It is freed after the backward
 forward input is saved for that backward, and a gradient is what the backward starts from.
 
 Between two stages of one rank nothing is received. The later stage reads the tensor that the earlier one sent, which
-the earlier one holds as long as its own micro-batch is in flight. Only what the later stage keeps beyond that counts
+the earlier one holds as long as its own micro-batch is in flight. Only what the later stage saves beyond that counts
 here. The gradient that the later stage hands back counts as a received one.
 """
 

@@ -131,12 +131,12 @@ class Schedule:
 
     @property
     def updates_each(self) -> bool:
-        """True if every micro-batch updates the weights, and keeps the weights of its forward for its backward."""
+        """True if every micro-batch updates the weights, and saves the weights of its forward for its backward."""
         return self.name == "pipedream"
 
     @property
     def delays_updates(self) -> bool:
-        """True if a step runs on the weights before the last update, of which a second version is kept."""
+        """True if a step runs on the weights before the last update, of which a second version is resident."""
         return self.name == "pipedream_2bw"
 
     @property
@@ -165,10 +165,10 @@ class Schedule:
         return self.most_waiting(self.rank_of(stage), {stage: 1})
 
     def most_waiting(self, rank: int, each: Mapping[int, int]) -> int:
-        """Return the most that waits for its backward, weights included, on a rank of which stages keep `each` a
+        """Return the most that waits for its backward, weights included, on a rank of which stages save `each` a
         micro-batch.
 
-        Stages that `each` does not name keep nothing.
+        Stages that `each` does not name save nothing.
         """
         now = most = 0
         for step in self.orders[rank]:
@@ -236,7 +236,6 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 
 @cache
 def _orders(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Return the computations alone."""
     return tuple(tuple(step for step in each if step.kind in KINDS) for each in schedule.orders_with_receives)
 
 

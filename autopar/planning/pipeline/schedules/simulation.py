@@ -175,7 +175,6 @@ def _key(step: Action) -> Key:
 
 
 def _reads(step: Action, num_stages: int) -> list[Key]:
-    """Return the results that a computation waits for."""
     stage, microbatch = step.stage, step.microbatch
     if step.kind == "W":
         return [("I", stage, microbatch)]

@@ -123,7 +123,6 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _runs(calls: Sequence[Call], label: Callable[[fx.Node], str]) -> list[Run]:
-    """Runs of calls with one label."""
     runs: list[Run] = []
     for call in calls:
         if runs and runs[-1][0] == label(call[0]):

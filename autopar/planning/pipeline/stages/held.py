@@ -16,7 +16,7 @@ TRANSIENT = ("working set", "gathered weights")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of a stage; of a rank one stage is at its peak at most, while the others keep theirs."""
+    """Bytes of a stage; of a rank one stage is at its peak at most, while those of the others are resident."""
 
     kept: int
     """While others of its rank run: no less than that."""
@@ -86,10 +86,10 @@ def as_much(room: Room | None, other: Room | None) -> bool:
 def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Held:
     """Return the bytes that a stage holds by its choices.
 
-    While other stages run, it keeps all that its micro-batches in flight have saved, received and sent. It also keeps
-    all gradients, both those that accumulate and those that are being reduced. If no micro-batch follows the first
-    backward, gradients exist next to one micro-batch fewer. The kept bytes are at most the peak. They are at least the
-    part of the peak that does not end with the stage's run, as `PipelinePlan.rank_bytes` counts.
+    While other stages run, all that its micro-batches in flight have saved, received and sent is resident. So are all
+    gradients, both those that accumulate and those that are being reduced. If no micro-batch follows the first
+    backward, gradients exist next to one micro-batch fewer. The resident bytes are at most the peak. They are at least
+    the part of the peak that does not end with the stage's run, as `PipelinePlan.rank_bytes` counts.
     """
     peak, use, _ = memory_use(memory, choices, modes)
     runs = memory.microbatches

@@ -59,7 +59,6 @@ def allowed(
 
 
 def _annotated(blocks: Sequence[Block], annotation: Annotation, num_stages: int) -> list[_Pin]:
-    """Return a pin for every block with a call that the annotation is about."""
     if annotation.stage is None:
         return []
     if annotation.stage >= num_stages:

@@ -81,7 +81,6 @@ def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond
 
 
 def _sums(of_blocks: Sequence[float], first: np.ndarray, end: np.ndarray) -> Floats:
-    """Return the sums of blocks from one to another."""
     until = np.concatenate([[0.0], np.cumsum(of_blocks)])
     return until[end] - until[first]
 

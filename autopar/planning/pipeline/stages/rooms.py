@@ -3,7 +3,7 @@
 Stages take turns: while one runs, the others keep lasting state (parameters, gradients, optimizer state) and
 activations that wait for a backward. So they fit if, for each of them,
 
-    peak(stage) + sum over the others of kept(other)  <=  memory
+    peak(stage) + sum over the others of resident(other)  <=  memory
 
 at all moments: while one has the most micro-batches in flight, others have fewer (`Schedule.in_flight_at_once`). A
 stage of medium size is planned within several memory limits; these samples tell the value of memory. Less memory takes

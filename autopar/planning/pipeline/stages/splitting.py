@@ -128,7 +128,6 @@ def _parts(placed: _Placed) -> Iterator[_Parts]:
 
 
 def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tuple[object, ...]) -> _Parts:
-    """Return the content of a stage that gives `sent` and `outputs`."""
     program = placed.whole.program
     numbers = [number for number, each in enumerate(placed.mutations) if each == stage]
     mutations = [_new_values(program)[number] for number in numbers]
@@ -143,7 +142,6 @@ def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tupl
 
 
 def _program(program: Program, parts: _Parts) -> Program:
-    """Return the program of these parts."""
     computed, received = parts.computed, parts.received
     mutations = [_new_values(program)[number] for number in parts.mutations]
     graph = _graph(computed, received, set(program.inputs), (*parts.sent, *parts.outputs, *mutations))

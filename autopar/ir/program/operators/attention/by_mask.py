@@ -3,7 +3,7 @@
     attention_by_mask(query, key, value, vectors, mask, scale=None, dropout_p=0.0, sinks=None) -> y
 
 `mask` is the text of an expression (`expressions`) in `vectors`, of truth values, or of what is added to the scores in
-the type of the queries. No tensor has a dim of queries and one of keys but for one block, and that is not kept: the
+the type of the queries. No tensor has a dim of queries and one of keys but for one block, and that is not saved: the
 backward makes it again. The vectors alone determine a query's position and hidden keys, so that queries,
 and keys, may be given in any order, with their vectors in the same one. A query that sees no key gets zeros.
 
