@@ -70,8 +70,10 @@ def contestants(options: Options) -> dict[str, Generate]:
     whole = AutoModelForCausalLM.from_pretrained(options.folder).eval()
     ours: Any = autopar.compile(whole, mesh, training=False, strategy="megatron", hardware="cpu")
 
-    def by(model: Any, **said: Any) -> Generate:
-        return lambda ids, new: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, **said)
+    def by(model: Any, **specified: Any) -> Generate:
+        return lambda ids, new: model.generate(
+            ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, **specified
+        )
 
     return {
         "tp_plan": by(theirs),

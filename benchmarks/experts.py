@@ -161,12 +161,12 @@ def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any
     """Compile the model with autopar, with the choices in `wanted` pinned, and return it ready to train."""
     inputs, pins_of = batch_of(options, tokens), request.pins_of
 
-    def pinned(said: Any, space: Any, *given: Any) -> dict[int, np.ndarray]:
-        pins = pins_of(said, space, *given)
+    def pinned(specified: Any, space: Any, *given: Any) -> dict[int, np.ndarray]:
+        pins = pins_of(specified, space, *given)
         for number, decision in enumerate(space.decisions):
             allowed = wanted.get(decision.node.target) if decision.kind == "call" else None
             if allowed is not None:
-                strategies = decision.menu.strategies
+                strategies = decision.candidates.strategies
                 pins[number] = np.array([strategy.choices[0] in allowed for strategy in strategies])
         return pins
 

@@ -357,24 +357,24 @@ def main() -> None:
     parser.add_argument("--results", default=None, help="text file; what a JSON file beside it holds is not run again")
     parser.add_argument("--seconds", type=float, default=900.0, help="that a family may take, all strategies together")
     parser.add_argument("--one", action="store_true", help="run one family here and print its results as JSON")
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(run(asked.families[0])))
+    requested = parser.parse_args()
+    if requested.one:
+        print(json.dumps(run(requested.families[0])))
         return
-    file = Path(asked.results or "benchmarks/results/families.txt")
+    file = Path(requested.results or "benchmarks/results/families.txt")
     state = Path("build") / f"{file.stem}.json"
     state.parent.mkdir(exist_ok=True)
     results: dict[str, dict[str, Any]] = json.loads(state.read_text()) if state.exists() else {}
-    for family in asked.families or [family for families in FAMILIES.values() for family in families]:
-        if family in results and not asked.families:
+    for family in requested.families or [family for families in FAMILIES.values() for family in families]:
+        if family in results and not requested.families:
             continue
         command = [sys.executable, "-m", "benchmarks.families", "--one", family]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=asked.seconds)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=requested.seconds)
             lines = done.stdout.splitlines()
             results[family] = json.loads(lines[-1]) if lines else {"none": ["internal", done.stderr[-300:], 0.0, 0.0]}
         except subprocess.TimeoutExpired:
-            results[family] = {"none": ["hang", f"more than {asked.seconds:g} s", 0.0, asked.seconds]}
+            results[family] = {"none": ["hang", f"more than {requested.seconds:g} s", 0.0, requested.seconds]}
         print(family, {name: each[:2] + each[3:] for name, each in results[family].items()}, flush=True)
         state.write_text(json.dumps(results))
         file.write_text(table(results))

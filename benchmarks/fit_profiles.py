@@ -163,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _say("all rows fitted", ledgers, off)
     left_out: dict[str, np.ndarray] = {}
     for name, fold in both([each.row for each in ledgers]):
-        fitted, asked = list(fold.fitted), list(fold.held_out)
+        fitted, requested = list(fold.fitted), list(fold.held_out)
         move = nearest(off[fitted], slopes[fitted], here - start, firm)
-        left_out.setdefault(name, off.copy())[asked] = off[asked] + slopes[asked] @ move
+        left_out.setdefault(name, off.copy())[requested] = off[requested] + slopes[requested] @ move
     for name, errors in left_out.items():
         _say(f"{name} left out", ledgers, errors)
 

@@ -163,26 +163,26 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Specified:
     """Mesh axes and preset that express a published row in autopar."""
 
     axes: dict[str, int]
     strategy: str
 
 
-def mapping(row: Published) -> Said:
+def mapping(row: Published) -> Specified:
     """Mesh and preset of a row; axes of size 1 are left out, but for the pipeline where it counts the micro-batches."""
     if row.method == FSDP:
-        return Said({"dp": row.dp, "tp": row.tp}, "fsdp_megatron")
+        return Specified({"dp": row.dp, "tp": row.tp}, "fsdp_megatron")
     inner = row.ep // row.tp if row.method == FOLDING else row.ep
     axes = {"pp": row.pp, "dp": row.dp // inner, "ep": inner, "tp": row.tp}
     counts = "" if row.method in ZERO3 else "pp"
     axes = {name: size for name, size in axes.items() if size > 1 or name == counts}
     if row.method == FOLDING:
-        return Said(axes, "expert_folded")
+        return Specified(axes, "expert_folded")
     if "tp" not in axes:
-        return Said(axes, "expert_data")
-    return Said(axes, "expert_data_model" if "dp" in axes else "expert_model")
+        return Specified(axes, "expert_data")
+    return Specified(axes, "expert_data_model" if "dp" in axes else "expert_model")
 
 
 def annotate(model: nn.Module, row: Published, axes: Mapping[str, int]) -> None:
@@ -233,10 +233,10 @@ def predicted(row: Published, depths: tuple[int, int]) -> Predicted:
 
 def planned(row: Published, layers: int) -> tuple[float, int]:
     """Seconds of a step, and bytes of the fullest device, of a row whose stages have so many layers each."""
-    said = mapping(row)
+    specified = mapping(row)
     model = language_model(MODELS[row.model](), layers * row.pp)
     if row.method != FSDP:
-        annotate(model, row, said.axes)
+        annotate(model, row, specified.axes)
     count = row.batch // row.dp
     batch = row.dp if row.method in ZERO3 else row.batch
     ids = torch.zeros(batch, SEQUENCE, dtype=torch.int64, device="meta")
@@ -247,9 +247,9 @@ def planned(row: Published, layers: int) -> tuple[float, int]:
     }
     plan = autopar.plan(
         model,
-        Mesh(said.axes, hardware="h100"),
+        Mesh(specified.axes, hardware="h100"),
         (ids, ids),
-        strategy=said.strategy,
+        strategy=specified.strategy,
         optimizer=autopar.Optimizer(master_copies=True),
         memory=autopar.Memory(recompute="none"),
         **{} if row.method in ZERO3 else pipeline,
@@ -271,8 +271,8 @@ def flops_per_token(name: str) -> float:
     experts: int = getattr(config, "num_local_experts", None) or config.num_experts
     share = config.num_experts_per_tok / experts
     named = decoder.model.layers[0].named_parameters()
-    met = sum(p.numel() * (share if ".experts." in name else 1) for name, p in named if p.ndim > 1)
-    return 6 * (layers * met + decoder.lm_head.weight.numel()) + 12 * layers * SEQUENCE * width
+    used = sum(p.numel() * (share if ".experts." in name else 1) for name, p in named if p.ndim > 1)
+    return 6 * (layers * used + decoder.lm_head.weight.numel()) + 12 * layers * SEQUENCE * width
 
 
 @dataclass(frozen=True, slots=True)

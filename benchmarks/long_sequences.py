@@ -95,12 +95,12 @@ def by_blocks(options: Options, ring: bool, zigzag: bool) -> Callable[..., Tenso
     """autopar's own, which gathers keys and values or lets them travel."""
     sizes = {"s": options.positions, "t": options.positions}
     axes = {"s": (AXIS,), **({"t": (AXIS,)} if ring else {})}
-    dealt = {"s": (AXIS,), "t": (AXIS,)} if zigzag else {}
+    zigzag_dims = {"s": (AXIS,), "t": (AXIS,)} if zigzag else {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not ring:
             k, v = (layout_moves.all_gather(x, AXIS, POSITIONS_DIM, options.positions, zigzag) for x in (k, v))
-        return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag=dealt, enable_gqa=True)
+        return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag=zigzag_dims, enable_gqa=True)
 
     return run
 

@@ -116,7 +116,7 @@ class Answer:
         return self.peak is None or self.peak <= self.limit
 
 
-def asked(name: str, limit: int | None, time_limit: float) -> Answer:
+def requested(name: str, limit: int | None, time_limit: float) -> Answer:
     """The plan of a family under a limit on bytes of tensors, or its refusal."""
     make, axes, hardware = FAMILIES[name]
     model, inputs = make()
@@ -141,14 +141,14 @@ def stated_least(text: str) -> int:
 
 def swept(name: str, num_steps: int, time_limit: float) -> list[str]:
     """The row of a family: what came of every limit."""
-    free = asked(name, None, time_limit)
+    free = requested(name, None, time_limit)
     assert free.peak is not None
-    refused = asked(name, free.peak // 1000, time_limit)
+    refused = requested(name, free.peak // 1000, time_limit)
     assert refused.peak is None, f"{name} has a plan within a thousandth of its free peak"
     least = stated_least(refused.text)
     limits = [round(free.peak - (free.peak - least) * step / (num_steps - 1)) for step in range(num_steps)]
-    answers = [asked(name, limit, time_limit) for limit in limits]
-    below = asked(name, int(BELOW * least), time_limit)
+    answers = [requested(name, limit, time_limit) for limit in limits]
+    below = requested(name, int(BELOW * least), time_limit)
     slower = [f"{a.seconds / free.seconds:.2f}" for a in answers if a.seconds is not None and free.seconds is not None]
     return [
         name,
@@ -181,10 +181,10 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--time-limit", type=float, default=20.0)
-    asked_for = parser.parse_args()
+    options = parser.parse_args()
     rows = []
-    for name in asked_for.families:
-        rows.append(swept(name, asked_for.steps, asked_for.time_limit))
+    for name in options.families:
+        rows.append(swept(name, options.steps, options.time_limit))
         print(f"<!-- {' | '.join(rows[-1])} -->", flush=True)
     print(tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True))
 

@@ -124,9 +124,9 @@ class Contestant:
 
 def fsdp2(options: Options, policy: str) -> Contestant:
     """FSDP2 with the policy, of every layer and of the root."""
-    asked, model = NAMED[policy], model_of(options)
+    requested, model = NAMED[policy], model_of(options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    each: Any = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(asked.compute, asked.reduce)}
+    each: Any = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(requested.compute, requested.reduce)}
     layers: Any = model.get_submodule("model.layers")
     for layer in layers:
         fully_shard(layer, **each)

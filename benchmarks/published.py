@@ -44,10 +44,10 @@ from benchmarks.publications.tables import read_table
 STORE = Path.home() / ".cache" / "autopar" / "published"
 
 
-def table_and_count(said: str) -> tuple[str, int | None]:
+def table_and_count(specified: str) -> tuple[str, int | None]:
     """Return the path of a table, and how many of its rows to predict; None: all."""
-    path, _, count = said.rpartition(":")
-    return (path, int(count)) if path and count.isdecimal() else (said, None)
+    path, _, count = specified.rpartition(":")
+    return (path, int(count)) if path and count.isdecimal() else (specified, None)
 
 
 def fails(outcome: Outcome) -> bool:

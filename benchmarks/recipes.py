@@ -121,12 +121,12 @@ class Recipe:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `autopar.plan` besides the model, the mesh and the inputs."""
-        asked: dict[str, Any] = {
+        requested: dict[str, Any] = {
             "strategy": self.strategy,
             "precision": PRECISIONS.get(self.precision, self.precision),
             "microbatches": self.microbatches,
         }
-        return asked | ({"pipeline": autopar.Pipeline("pp", self.schedule, self.chunks)} if self.pp > 1 else {})
+        return requested | ({"pipeline": autopar.Pipeline("pp", self.schedule, self.chunks)} if self.pp > 1 else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def model_of(recipe: Recipe) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
         return model, (ids_BS, ids_BS.clone())
 
 
-def asked(recipe: Recipe, time_limit: float) -> Found:
+def requested(recipe: Recipe, time_limit: float) -> Found:
     """Return what autopar answers to a recipe, within the device's memory, and without that where it is refused."""
     measured = recipe.gib * 2**30 if recipe.gib else None
     if recipe.precision in UNEXPRESSED:
@@ -292,8 +292,8 @@ def step_seconds(plan: Plan | PipelinePlan) -> float:
 def planned(recipe: Recipe, memory: int | None, time_limit: float) -> Plan | PipelinePlan:
     """Return the plan of a recipe, as its source has it, within so many bytes of a device."""
     mesh = autopar.Mesh(recipe.axes, hardware=recipe.device)
-    said = autopar.Memory(memory, recompute=recipe.recompute)
-    return planned_on(recipe, mesh, memory=said, search=autopar.Search(time_limit), **recipe.options)
+    specified = autopar.Memory(memory, recompute=recipe.recompute)
+    return planned_on(recipe, mesh, memory=specified, search=autopar.Search(time_limit), **recipe.options)
 
 
 def planned_on(recipe: Recipe, mesh: autopar.Mesh | str, **options: Any) -> Plan | PipelinePlan:
@@ -400,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"date {datetime.date.today()}, torch {torch.__version__}, {len(wanted)} recipes\n", flush=True)
     found = []
     for recipe in wanted:
-        each = asked(recipe, given.time_limit) if given.here else apart(recipe, given.time_limit, given.patience)
+        each = requested(recipe, given.time_limit) if given.here else apart(recipe, given.time_limit, given.patience)
         found.append(each)
         print(line(recipe, each), flush=True)
         if given.json:

@@ -140,9 +140,12 @@ def _tokens(size: Size, options: Options) -> tuple[Tensor, Tensor]:
 def experts(size: Size, mesh: DeviceMesh, precision: str | None, hardware: Hardware) -> Contestant:
     """Experts over an axis, the batch over all, by autopar."""
     options = _experts(size, hardware)
-    inputs, asked = _tokens(size, options), {"strategy": "expert_data", "precision": precision, "hardware": hardware}
+    inputs, requested = (
+        _tokens(size, options),
+        {"strategy": "expert_data", "precision": precision, "hardware": hardware},
+    )
     with RowsAsSent():
-        made = Contestant.of(autopar.compile(model_of(options), mesh, inputs, **asked), inputs)
+        made = Contestant.of(autopar.compile(model_of(options), mesh, inputs, **requested), inputs)
     return _with_rows(made)
 
 

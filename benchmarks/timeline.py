@@ -39,17 +39,17 @@ def table(measurements: Sequence[Measurement]) -> str:
             predicted = [f"{1e3 * seconds[-1]:.2f} ms ({steps[-1] / seconds[-1]:.2f})" for seconds in (sums, timelines)]
             rows.append([each.model, each.mesh, each.strategy, f"{1e3 * steps[-1]:.2f} ms", *predicted])
     lines = [tabulate(rows, ["model", "mesh", "strategy", "measured", "sum", "timeline"], disable_numparse=True)]
-    lines += [f"{name:<9} {_met(found, steps)}" for name, found in (("sum", sums), ("timeline", timelines))]
+    lines += [f"{name:<9} {_deviation(found, steps)}" for name, found in (("sum", sums), ("timeline", timelines))]
     for mesh in dict.fromkeys(row[1] for row in rows):
         here = [number for number, row in enumerate(rows) if row[1] == mesh]
         alone = [steps[number] / timelines[number] for number in here if rows[number][2] == "fully_replicated"]
-        met = _met([timelines[number] for number in here], [steps[number] for number in here])
+        used = _deviation([timelines[number] for number in here], [steps[number] for number in here])
         computing = f", {statistics.median(alone):.2f} where nothing moves" if alone else ""
-        lines.append(f"{mesh}, timeline: {met}{computing}")
+        lines.append(f"{mesh}, timeline: {used}{computing}")
     return "\n".join(lines)
 
 
-def _met(predicted: Sequence[float], steps: Sequence[float]) -> str:
+def _deviation(predicted: Sequence[float], steps: Sequence[float]) -> str:
     """Return, as text, the rank correlation of predicted and measured steps and the median measured / predicted."""
     ratio = statistics.median(theirs / ours for ours, theirs in zip(predicted, steps, strict=True))
     order = f"Spearman {spearman(predicted, steps):.3f} of {len(steps)} plans"

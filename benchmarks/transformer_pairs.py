@@ -60,8 +60,8 @@ def fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
 
 def bf16_mixed_fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """The same with the policy that autopar calls bf16-mixed."""
-    asked = NAMED[MIXED]
-    return _fsdp2(size, mesh, compiled, MixedPrecisionPolicy(asked.compute, asked.reduce))
+    requested = NAMED[MIXED]
+    return _fsdp2(size, mesh, compiled, MixedPrecisionPolicy(requested.compute, requested.reduce))
 
 
 def _fsdp2(size: Size, mesh: DeviceMesh, compiled: bool, policy: MixedPrecisionPolicy) -> Baseline:

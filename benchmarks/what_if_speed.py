@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     plan, seconds = timed(lambda: planned(options))
-    asked = {AXES[-1]: options.role}
-    other, what_if_seconds = timed(lambda: plan.what_if(options.module, **asked))
-    again, again_seconds = timed(lambda: plan.what_if(options.module, **asked))
+    requested = {AXES[-1]: options.role}
+    other, what_if_seconds = timed(lambda: plan.what_if(options.module, **requested))
+    again, again_seconds = timed(lambda: plan.what_if(options.module, **requested))
     brief, brief_seconds = timed(lambda: plan.explain(options.name, alternatives=False))
     full, full_seconds = timed(lambda: plan.explain(options.name))
     table = [

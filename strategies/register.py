@@ -87,12 +87,12 @@ def target_of(operation: Operation) -> torch._ops.OpOverload | type[torch.autogr
     return _overload(packet, overload, operation)
 
 
-def _overload(packet: torch._ops.OpOverloadPacket, name: str, said: str) -> torch._ops.OpOverload:
+def _overload(packet: torch._ops.OpOverloadPacket, name: str, specified: str) -> torch._ops.OpOverload:
     found = packet.overloads()
     wanted = name or ("default" if "default" in found else found[0] if len(found) == 1 else "")
     if wanted not in found:
-        there_are = ", ".join(f"{said.partition('.')[0]}.{each}" for each in found)
-        raise RuleError(f'"{said}" means no overload; there are {there_are}.')
+        there_are = ", ".join(f"{specified.partition('.')[0]}.{each}" for each in found)
+        raise RuleError(f'"{specified}" means no overload; there are {there_are}.')
     return getattr(packet, wanted)
 
 

@@ -21,7 +21,7 @@ from autopar.errors import RuleError
 from autopar.ir.program.calls import is_call, module_of, source_of
 from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION
-from autopar.ir.program.operators.bags import EMBEDDING_BAGS
+from autopar.ir.program.operators.embedding_bags import EMBEDDING_BAGS
 from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 from autopar.ir.program.program import Program, TensorInfo, tensor_inputs

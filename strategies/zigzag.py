@@ -32,7 +32,7 @@ _ROUTE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class ZigzagDims:
     """Zigzag-sharded dims of a program's tensors."""
 
     dims: Mapping[Value, frozenset[int]]
@@ -55,25 +55,25 @@ class Dealt:
         return tuple(map(self.of, _outputs(call)))
 
 
-def dealt(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
+def zigzag_dims(graph: RoledProgram, sizes: Sequence[int]) -> ZigzagDims:
     """Find, once, which dims are zigzag-sharded over any of the axes of these sizes."""
     if not sizes:
-        return Dealt({})
+        return ZigzagDims({})
     known = graph.program.facts.setdefault("zigzag", {})
     if tuple(sizes) not in known:
         known[tuple(sizes)] = _followed(graph, sizes)
     return known[tuple(sizes)]
 
 
-def dealt_in_stage(stage: Program, whole: Program, sizes: Sequence[int]) -> Dealt:
+def zigzag_dims_in_stage(stage: Program, whole: Program, sizes: Sequence[int]) -> ZigzagDims:
     """Return the zigzag-sharded dims of a stage: those of the whole program, whose names the stage's nodes have."""
-    found = dealt(RoledProgram.of(whole), sizes)
+    found = zigzag_dims(RoledProgram.of(whole), sizes)
     nodes = {node.name: source_of(node) for node in whole.graph.nodes if node.name in stage.received}
     arriving = {(name, 0): found.of((source.name, position)) for name, (source, position) in nodes.items()}
-    return Dealt({**found.dims, **arriving})
+    return ZigzagDims({**found.dims, **arriving})
 
 
-def _followed(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
+def _followed(graph: RoledProgram, sizes: Sequence[int]) -> ZigzagDims:
     rows = _rows_of_experts(graph)
     together: dict[Dim, Dim] = {}
 
@@ -110,7 +110,7 @@ def _followed(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
     for dim in {*together, *kept}:
         if root(dim) in kept:
             dims[dim[0]].add(dim[1])
-    return Dealt({value: frozenset(found) for value, found in dims.items()})
+    return ZigzagDims({value: frozenset(found) for value, found in dims.items()})
 
 
 def num_pieces(sizes: Sequence[int]) -> int:
@@ -120,8 +120,8 @@ def num_pieces(sizes: Sequence[int]) -> int:
 
 def later_see_more(call: RoledCall) -> bool:
     """Return whether an attention computes more keys for later queries."""
-    said = "rising" if call.call.target is ATTENTION_BY_MASK else "is_causal"
-    return call.call.target in ATTENTION and call.call[said]
+    argument = "rising" if call.call.target is ATTENTION_BY_MASK else "is_causal"
+    return call.call.target in ATTENTION and call.call[argument]
 
 
 def _ordered(call: RoledCall) -> frozenset[str]:

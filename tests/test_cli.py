@@ -84,10 +84,10 @@ def test_text_that_is_no_mesh_is_an_error(text: str) -> None:
 
 def test_an_error_is_one_line_on_stderr_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--mesh", "none"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("autopar: 'none' is no mesh")
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    specified = capsys.readouterr()
+    assert specified.err.startswith("autopar: 'none' is no mesh")
+    assert specified.err.count("\n") == 1
+    assert specified.out == ""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "specified"),
     [
         ("devices=64 beside a mesh of 2.", "--devices 64 beside a mesh of 2."),
         (
@@ -159,7 +159,7 @@ def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
         ),
     ],
 )
-def test_an_error_names_flags_and_leaves_python_as_it_is(message: str, said: str) -> None:
+def test_an_error_names_flags_and_leaves_python_as_it_is(message: str, specified: str) -> None:
     known = (
         "devices",
         "weight_tiles",
@@ -171,7 +171,7 @@ def test_an_error_names_flags_and_leaves_python_as_it_is(message: str, said: str
         "imbalance",
         "mesh",
     )
-    assert in_shell_terms(message, known) == said
+    assert in_shell_terms(message, known) == specified
 
 
 @pytest.mark.parametrize(("alias", "preset"), sorted(ALIASES.items()))
@@ -234,7 +234,9 @@ def test_built_in_models_are_planned_in_bf16_mixed_on_gpus_and_the_command_says_
 ) -> None:
     file = tmp_path / "plan.json"
     arguments = ["plan", "tiny-mlp", "--mesh", "2", "--save", str(file)]
-    said = "note: tiny-mlp was planned in {}, the default of built-in models on h100; --precision fp32 plans in float32"
+    specified = (
+        "note: tiny-mlp was planned in {}, the default of built-in models on h100; --precision fp32 plans in float32"
+    )
     cases: list[tuple[list[str], str | None]] = [
         (["--hardware", "h100"], "bf16-mixed"),
         (["--hardware", "h100", "--inference"], "bf16"),
@@ -244,7 +246,7 @@ def test_built_in_models_are_planned_in_bf16_mixed_on_gpus_and_the_command_says_
     for options, precision in cases:
         assert main([*arguments, *options]) == 0
         out = capsys.readouterr().out
-        assert (said.format(precision) in out) == (precision is not None), out
+        assert (specified.format(precision) in out) == (precision is not None), out
         assert ("bfloat16" in file.read_text()) == (precision is not None)
 
 
@@ -311,7 +313,7 @@ def test_a_built_in_model_is_planned_for_its_batch(capsys: pytest.CaptureFixture
     assert "q_proj" in capsys.readouterr().out
 
 
-def test_a_plan_has_the_precision_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_plan_has_the_precision_that_is_requested(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     arguments = ["plan", f"{HERE}:perceptron", "--mesh", "2", "--save", str(file)]
     assert main(arguments) == 0 and "bfloat16" not in file.read_text()

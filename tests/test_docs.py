@@ -89,8 +89,8 @@ def test_the_architecture_names_every_package() -> None:
 def test_the_readme_is_what_a_newcomer_reads() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= (120 if EVERY_PAGE else 150)
-    for said in ("make demo", "make test", "autopar.compile(", "docs/index.md"):
-        assert any(said in line for line in lines), f"README lacks {said}"
+    for specified in ("make demo", "make test", "autopar.compile(", "docs/index.md"):
+        assert any(specified in line for line in lines), f"README lacks {specified}"
 
 
 @pytest.mark.slow

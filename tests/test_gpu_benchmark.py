@@ -59,19 +59,19 @@ def test_the_llama_by_hand_is_that_of_transformers(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_is_measured_beside_the_one_by_hand() -> None:
+def test_a_step_is_measured_next_to_the_one_by_hand() -> None:
     finding = steps.compared(SMALL, {"dp": 8, "tp": 8}, compiled=False)
     rows = {row.name: row for row in finding.rows}
-    assert rows["losses apart"].met and rows["memory beside the plan's"].met
-    assert rows["speed beside by hand"].met is None, "tiny shapes say nothing"
+    assert rows["losses apart"].reached and rows["memory beside the plan's"].reached
+    assert rows["speed beside by hand"].reached is None, "tiny shapes say nothing"
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("ours_s", "met"), [(1.0, True), (1.02, True), (1.05, False)])
-def test_a_step_may_take_a_little_longer_than_by_hand(ours_s: float, met: bool) -> None:
+@pytest.mark.parametrize(("ours_s", "reached"), [(1.0, True), (1.02, True), (1.05, False)])
+def test_a_step_may_take_a_little_longer_than_by_hand(ours_s: float, reached: bool) -> None:
     plan: Any = type("Plan", (), {"seconds": 0.5, "device_seconds": 0.5, "rows": (), "peak_bytes": 100})
     speed, _, losses, memory = steps.found(Setting(), plan, (ours_s, 1.0), (120, 90), [3.0, 3.0], False).rows
-    assert (speed.met, losses.met, memory.met) == (met, True, False)
+    assert (speed.reached, losses.reached, memory.reached) == (reached, True, False)
     assert memory.found == "1.200 of 100 B; by hand 90 B"
 
 
@@ -83,10 +83,10 @@ def test_a_part_that_hangs_is_ended_in_its_time(tmp_path: Path) -> None:
     hanging = ["sh", "-c", "echo $$; exec sleep 60"]  # which, unlike Python, has begun within a second on any machine
     outcome = of_command(_part(), hanging, tmp_path / "found.json", 1.0)
     assert outcome.finding is None and outcome.seconds < 30
-    reason, said = outcome.reason.splitlines()
+    reason, process = outcome.reason.splitlines()
     assert reason == "did not end in its 1 s"
     with pytest.raises(ProcessLookupError):
-        os.kill(int(said), 0)
+        os.kill(int(process), 0)
 
 
 def test_a_part_that_fails_says_why(tmp_path: Path) -> None:
@@ -129,15 +129,15 @@ def test_a_resumed_run_measures_what_the_last_results_of_the_device_lack(
     assert Path(other.about).name == "profile.json", "the profile of the results is predicted with"
 
 
-def test_cases_after_one_that_ends_the_ranks_are_said_to_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_after_one_that_ends_the_ranks_are_listed_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_ranks(world: Any, work: Any, arguments: Any) -> None:
         *_, log = arguments
-        log.write_text(json.dumps([{"name": CASES[0].name, "found": "", "goal": "", "met": True}]))
+        log.write_text(json.dumps([{"name": CASES[0].name, "found": "", "goal": "", "reached": True}]))
         raise RuntimeError("rank 1 failed")
 
     monkeypatch.setattr(gpu_ranks, "on_ranks", on_ranks)
     rows = gpu_ranks.trained_as_one(CASES, 2)(SMALL).rows
-    assert [(row.name, row.met) for row in rows] == list(
+    assert [(row.name, row.reached) for row in rows] == list(
         zip([c.name for c in CASES], [True, False, False], strict=True)
     )
     assert "rank 1 failed" in rows[1].found and "not run" in rows[2].found
@@ -158,7 +158,7 @@ def _difference(wrong: bool) -> list[Any]:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_ranks_of_a_pipeline_train_as_one_process(wrong: bool, ranks: Ranks) -> None:
     (row,), _ = ranks.run(_difference, wrong)
-    assert row["met"] is not wrong
+    assert row["reached"] is not wrong
 
 
 def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_without_a_gpu_it_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
-    said = ["--device", "cpu", "--small", "--results", str(tmp_path), "--seconds", "1200"]
-    assert command.main(said) == 0
+    arguments = ["--device", "cpu", "--small", "--results", str(tmp_path), "--seconds", "1200"]
+    assert command.main(arguments) == 0
     (path,) = tmp_path.glob("*.txt")
     assert "tiny: a trial of the script" in path.read_text() and "nothing was measured" not in path.read_text()

@@ -197,7 +197,7 @@ def _runs(module: str, imported: str) -> bool:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_beside_autopar_has_one_name_only(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_next_to_autopar_has_one_name_only(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     assert importlib.import_module(f"autopar.{package}").__name__ == f"autopar.{package}"
     with pytest.raises(ImportError, match=f"autopar.{package}"):
@@ -281,6 +281,34 @@ def _private_words(text: str) -> Iterator[tuple[int, str]]:
         prose = [(each.lineno, str(each.value)) for each in _docstrings(ast.parse(text))]
         for line, each in [*prose, *_comments(text)]:
             yield from ((line, hit.group()) for hit in PRIVATE.finditer(NOT_PROSE.sub("", each)))
+
+
+NOT_OURS = {"push_to_hub", "test_docstrings_and_comments_use_the_terms_of_the_field"}
+"""Names of other libraries that have a word of TERMS."""
+
+
+def _private_names(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the names, and their lines, that have a word of TERMS."""
+    wrong = {name for name in set(re.findall(r"[A-Za-z_]\w*", text)) - NOT_OURS if _is_private(name)}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline) if wrong else ():
+        if token.type == tokenize.NAME and token.string in wrong:
+            yield token.start[0], token.string
+
+
+def _is_private(name: str) -> bool:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+    return any(map(PRIVATE.fullmatch, words))
+
+
+def test_names_use_the_terms_of_the_field() -> None:
+    texts = {file.relative_to(ROOT): file.read_text() for file in PEOPLE_READ}
+    found = [f"{name}:{line}: {word}" for name, text in texts.items() for line, word in _private_names(text)]
+    assert not found, f"{found}: use the terms of TERMS in {Path(__file__).name}."
+    assert [*_private_names("menu_of(HUB).WireParts, method = 0, 'menu'")] == [
+        (1, "menu_of"),
+        (1, "HUB"),
+        (1, "WireParts"),
+    ]
 
 
 def test_docstrings_and_comments_use_the_terms_of_the_field() -> None:

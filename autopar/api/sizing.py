@@ -165,7 +165,9 @@ def least_devices(
     search = _Search(
         lambda size: plan(model, "auto", example_inputs, devices=size, **options), allowed, _check_that_more_help
     )
-    size = least_size(_powers(node, least), lambda low, high: _between(low, high, node, least, factors), search.works)
+    size = least_size(
+        _powers(node, least), lambda low, high: _node_counts(low, high, node, least, factors), search.works
+    )
     words = f"{format_count(total)} tokens in {days:g} days, {steps:,.0f} steps of at most {format_seconds(allowed)}"
     return search.answer("devices", size, words)
 
@@ -190,7 +192,7 @@ def largest_batch(
     )
     size = largest_size(first, MOST_SAMPLES, search.works)
     return search.answer(
-        "samples", size, _within(devices, made, "" if microbatches == 1 else f" in {microbatches} micro-batches")
+        "samples", size, _limit_text(devices, made, "" if microbatches == 1 else f" in {microbatches} micro-batches")
     )
 
 
@@ -214,7 +216,7 @@ def largest_sequence(model: nn.Module, example_inputs: ExampleInputs, *, devices
     )
     size = largest_size(first, MOST_TOKENS, search.works)
     return search.answer(
-        "tokens of a sequence", size, _within(devices, made, f" with a batch of {_batch(example_inputs)}")
+        "tokens of a sequence", size, _limit_text(devices, made, f" with a batch of {_batch(example_inputs)}")
     )
 
 
@@ -224,7 +226,7 @@ def _limited(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _within(devices: int, options: Mapping[str, Any], more: str) -> str:
+def _limit_text(devices: int, options: Mapping[str, Any], more: str) -> str:
     return f"the most that fits on {devices} devices within {Memory.of(options['memory']).limit}{more}"
 
 
@@ -250,14 +252,14 @@ def _powers(node: int, least: float) -> Iterator[int]:
         size *= 2
 
 
-def _between(low: int, high: int, node: int, least: float, factors: int) -> Sequence[int]:
+def _node_counts(low: int, high: int, node: int, least: float, factors: int) -> Sequence[int]:
     """Return whole nodes between two numbers whose odd prime factors divide the batch or the number of layers."""
     start = max(low + 1, math.ceil(least))
     sizes = range(-(-start // node) * node, high, node)
-    return [size for size in sizes if factors % _odd(size) == 0 or _odd(size) == _odd(node)]
+    return [size for size in sizes if factors % _odd_part(size) == 0 or _odd_part(size) == _odd_part(node)]
 
 
-def _odd(number: int) -> int:
+def _odd_part(number: int) -> int:
     while number % 2 == 0:
         number //= 2
     return number

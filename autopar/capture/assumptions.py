@@ -32,7 +32,7 @@ from autopar.errors import CaptureError, InputError
 TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep
 TRACING = tuple(TORCH + part for part in ("fx/", "_export/", "export/", "_subclasses/", "_functorch/", "overrides.py"))
 """Path prefixes of the torch code that runs between a branch in the model and the query for its truth value."""
-_SAID = re.compile(r"(?P<file>.+\.py):(?P<line>[0-9]{1,9})(=(?P<value>True|False))?")
+_SPECIFIED = re.compile(r"(?P<file>.+\.py):(?P<line>[0-9]{1,9})(=(?P<value>True|False))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class Assumption:
         return self.line == place.line and (path == self.file or path.endswith("/" + self.file))
 
 
-def assumptions_of(said: object) -> tuple[Assumption, ...]:
+def assumptions_of(specified: object) -> tuple[Assumption, ...]:
     """Parse the option `Capture(assume=…)` to assumptions.
 
     Raises InputError unless it is None or a list of texts such as "model.py:12" and "model.py:12=True".
     """
-    if said is None:
+    if specified is None:
         return ()
-    if not isinstance(said, list | tuple):
+    if not isinstance(specified, list | tuple):
         raise InputError(
-            f'Capture(assume={said!r}); give a list of the lines whose checks are taken to pass, ["model.py:12"].'
+            f'Capture(assume={specified!r}); give a list of the lines whose checks are taken to pass, ["model.py:12"].'
         )
     found = []
-    for text in said:
-        match = _SAID.fullmatch(text) if isinstance(text, str) else None
+    for text in specified:
+        match = _SPECIFIED.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InputError(
                 f'Capture(assume=…) has {text!r}; name a branch by file and line, "model.py:12" for a check that '
@@ -109,7 +109,7 @@ class Branches:
     origins: dict[object, Place] = field(default_factory=dict)
     """Place where a truth value was read that is tested elsewhere, by the value's expression."""
 
-    def said(self, place: Place, passing: bool | None) -> bool | None:
+    def specified(self, place: Place, passing: bool | None) -> bool | None:
         """Return the value that `Capture(assume=…)` gives to the branch at a place."""
         for each in self.assumptions:
             if each.names(place) and (each.value is not None or passing is not None):
@@ -122,11 +122,11 @@ class Branches:
         """Return the value of a branch that tracing cannot tell; UndecidedError for one that is no check and not spoken
         of.
         """
-        place, passing = _here()
+        place, passing = _current_line()
         origin = self.origins.get(_expression(tested))
-        value = self.said(place, passing)
+        value = self.specified(place, passing)
         if value is None and origin is not None:
-            value = self.said(origin, None)
+            value = self.specified(origin, None)
         if value is not None:
             return value
         self.open[place if origin is None or passing is not None else origin] = passing
@@ -186,10 +186,10 @@ def decided_branches(branches: Branches) -> Iterator[None]:
         value = item(self)
         if not isinstance(value, torch.SymBool):
             return value
-        place, _ = _here()
-        said = branches.said(place, None)
+        place, _ = _current_line()
+        specified = branches.specified(place, None)
         branches.origins.setdefault(_expression(value), place)
-        return value if said is None else said
+        return value if specified is None else specified
 
     with (
         mock.patch.object(Tensor, "__bool__", decided(of_tensor)),
@@ -216,7 +216,7 @@ def place_of(error: BaseException) -> Place | None:
     return None
 
 
-def _here() -> tuple[Place, bool | None]:
+def _current_line() -> tuple[Place, bool | None]:
     """Return the model's line that runs, and the value with which a check there passes, or one that torch makes for
     it.
     """

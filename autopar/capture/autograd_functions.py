@@ -71,7 +71,7 @@ def _outputs(cls: type[torch.autograd.Function], args: Any, tensors: list[Tensor
             raise _refused(
                 cls,
                 f"does not run on tensors without values ({type(error).__name__}: {text})",
-                _instead(cls)
+                _replacement_hint(cls)
                 or "Write what it calls as a custom operator with torch.library.custom_op, register_fake and "
                 "register_autograd",
             ) from error
@@ -129,7 +129,7 @@ INSTEAD = {
 """Module → what to do about a kernel of it that cannot be captured."""
 
 
-def _instead(cls: type[torch.autograd.Function]) -> str | None:
+def _replacement_hint(cls: type[torch.autograd.Function]) -> str | None:
     return next((advice for module, advice in INSTEAD.items() if cls.__module__.startswith(module)), None)
 
 

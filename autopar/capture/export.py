@@ -32,15 +32,15 @@ from autopar.capture.numbers.promotion import promoted_as_numbers
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.refused_calls import NeedsValuesError, check_modules
 from autopar.capture.passes.traced_graph import Source, TracedGraph
-from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
+from autopar.capture.precision import cast_at_borders, check_no_autocast, in_compute_dtype
 from autopar.capture.python.distributed import check_no_wrappers
 from autopar.capture.python.recorder import Recorder, check_settled, tracing_again
 from autopar.capture.python.tensor_hooks import with_own_hooks
 from autopar.capture.static.advice import static_advice
 from autopar.capture.static.arguments import Arguments
 from autopar.capture.static.values import StaticValues
-from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.mlp import MlpTiles, takes_mlp_tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import AUTO, LossTiles, takes_tiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
@@ -141,7 +141,7 @@ def trace(
 ) -> Traced:
     """Trace a model to the graph that `capture` turns into a program; arguments and errors are those of `capture`."""
     autocast = Autocast.around(None if device is None else device.type)
-    check_not_beside_autocast(precision, autocast)
+    check_no_autocast(precision, autocast)
     options = training, device, capacity_factor, precision, autocast
     check_no_hooks_on_all_modules()
 
@@ -168,8 +168,8 @@ def trace(
         try:
             first, recorder = _traced(model, args, kwargs, assume, *options)
         except (UndecidedError, NeedsValuesError) as error:
-            said = error.branches.refusal(works) if isinstance(error, UndecidedError) else str(error)
-            raise CaptureError(said + static_advice((args, dict(kwargs)), model.forward, works_on)) from error
+            message = error.branches.refusal(works) if isinstance(error, UndecidedError) else str(error)
+            raise CaptureError(message + static_advice((args, dict(kwargs)), model.forward, works_on)) from error
         settled = True
         if recorder.evolved or recorder.registered:
             with tracing_again(recorder):

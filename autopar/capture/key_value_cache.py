@@ -26,8 +26,8 @@ def given_without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def warn_of_packed_rows(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Warn where transformers reads position ids in another way because the cache is off."""
-    asked = kwargs.get("use_cache")
-    on = any(getattr(config, "use_cache", False) for config in _configs(model)) if asked is None else asked
+    requested = kwargs.get("use_cache")
+    on = any(getattr(config, "use_cache", False) for config in _configs(model)) if requested is None else requested
     if not on or kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None:
         return
     level, frame = 2, sys._getframe(1)

@@ -22,7 +22,7 @@ from autopar.capture.masks.flex import flex_attention
 from autopar.capture.masks.rewrite_masks import masks_by_position
 from autopar.capture.masks.sinks import attention_with_sinks
 from autopar.capture.masks.truths import masks_of_truth_values
-from autopar.capture.passes.bags import pooled_bags
+from autopar.capture.passes.embedding_bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.hooks import hooks_on_all_uses
 from autopar.capture.passes.identities import drop_identities
@@ -32,8 +32,8 @@ from autopar.capture.passes.views import split_before_permuting, state_sizes
 from autopar.capture.rows.class_losses import joined_cross_entropies
 from autopar.capture.rows.labels import ignored_positions
 from autopar.capture.rows.samples import tokens_in_samples
-from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.mlp import tiled_mlps
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import AUTO, tiled_losses
 from autopar.errors import CaptureError
 from autopar.ir.program.program import TensorInfo

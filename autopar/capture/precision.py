@@ -21,7 +21,7 @@ from autopar.errors import InputError
 from autopar.ir.program.precision import AS_IT_IS, Precision
 
 
-def check_not_beside_autocast(precision: Precision, autocast: Autocast | None) -> None:
+def check_no_autocast(precision: Precision, autocast: Autocast | None) -> None:
     """Raise InputError where a model is called, or compiled, with a precision inside of an autocast region."""
     if precision != AS_IT_IS and autocast is not None:
         region = f"autocast({autocast.device!r}, {autocast.dtype})"
@@ -59,11 +59,11 @@ def cast_at_borders(
             _cast_behind(draft, node, dtype, min(node.users, key=places.__getitem__, default=None))
     output = draft.graph.output_node()
     values: Any = output.args[0]
-    asked = precision.outputs
-    for value in dict.fromkeys(values[:num_outputs]) if asked is not None else ():
-        if isinstance(value, fx.Node) and value_of(value).is_floating_point() and value_of(value).dtype != asked:
+    requested = precision.outputs
+    for value in dict.fromkeys(values[:num_outputs]) if requested is not None else ():
+        if isinstance(value, fx.Node) and value_of(value).is_floating_point() and value_of(value).dtype != requested:
             with draft.graph.inserting_before(output):
-                cast = draft.call(aten.to.dtype, value, asked)
+                cast = draft.call(aten.to.dtype, value, requested)
             values = (*(cast if each is value else each for each in values[:num_outputs]), *values[num_outputs:])
     output.args = (values,)
     propagate(draft)

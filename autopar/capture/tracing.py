@@ -30,7 +30,7 @@ from autopar.capture.passes.refused_calls import NeedsValuesError
 from autopar.capture.python.assigned_buffers import assigned_buffers
 from autopar.capture.python.distributed import refuse_collectives
 from autopar.capture.python.globals_read import called_functions, globals_read
-from autopar.capture.python.grad_mode import asked_modes
+from autopar.capture.python.grad_mode import read_modes
 from autopar.capture.python.outside import refuse_outside_sources
 from autopar.capture.python.recorder import Recorder
 from autopar.capture.python.tensor_hooks import TensorHooks
@@ -61,7 +61,7 @@ class Observed:
     """Layers that are traced once for all their equals."""
 
     def __post_init__(self) -> None:
-        self.layers = EqualLayers(self.recorder, self._noticed)
+        self.layers = EqualLayers(self.recorder, self._observation_counts)
 
     @classmethod
     def of(cls, traced: nn.Module, model: nn.Module, assume: Sequence[Assumption]) -> Observed:
@@ -78,7 +78,7 @@ class Observed:
             stack.enter_context(recorded_gradients(self.gradients))
             stack.enter_context(transforms_taken_apart())
             stack.enter_context(decided_branches(self.branches))
-            self.modes = stack.enter_context(asked_modes())
+            self.modes = stack.enter_context(read_modes())
             stack.enter_context(refuse_outside_sources(traced, self.called))
             stack.enter_context(refuse_collectives(self.called))
             stack.enter_context(assigned_buffers(traced))
@@ -88,7 +88,7 @@ class Observed:
             stack.enter_context(self.layers.once(traced))
             yield
 
-    def _noticed(self) -> tuple[int, ...]:
+    def _observation_counts(self) -> tuple[int, ...]:
         """Return the counts of all observations that are not in the graph."""
         branches = self.branches
         of_branches = len(branches.taken), len(branches.open), len(branches.origins)

@@ -37,8 +37,12 @@ def in_shell_terms(message: str, options: Collection[str]) -> str:
         return message
 
     def of_group(given: re.Match[str]) -> str:
-        said = [(FIELDS[given[1]].get(name, ""), value) for name, value in _FIELD.findall(given[2])]
-        return " ".join(_flag(*each) for each in said) if all(name in options for name, _ in said) else given.group()
+        specified = [(FIELDS[given[1]].get(name, ""), value) for name, value in _FIELD.findall(given[2])]
+        return (
+            " ".join(_flag(*each) for each in specified)
+            if all(name in options for name, _ in specified)
+            else given.group()
+        )
 
     def flag(given: re.Match[str]) -> str:
         name, value = given.groups()

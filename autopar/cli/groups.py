@@ -23,8 +23,8 @@ def add_flags(parser: argparse.ArgumentParser, group: type[Group]) -> None:
 
 def given(group: type[G], options: argparse.Namespace) -> G:
     """Return the group that the flags say; InputError for values that do not go together."""
-    said = {each.name: getattr(options, each.flat, None) for each in options_of(group)}
-    return group(**{name: value for name, value in said.items() if value is not None})
+    specified = {each.name: getattr(options, each.flat, None) for each in options_of(group)}
+    return group(**{name: value for name, value in specified.items() if value is not None})
 
 
 def flag_of(option: Option) -> str:

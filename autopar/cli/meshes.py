@@ -52,7 +52,7 @@ def parse_recipe(text: str, hardware: str = "cpu") -> tuple[Mesh, dict[str, Any]
         kind = RECIPE.get(flag)
         if kind is None or not value or (kind is int and (not value.isdecimal() or int(value) < 1)):
             raise InputError(
-                f"'{flag} {value}' of --beside '{text}' is no option there; give a mesh and any of "
+                f"'{flag} {value}' of --compare '{text}' is no option there; give a mesh and any of "
                 f"{', '.join(RECIPE)}, as in 'pp=4,dp=8,tp=8 --microbatches 16 --schedule 1f1b'."
             )
         options[flag.removeprefix("--").replace("-", "_")] = kind(value)

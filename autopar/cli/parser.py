@@ -56,7 +56,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--within", type=float, metavar="SECONDS", help="with --decode and --devices: the first token")
     parser.add_argument(
-        "--beside",
+        "--compare",
         action="append",
         default=[],
         metavar="RECIPE",

@@ -40,7 +40,7 @@ def plan(options: argparse.Namespace) -> int:
         raise InputError("--within is when the first token of --decode has to come; give both, or leave it out.")
     recipes = recipes_of(options)
     plan = made(options)
-    show_plan(plan.beside(*recipes) if recipes else plan, options)
+    show_plan(plan.compared_with(*recipes) if recipes else plan, options)
     return 0
 
 
@@ -52,24 +52,24 @@ def show_plan(plan: Plan | PipelinePlan, options: argparse.Namespace) -> None:
 
 
 def recipes_of(options: argparse.Namespace) -> list[Contender]:
-    """Return the recipes of --beside as they are planned, or why they have no plan."""
-    found = [(text, *parse_recipe(text, options.hardware)) for text in options.beside]
+    """Return the recipes of --compare as they are planned, or why they have no plan."""
+    found = [(text, *parse_recipe(text, options.hardware)) for text in options.compare]
     if found and (options.devices is None or options.mesh not in (None, AUTO)):
-        raise InputError("--beside is compared with the best mesh of --devices; give these, and leave --mesh out.")
+        raise InputError("--compare is compared with the best mesh of --devices; give these, and leave --mesh out.")
     for text, mesh, _ in found:
         if mesh.num_devices != options.devices:
-            raise InputError(f"--beside '{text}' is of {mesh.num_devices} devices; give {options.devices}.")
+            raise InputError(f"--compare '{text}' is of {mesh.num_devices} devices; give {options.devices}.")
     return [_planned_recipe(options, *each) for each in found]
 
 
 def _planned_recipe(options: argparse.Namespace, text: str, mesh: Mesh, own: dict[str, Any]) -> Contender:
     try:
-        return replace(contender_of(planned(argparse.Namespace(**{**vars(options), **own}), mesh)), asked=text)
+        return replace(contender_of(planned(argparse.Namespace(**{**vars(options), **own}), mesh)), requested=text)
     except (InfeasibleError, TimeLimitError, AnnotationError, PipelineError) as error:
         runs = {name: own[name] for name in ("microbatches", "schedule", "stages_per_rank") if name in own}
-        kind = "room" if isinstance(error, InfeasibleError) else "error"
+        kind = "memory" if isinstance(error, InfeasibleError) else "error"
         reason = in_shell_terms(str(error), vars(options))
-        return Contender(mesh, **runs, asked=text, excluded=kind, reason=reason)
+        return Contender(mesh, **runs, requested=text, excluded=kind, reason=reason)
 
 
 def _print_precision(options: argparse.Namespace) -> None:
@@ -93,7 +93,7 @@ def precision_for(options: argparse.Namespace) -> str | None:
     return "bf16" if is_forward else "bf16-mixed"
 
 
-def asked(options: argparse.Namespace) -> dict[str, Any]:
+def requested(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of any plan, training or not."""
     return {
         "hardware": options.hardware,
@@ -125,7 +125,7 @@ def _generation(options: argparse.Namespace) -> object:
             tokens=options.decode,
             devices=options.devices,
             within=options.within,
-            **asked(options),
+            **requested(options),
         )
 
 
@@ -161,6 +161,6 @@ def planned(
 ) -> Plan | PipelinePlan:
     """Return the plan of the named model on a mesh."""
     model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
-    wanted = {**asked(options), "devices": devices, "training": not options.inference}
+    wanted = {**requested(options), "devices": devices, "training": not options.inference}
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
         return entry.plan(model, mesh, example_inputs, **wanted)

@@ -8,7 +8,7 @@ import torch
 
 from autopar.api import sizing
 from autopar.cli import planning
-from autopar.cli.planning import asked, show_plan
+from autopar.cli.planning import requested, show_plan
 from autopar.console.names import AUTO
 from autopar.errors import InputError
 from autopar.models.named import named
@@ -29,13 +29,13 @@ def sized(options: argparse.Namespace) -> sizing.Sized:
     for_deadline = options.tokens is not None or options.days is not None
     if for_deadline and options.largest is not None:
         raise InputError("--largest and --tokens are two questions; ask one of them at a time.")
-    if options.mesh not in (None, AUTO) or options.beside or options.inference or options.plan_cache:
+    if options.mesh not in (None, AUTO) or options.compare or options.inference or options.plan_cache:
         raise InputError(
-            "--tokens and --largest plan training on the best mesh of several sizes; leave --mesh, --beside, "
+            "--tokens and --largest plan training on the best mesh of several sizes; leave --mesh, --compare, "
             "--inference and --plan-cache out."
         )
     model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
-    wanted = asked(options)
+    wanted = requested(options)
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
         if options.largest is not None:
             if options.devices is None:

@@ -154,8 +154,8 @@ def check_known(unknown: Mapping[str, Any]) -> None:
         for taking, kind in _TAKING.items():
             for each in fields(kind):
                 if name in (each.name, flat_name(each)):
-                    said = f"{kind.__name__}({each.name}={reprlib.repr(value)})"
-                    raise InputError(f"{name} is a field of autopar.{kind.__name__}; give {taking}={said}.")
+                    specified = f"{kind.__name__}({each.name}={reprlib.repr(value)})"
+                    raise InputError(f"{name} is a field of autopar.{kind.__name__}; give {taking}={specified}.")
         raise InputError(f"{name} is no option here; options are {', '.join(defaults())}.")
 
 
@@ -178,9 +178,9 @@ def forward_alone(request: PlanRequest) -> PlanRequest:
     return request.with_memory(replace(request.memory, recompute="none"))
 
 
-def _of_training(said: str) -> InputError:
+def _of_training(specified: str) -> InputError:
     return InputError(
-        f"{said} is given with training=False, which plans and runs the forward alone, in one piece: there are no "
+        f"{specified} is given with training=False, which plans and runs the forward alone, in one piece: there are no "
         "gradients, no optimizer and no micro-batches. Leave it out."
     )
 
@@ -208,11 +208,11 @@ def check_one_decides(plan: object, strategy: str | None) -> None:
 
 def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
     """Raise PipelineError for options of a pipeline on a mesh without one."""
-    said = [f"Pipeline({each.name}={value!r})" for each, value in request.pipeline.given() if each.name != "axis"]
-    said += [f"annotate(stage=…) ({each})" for each in request.annotations if each.stage is not None]
-    if said:
+    specified = [f"Pipeline({each.name}={value!r})" for each, value in request.pipeline.given() if each.name != "axis"]
+    specified += [f"annotate(stage=…) ({each})" for each in request.annotations if each.stage is not None]
+    if specified:
         raise PipelineError(
-            f"{said[0]} is given, but no axis of the mesh {mesh} is a pipeline; name one, as in "
+            f"{specified[0]} is given, but no axis of the mesh {mesh} is a pipeline; name one, as in "
             f'Pipeline(axis="{mesh.names[0]}"), or call an axis "pp".'
         )
     if isinstance(plan, PipelinePlan):

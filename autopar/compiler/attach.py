@@ -49,16 +49,16 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
 
     skeleton = skeleton_of(model, request.precision, request.training)
     traced = request.traced(skeleton, args, kwargs, training=model.training and request.training)
-    asked = request.tiles
-    program = traced.program(asked)
-    tiles = tiles_of(plan, program, asked, plan.mesh)
-    program = program if tiles == asked else traced.program(tiles)
+    requested = request.tiles
+    program = traced.program(requested)
+    tiles = tiles_of(plan, program, requested, plan.mesh)
+    program = program if tiles == requested else traced.program(tiles)
     arriving = layouts_of_parts(program, part, plan.mesh, axes)
-    space = request.space(program, plan.mesh, arriving, dealing=plan.dealing)
+    space = request.space(program, plan.mesh, arriving, zigzag_axes=plan.zigzag_axes)
     space = space.waiting_for(plan.waits) if plan.waits else space
     choices = choices_of(plan, space)
-    said = request.annotations_about(space.program, plan.mesh)
-    pins = pins_of(said, space, request.mode, {})
+    specified = request.annotations_about(space.program, plan.mesh)
+    pins = pins_of(specified, space, request.mode, {})
     lasting = request.conventions.main_gradients
     runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each, main_gradients=lasting)
     memory = MemoryModel(space, runs, plan.prefetch, offloads=request.searched.offloads)
@@ -71,5 +71,5 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
     problem = Formulation(space, memory).problem(pins, modes=segments)
     settings, hosts = request.searched, plan.host_seconds
-    context = PlanContext(space, memory, pins, choices, problem, settings, said, request.mode, host_seconds=hosts)
+    context = PlanContext(space, memory, pins, choices, problem, settings, specified, request.mode, host_seconds=hosts)
     return replace(plan, mesh=space.mesh, context=context)

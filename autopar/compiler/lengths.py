@@ -76,8 +76,8 @@ class SmallSizes:
         buckets = self.buckets
         short, long = buckets.check_lengths
         roles = roles_of(arguments, buckets)
-        asked = sizes_of(arguments, roles)
-        sizes = Sizes(None if asked.length is None else short, None if asked.batch is None else SAMPLES)
+        requested = sizes_of(arguments, roles)
+        sizes = Sizes(None if requested.length is None else short, None if requested.batch is None else SAMPLES)
         inputs = random(arguments, roles, sizes)
         program = self._captured(inputs)
         larger: dict[str, Program] = {}
@@ -102,7 +102,7 @@ class SmallSizes:
         other = self._captured(behind)
         found = first_unequal(program, other, inputs, behind, buffers) if self.buckets.check else None
         if found is not None:
-            raise InputError(f"{_said(found, what)} {ADVICE[what]}. {_way_out(what)}")
+            raise InputError(f"{_refusal(found, what)} {ADVICE[what]}. {_way_out(what)}")
         return other
 
     @uncollected()
@@ -124,7 +124,7 @@ class SmallSizes:
             ) from error
 
 
-def _said(found: Unequal, what: str) -> str:
+def _refusal(found: Unequal, what: str) -> str:
     cause = f": {found.cause}" if found.cause else ""
     return f"output {found.output} of the model differs if the {what} is padded{cause}."
 

@@ -121,7 +121,7 @@ def not_estimated(planner: OfflinePlanner) -> str:
 def _estimated(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan | None:
     """Return the best plan of the candidates that are likeliest by their estimates; None if none of them has a plan."""
     subject, exact = subject_of(planner, mesh, devices)
-    _check_room(planner, subject.meshes[0])
+    _check_budget(planner, subject.meshes[0])
     deadline = after(planner.request.settings.search.time_limit)
     left = seconds_until(deadline)
     estimates = Estimates(subject, after(ESTIMATING * left), after(WITHOUT_ANY * left))
@@ -152,7 +152,7 @@ def _check_time(estimates: Estimates, deadline: float) -> None:
         )
 
 
-def _check_room(planner: OfflinePlanner, mesh: Mesh) -> None:
+def _check_budget(planner: OfflinePlanner, mesh: Mesh) -> None:
     """Raise InfeasibleError where all devices together have less memory than what is stored at least."""
     limit, stored = planner.limit(mesh), planner.stored
     each = math.ceil(stored / mesh.num_devices)

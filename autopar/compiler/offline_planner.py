@@ -13,7 +13,7 @@ from torch import nn
 from autopar.capture.export import Traced, skeleton_of
 from autopar.capture.layers.fewer import without_layers
 from autopar.capture.static.arguments import with_static
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import Fitting
 from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, check_stages, example_arguments
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
@@ -157,7 +157,7 @@ class OfflinePlanner:
     @functools.cached_property
     def least_computing(self) -> float:
         """Seconds of all calls of a step on one device, each by its fastest strategy."""
-        calls = (each.menu.seconds for each in self.single.decisions if each.kind == "call")
+        calls = (each.candidates.seconds for each in self.single.decisions if each.kind == "call")
         return (self.request.microbatches or 1) * sum(float(each.min()) for each in calls)
 
     @functools.cached_property
@@ -166,7 +166,7 @@ class OfflinePlanner:
         return blocks_of(self.single.program)
 
     @functools.cached_property
-    def said(self) -> dict[str, tuple[int, ...]]:
+    def specified(self) -> dict[str, tuple[int, ...]]:
         """Node → the numbers of the user's annotations that name it."""
         found: dict[str, tuple[int, ...]] = {}
         catalog = Catalog(self.single)
@@ -209,14 +209,14 @@ class OfflinePlanner:
                 if is_new:
                     self.whole.add((count, num_parts))
                 program = self.captured(*key)
-                found = shortened(program, blocks_of(program), self.said)
+                found = shortened(program, blocks_of(program), self.specified)
             self.shorter[key] = found
         return self.shorter[key]
 
     @functools.cached_property
     def base(self) -> Shortened:
         """The shorter form of the program that is captured first."""
-        return shortened(self.single.program, self.blocks, self.said)
+        return shortened(self.single.program, self.blocks, self.specified)
 
     def _traced_shorter(self, count: int, num_parts: int) -> Traced | None:
         """Return the model with fewer layers, traced; None where it is not the shorter form of the model."""
@@ -241,7 +241,7 @@ class OfflinePlanner:
         """The model without the layers that others stand for; None where none can be taken out."""
         model, left = self._skeleton(), {block.name for block in self.base.blocks}
         gone = [block.name for block in self.blocks if block.name not in left]
-        return model if gone and not self.said and without_layers(model, gone) else None
+        return model if gone and not self.specified and without_layers(model, gone) else None
 
     def _of_fewer_layers(self, count: int, num_parts: int) -> Traced | None:
         """Return the model with fewer layers, traced; None where it cannot do without them."""
@@ -263,17 +263,17 @@ class OfflinePlanner:
             except CutOffError as error:
                 raise CutOffError(count * error.seconds) from error
             return of_plan(plan if count == 1 or self.request.microbatches else saying(plan, count), count)
-        stage, asked = stage_mesh(mesh, str(self.request.pipeline.axis)), self.request.tiles
+        stage, tiles_requested = stage_mesh(mesh, str(self.request.pipeline.axis)), self.request.tiles
         num_parts = math.prod(map(stage.size, axes_of_parts(self.request.inputs, stage)))
-        in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, asked)
-        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else asked.loss or False
+        in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, tiles_requested)
+        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else tiles_requested.loss or False
         chunks = schedule.chunks if schedule.chunks > 1 else None
         wanted = replace(
             self.request,
             microbatches=count,
             pipeline=replace(self.request.pipeline, schedule=schedule.name, stages_per_rank=chunks),
             settings=settings,
-            chosen_tiles=asked._replace(loss=tiles),
+            chosen_tiles=tiles_requested._replace(loss=tiles),
         )
         looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, wanted.tiles)))
         return of_pipeline(self.in_stages(mesh, str(self.request.pipeline.axis), wanted, turn.cutoff, looked_at))
@@ -302,8 +302,8 @@ class OfflinePlanner:
                 return of_plan(plan if count == 1 else saying(plan, count), count)
             halved = None if is_over(deadline) else self._halved(mesh, count, reason.least_bytes)
             if halved is None:
-                said = f"also in {count} micro-batches: {reason}" if count > 1 else str(reason)
-                raise InfeasibleError(said, reason.least_bytes) from reason
+                specified = f"also in {count} micro-batches: {reason}" if count > 1 else str(reason)
+                raise InfeasibleError(specified, reason.least_bytes) from reason
             count = halved
 
     def _halved(self, mesh: Mesh, count: int, least: int | None) -> int | None:
@@ -383,9 +383,9 @@ class OfflinePlanner:
             settings, size = request.settings, self.samples(inner)
             limited, seconds = settings.limit is not None, settings.search.time_limit
             chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited, seconds, cutoff)
-            asked = requested(chosen.schedule)
-            warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
-            return chosen.plan or self.cache.pipeline_plan(asked)
+            tiles_requested = requested(chosen.schedule)
+            warn_of_batch_statistics(tiles_requested.program, chosen.schedule.num_microbatches)
+            return chosen.plan or self.cache.pipeline_plan(tiles_requested)
 
         turn = lasting(after(request.settings.search.time_limit))  # with the loss in tiles and without, together
         with interruptible(), self.allowance.searching(), turn:

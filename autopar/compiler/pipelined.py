@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import Fitting
 from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_stages, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
@@ -251,11 +251,11 @@ def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:
     """Raise PipelineError where a wish and a plan do not go together."""
     if plan is None:
         return
-    asked = (wish.name, wish.num_microbatches, wish.chunks)
+    specified = (wish.name, wish.num_microbatches, wish.chunks)
     found = (plan.schedule.name, plan.schedule.num_microbatches, plan.schedule.chunks)
-    if any(a is not None and a != f for a, f in zip(asked, found, strict=True)):
+    if any(a is not None and a != f for a, f in zip(specified, found, strict=True)):
         raise PipelineError(
-            f"the plan is for schedule, microbatches and stages_per_rank {found}; found {asked}. "
+            f"the plan is for schedule, microbatches and stages_per_rank {found}; found {specified}. "
             "Leave them out, or plan again."
         )
 

@@ -27,7 +27,7 @@ import autopar.strategies
 from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_of
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.menu import Menu
+from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.space import Space
 from autopar.errors import AutoparError, warn_user
 from autopar.files.reading import read_json, read_text
@@ -61,9 +61,9 @@ class PlanCache:
     folder: Path | None = None
 
     @classmethod
-    def of(cls, said: str | os.PathLike[str] | None) -> PlanCache:
+    def of(cls, specified: str | os.PathLike[str] | None) -> PlanCache:
         """Return the user-specified folder, or that of the environment."""
-        found = said or os.environ.get(VARIABLE)
+        found = specified or os.environ.get(VARIABLE)
         return cls(Path(found) if found else None)
 
     def plan(
@@ -73,7 +73,7 @@ class PlanCache:
 
         def check(plan: Plan) -> None:
             tiles = tiles_of(plan, space.program, request.tiles, space.mesh)
-            fitting = (space if tiles == request.tiles else spaces(tiles)).dealing_over(plan.dealing)
+            fitting = (space if tiles == request.tiles else spaces(tiles)).with_zigzag_axes(plan.zigzag_axes)
             request.warn(plan, fitting, choices_of(plan, fitting), stored=bool(storage))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
@@ -92,8 +92,8 @@ class PlanCache:
         if self.folder:
             whole = request.space(request.program, {})
             named = {each.name: getattr(request, each.name) for each in fields(request)}
-            said = {name: each for name, each in named.items() if name not in ("program", "wanted")}
-            key = _key(_of_space(whole), _of_request(request.wanted), said)
+            specified = {name: each for name, each in named.items() if name not in ("program", "wanted")}
+            key = _key(_of_space(whole), _of_request(request.wanted), specified)
         return self._kept(key, PipelinePlan.from_json, check, lambda: plan_pipeline(request))
 
     def _kept(
@@ -119,16 +119,20 @@ class PlanCache:
 def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None) -> Plan:
     """Return the best plan, in tiles if memory requires them, and with state on the host if requested."""
 
-    def priced(given: Space, asked: PlanRequest) -> Space:
+    def priced(given: Space, requested: PlanRequest) -> Space:
         """Return the space for an optimizer that offloads, or does not, as requested."""
-        offloads = asked.offloads_optimizer
+        offloads = requested.offloads_optimizer
         if offloads == (given.optimizer.offload is not None):
             return given
         num_devices = given.mesh.num_devices
-        return given.with_optimizer(asked.offloading(given.hardware, num_devices) if offloads else asked.optimizer)
+        return given.with_optimizer(
+            requested.offloading(given.hardware, num_devices) if offloads else requested.optimizer
+        )
 
-    def plan_for(asked: PlanRequest) -> Plan:
-        return plan_as_memory_asks(asked, priced(space, asked), lambda tiles: priced(spaces(tiles), asked), storage)
+    def plan_for(requested: PlanRequest) -> Plan:
+        return plan_as_memory_asks(
+            requested, priced(space, requested), lambda tiles: priced(spaces(tiles), requested), storage
+        )
 
     return plan_as_offload_asks(request, of_whole(plan_for, lambda: least_stored(MemoryModel(space))))
 
@@ -157,18 +161,20 @@ def _key(*parts: Any) -> str:
 
 def _of_space(space: Space) -> list[Any]:
     """Return all of a space that its plans depend on: program, mesh, hardware, and decisions with their costs."""
-    menus: dict[int, str] = {}
+    digests: dict[int, str] = {}
     decisions = []
     for each in space.decisions:
-        if id(each.menu) not in menus:
-            menus[id(each.menu)] = _of_menu(each.menu)
-        decisions.append((each.name, each.kind, menus[id(each.menu)], module_of(each.node), sorted(each.roles.items())))
+        if id(each.candidates) not in digests:
+            digests[id(each.candidates)] = _digest_of(each.candidates)
+        decisions.append(
+            (each.name, each.kind, digests[id(each.candidates)], module_of(each.node), sorted(each.roles.items()))
+        )
     return [space.program.fingerprint, _of_program(space.program), space.mesh, space.hardware, decisions]
 
 
-def _of_menu(menu: Menu) -> str:
-    digest = hashlib.sha256("\n".join(map(str, menu.strategies)).encode())
-    for seconds in (menu.seconds, menu.forward_seconds):
+def _digest_of(candidates: Candidates) -> str:
+    digest = hashlib.sha256("\n".join(map(str, candidates.strategies)).encode())
+    for seconds in (candidates.seconds, candidates.forward_seconds):
         digest.update(seconds.tobytes())
     return digest.hexdigest()
 

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.mlp import has_mlp_tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import AUTO, LOSSES, Fitting, has_tiles
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
@@ -72,7 +72,7 @@ class _Planned(NamedTuple):
     """A plan, and the warnings issued while it was made."""
 
     plan: Plan
-    said: list[warnings.WarningMessage]
+    warned: list[warnings.WarningMessage]
 
 
 class _Turns:
@@ -135,7 +135,7 @@ class _Turns:
         cutoff = min(cutoff, math.nextafter(self._request.settings.cutoff, math.inf))
         settings = replace(self._request.settings.lasting(seconds_until(self._deadline)), cutoff=cutoff)
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 plan = replace(self._request, settings=settings).plan(space, self._storage, self._statements(space))
         except TimeLimitError as error:
@@ -147,7 +147,7 @@ class _Turns:
             raise
         if self.best is None or seconds_of_microbatch(plan) < cutoff:
             context = replace(context_of(plan), settings=self._request.settings)
-            self.best = _Planned(replace(plan, context=context), said)
+            self.best = _Planned(replace(plan, context=context), warned)
 
     def _statements(self, space: Space) -> Statements:
         return self._stated.setdefault(id(space), Statements(space))
@@ -156,7 +156,7 @@ class _Turns:
         """Return the best plan and issue its warnings; raise the error that explains why there is none."""
         if self.best is None:
             raise self._late or self._refused or CutOffError(self._at_least)
-        for each in self.best.said:
+        for each in self.best.warned:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return self.best.plan
 
@@ -212,9 +212,9 @@ def _bytes_of_logits(space: Space) -> dict[int, list[int]]:
     """
     found = {}
     for number, decision in enumerate(space.decisions):
-        if decision.kind == "call" and decision.node.target in LOSSES and decision.menu.call is not None:
-            logits = decision.menu.call.inputs[0]
-            shapes = (s.inputs[0].local_shape(logits.shape, space.mesh.sizes) for s in decision.menu.strategies)
+        if decision.kind == "call" and decision.node.target in LOSSES and decision.candidates.call is not None:
+            logits = decision.candidates.call.inputs[0]
+            shapes = (s.inputs[0].local_shape(logits.shape, space.mesh.sizes) for s in decision.candidates.strategies)
             found[number] = [math.prod(shape) * logits.dtype.itemsize for shape in shapes]
     return found
 
@@ -225,21 +225,22 @@ def _bytes_of_logits_in(plan: Plan) -> int:
     return sum(held[context.choices[number]] for number, held in _bytes_of_logits(context.space).items())
 
 
-def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
+def tiles_of(plan: Plan, program: Program, requested: Tiles, mesh: Mesh) -> Tiles:
     """Return the tiles in which a plan's model is captured; `program` is the model captured in the requested tiles."""
-    return _tiles_of(plan.descriptions.values(), program, asked, mesh)
+    return _tiles_of(plan.descriptions.values(), program, requested, mesh)
 
 
-def tiles_of_pipeline(plan: PipelinePlan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
+def tiles_of_pipeline(plan: PipelinePlan, program: Program, requested: Tiles, mesh: Mesh) -> Tiles:
     """Return the same of a pipeline, on the mesh of a stage."""
     texts = [text for stage in plan.stages for text in stage.plan.descriptions.values()]
-    return _tiles_of(texts, program, asked, mesh)
+    return _tiles_of(texts, program, requested, mesh)
 
 
-def _tiles_of(texts: Collection[str], program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
+def _tiles_of(texts: Collection[str], program: Program, requested: Tiles, mesh: Mesh) -> Tiles:
     fitting = Fitting(mesh.num_devices)
     losses = any(text.startswith("linear_cross_entropy") for text in texts) and not has_tiles(program)
     mlps = any(text.startswith("mlp_in_tiles") for text in texts) and not has_mlp_tiles(program)
     return Tiles(
-        fitting if losses and asked.loss is None else asked.loss, fitting if mlps and asked.mlp == AUTO else asked.mlp
+        fitting if losses and requested.loss is None else requested.loss,
+        fitting if mlps and requested.mlp == AUTO else requested.mlp,
     )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import Traced, freeze, skeleton
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_no_pipeline, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
@@ -33,6 +33,7 @@ from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.local_batch import Given
 from autopar.runtime.module.parameters import Storage
+from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
@@ -60,7 +61,7 @@ def compile_whole(
     return _Compiler(model, mesh, request, plan, run, kind).compiled()
 
 
-M = TypeVar("M", bound=ParallelModule)
+M = TypeVar("M", bound=StoredModule)
 
 
 class ModuleCompiler(Generic[M]):
@@ -176,12 +177,12 @@ class _Compiler(ModuleCompiler[ParallelModule]):
                 lambda found: found.program.lines(),
             )
 
-        asked = self.request.tiles
-        space = on_ranks(asked)
+        requested = self.request.tiles
+        space = on_ranks(requested)
         plan = self._plan(space, captured, allowance)
         self.request = self.request.without_auto(plan.offloads_optimizer)  # one optimizer steps, whatever the inputs
-        tiles = tiles_of(plan, space.program, asked, space.mesh)
-        space = (space if tiles == asked else on_ranks(tiles)).dealing_over(plan.dealing)
+        tiles = tiles_of(plan, space.program, requested, space.mesh)
+        space = (space if tiles == requested else on_ranks(tiles)).with_zigzag_axes(plan.zigzag_axes)
         local = rewrite(space, choices_of(plan, space), plan.recompute)
         self._lay_out(space, local)
         executable = Executable.of(space.program, plan, local, self.mesh)

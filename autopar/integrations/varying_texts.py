@@ -39,6 +39,6 @@ def _lengths(batch: Any) -> set[int]:
 def _padding(model: nn.Module, processing: Any) -> dict[str, float]:
     """Return the padding value of token ids, of the tokenizer or else of the model's configuration, by input."""
     tokenizer = getattr(processing, "tokenizer", processing)
-    said = (getattr(each, "pad_token_id", None) for each in (tokenizer, getattr(model, "config", None)))
-    pad = next((each for each in said if isinstance(each, int)), COMMON["input_ids"])
+    specified = (getattr(each, "pad_token_id", None) for each in (tokenizer, getattr(model, "config", None)))
+    pad = next((each for each in specified if isinstance(each, int)), COMMON["input_ids"])
     return {**COMMON, "input_ids": pad, "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0)}

@@ -25,7 +25,7 @@ class HostGradients:
         """Parameters whose gradient has been brought, with the mark behind its copy."""
         for each in parameters:
             if each.requires_grad:
-                each.register_post_accumulate_grad_hook(self._bring)
+                each.register_post_accumulate_grad_hook(self._bring_to_host)
         _every.add(self)
 
     @property
@@ -40,7 +40,7 @@ class HostGradients:
     def take(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
         """Its gradient, and the mark at which that is there; what no hook has brought is brought now."""
         if parameter.grad is not None:
-            self._bring(parameter)
+            self._bring_to_host(parameter)
         return self._memory[parameter], self._arrived[parameter]
 
     def arrived(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class HostGradients:
         self._arrived.clear()
 
     @torch.no_grad()
-    def _bring(self, parameter: torch.Tensor) -> None:
+    def _bring_to_host(self, parameter: torch.Tensor) -> None:
         """Bring a gradient to the host, or add it to the one that is there, and free it on the device."""
         assert parameter.grad is not None, "a hook behind the accumulation of a gradient"
         own, link = local(parameter), self._link()

@@ -24,7 +24,7 @@ from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
-from autopar.optim.beside_backward import BesideBackward
+from autopar.optim.backward_thread import BackwardThread
 from autopar.optim.host_gradients import HostGradients
 from autopar.optim.sharded_tensors import flat, local
 from autopar.optim.staging import Link, Piece, Staged, Staging, ranges, staging_bytes
@@ -116,10 +116,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "step_in_backward of an OffloadedAdamW steps on gradients that have come to the host, and these wait "
                 'on the device; make it with gradients="host".'
             )
-        beside = BesideBackward(self._step, lambda: self._link.end())
+        thread = BackwardThread(self._step, lambda: self._link.end())
 
         def hook_of(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
-            return lambda parameter: beside.put((parameter, group))
+            return lambda parameter: thread.put((parameter, group))
 
         return [  # behind the hooks that bring gradients
             each.register_post_accumulate_grad_hook(hook_of(group))

@@ -90,14 +90,14 @@ class Link:
     @staticmethod
     def copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copy on a stream of the link."""
-        with _on(stream):
+        with _issued_on(stream):
             target.copy_(source, non_blocking=stream is not None)
         if stream is not None and source.is_cuda:
             source.record_stream(stream)
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Add a tensor of the device to one of the host on the stream that goes down; the device adds."""
-        with _on(self.down):
+        with _issued_on(self.down):
             before = target.to(self.device, non_blocking=True)
             target.copy_(before.add_(source), non_blocking=True)
         if self.down is not None:
@@ -160,13 +160,13 @@ class _Slot:
         """Begin to copy a block into this memory."""
         link = self._link
         link.wait(self._gone_up)
-        self.weight = _like(piece.weight, self._weight)
+        self.weight = _view_like(piece.weight, self._weight)
         if piece.needs_weight:
             link.copy(self.weight, piece.weight, link.down)
         if piece.on_host:
             self.gradient = piece.gradient
         else:
-            self.gradient = _like(piece.gradient, self._gradient)
+            self.gradient = _view_like(piece.gradient, self._gradient)
             link.copy(self.gradient, piece.gradient, link.down)
         self._come_down = link.mark(link.down)
 
@@ -180,11 +180,11 @@ class _Slot:
         self._gone_up = link.mark(link.up)
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+def _issued_on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     """Return a context in which work is issued on `stream`; it changes nothing if `stream` is None."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+def _view_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """Return a view of byte memory with as many elements, of the same dtype, as a tensor."""
     return memory[: tensor.numel() * tensor.itemsize].view(tensor.dtype)

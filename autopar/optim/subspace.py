@@ -33,14 +33,14 @@ def basis_of(gradient: torch.Tensor, rank: int) -> torch.Tensor:
     vectors = (vectors * torch.where(largest < 0, -1.0, 1.0)).to(gradient.dtype).contiguous()
     if not isinstance(gradient, DTensor):
         return vectors
-    return placed(vectors, gradient, _each(gradient, long=Shard(1), short=Shard(0)))
+    return placed(vectors, gradient, _tall_placements(gradient, long=Shard(1), short=Shard(0)))
 
 
 def as_used(basis: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the basis as parts of the tall matrix `like` are multiplied by it."""
     if not isinstance(like, DTensor) or not isinstance(basis, DTensor):
         return basis
-    return basis.redistribute(placements=_each(like, long=Replicate(), short=Shard(0)))
+    return basis.redistribute(placements=_tall_placements(like, long=Replicate(), short=Shard(0)))
 
 
 def projected(gradient: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -52,26 +52,26 @@ def projected(gradient: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     summed = DTensor.from_local(
         product,
         gradient.device_mesh,
-        _each(gradient, long=Shard(0), short=Partial()),
+        _tall_placements(gradient, long=Shard(0), short=Partial()),
         run_check=False,
         shape=shape,
         stride=(shape[1], 1),
     )
-    return summed.redistribute(placements=_each(gradient, long=Shard(0), short=Shard(1)))
+    return summed.redistribute(placements=_tall_placements(gradient, long=Shard(0), short=Shard(1)))
 
 
 def projected_back(inside: torch.Tensor, basis: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """N Qᵀ: [b, r] and a basis as it is used, [s, r], to [b, s], in the parts of the tall matrix `like`."""
     if not isinstance(like, DTensor) or not isinstance(inside, DTensor) or not isinstance(basis, DTensor):
         return inside @ basis.t()
-    rows = inside.redistribute(placements=_each(like, long=Shard(0), short=Replicate())).to_local()
+    rows = inside.redistribute(placements=_tall_placements(like, long=Shard(0), short=Replicate())).to_local()
     product = rows @ basis.to_local().t()
     return DTensor.from_local(
         product, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=(like.shape[1], 1)
     )
 
 
-def _each(matrix: DTensor, long: Placement, short: Placement) -> Placements:
+def _tall_placements(matrix: DTensor, long: Placement, short: Placement) -> Placements:
     """Return a placement for every axis: by which dim of a tall matrix it splits, whole where it splits none."""
     kinds = {0: long, 1: short, None: Replicate()}
     return tuple(kinds[split_dim(placement)] for placement in matrix.placements)

@@ -15,7 +15,7 @@ from autopar.ir.program.operators.expert_operators import OTHER_GROUPED_PRODUCTS
 from autopar.ir.program.program import info_of
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.settings import PlanContext
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 
 NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
 BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"
@@ -39,15 +39,15 @@ def _expected(context: PlanContext, answer: Answer) -> tuple[str, ...]:
     most = max(ranks, default=1)
     if most == 1:
         return ()
-    expected = BALANCED if space.imbalance == 1 else _both(context, answer)
+    expected = BALANCED if space.imbalance == 1 else _cost_note(context, answer)
     limit = context.settings.tensor_limit
-    return (expected,) if limit is None else (expected, *_survived(context, answer, limit, most))
+    return (expected,) if limit is None else (expected, *_limit_notes(context, answer, limit, most))
 
 
-def _both(context: PlanContext, answer: Answer) -> str:
+def _cost_note(context: PlanContext, answer: Answer) -> str:
     """Describe the expected cost with balanced routing, and with the requested imbalance."""
     memory, imbalance = context.memory_model, context.space.imbalance
-    seconds = [parts_of(memory, answer.choices, answer.modes, each).seconds for each in (1.0, imbalance)]
+    seconds = [step_seconds_of(memory, answer.choices, answer.modes, each).seconds for each in (1.0, imbalance)]
     peak = memory_use(memory, answer.choices, answer.modes, 1.0)[0]
     return (
         f"expected: {format_seconds(seconds[0])} and {format_bytes(peak)} where each device has an equal share of the "
@@ -66,7 +66,7 @@ def _limit(node: fx.Node) -> str:
     )
 
 
-def _survived(context: PlanContext, answer: Answer, limit: int, most: int) -> tuple[str, ...]:
+def _limit_notes(context: PlanContext, answer: Answer, limit: int, most: int) -> tuple[str, ...]:
     """Describe the largest imbalance of the busiest device that fits the limit; `most` is the largest possible."""
 
     def fits(hundredths: int) -> bool:
@@ -93,10 +93,10 @@ def warn_of_unknown_experts(space: Space) -> None:
         return
     total, unknown, places = 0, 0, dict[str, None]()
     for decision in space.decisions:
-        menu = decision.menu
-        if menu.call is None or menu.op is None or menu.bound is None:
+        candidates = decision.candidates
+        if candidates.call is None or candidates.op is None or candidates.bound is None:
             continue
-        work = flops(menu.call, menu.op, menu.bound)
+        work = flops(candidates.call, candidates.op, candidates.bound)
         total += work
         if str(decision.node.target) in OTHER_GROUPED_PRODUCTS:  # else the block around it was found
             unknown += work

@@ -2,8 +2,8 @@
 
 Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with the
 modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls. The
-cost of expert rows above an equal share (`costs.memory.tensor_bytes.excess`) lies on edges between the decision on
-their counts and the calls and edges that they pass.
+cost of expert rows above an equal share (`costs.memory.tensor_bytes.uneven_share`) lies on edges between the decision
+on their counts and the calls and edges that they pass.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from typing import Any
 import numpy as np
 
 from autopar.costs.memory.model import MemoryModel, Modes
-from autopar.costs.memory.moments import MemoryRow, Priced, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
-from autopar.costs.memory.tensor_bytes import excess
-from autopar.costs.space.space import Decision, ExpertRows, Space, Wire
+from autopar.costs.memory.moments import (
+    MemoryRow,
+    PricedMemory,
+    edge_bytes,
+    node_bytes,
+    uneven_edge_bytes,
+    uneven_node_bytes,
+)
+from autopar.costs.memory.tensor_bytes import uneven_share
+from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.solver.problem import Edge, Node, Problem
 
 Pins = Mapping[int, np.ndarray]
 """Decision → which of its strategies are allowed."""
 
 
-NODE, WIRE, UNEVEN_NODE, UNEVEN_WIRE = range(4)
+NODE, EDGE, UNEVEN_NODE, UNEVEN_EDGE = range(4)
 """Parts of the bytes of a row: of decisions, of edges, and what uneven expert rows add to either."""
 _Parts = tuple[Mapping[int, Modes | None], ...]
 """Bytes by mode, by number in each part; of what has none there may be nothing."""
@@ -33,7 +40,7 @@ _Numbers = tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _RowBytes:
     """Bytes in a row."""
 
     parts: _Parts
@@ -41,7 +48,7 @@ class _Held:
     """Numbers of the decisions or edges whose bytes depend on the mode of a segment, for each part."""
 
     @classmethod
-    def of(cls, *parts: Mapping[int, Modes | None]) -> _Held:
+    def of(cls, *parts: Mapping[int, Modes | None]) -> _RowBytes:
         several = (frozenset([n for n, modes in each.items() if modes and len(modes) > 1]) for each in parts)
         return cls(parts, tuple(several))
 
@@ -63,7 +70,7 @@ class _Outline:
 class _Stated:
     """Problems stated so far, by row, and what they have in common."""
 
-    asked: object
+    requested: object
     outline: _Outline
     problems: dict[MemoryRow | None, Problem] = field(default_factory=dict)
 
@@ -76,7 +83,7 @@ class Formulation:
         self.memory = memory
         self._matrices: dict[object, np.ndarray] = {}
         self._stacks: dict[object, np.ndarray] = {}
-        self._held: dict[MemoryRow | None, _Held] = {}
+        self._row_bytes: dict[MemoryRow | None, _RowBytes] = {}
         self._with_rows = {number for number in space.rows if space.decisions[number].kind == "call"}
         """Calls that have rows of experts."""
         self._last: dict[bool, _Stated] = {}
@@ -86,7 +93,7 @@ class Formulation:
         """Names of the decisions in error messages."""
         self.without_a_limit: dict[object, Any] = {}
         """Cache of answers without a memory limit, by limit, modes and pins."""
-        self.near: Priced | None = None
+        self.near: PricedMemory | None = None
         """Prices of memory of a plan of the same model, captured otherwise."""
 
     def name(self, number: int) -> str:
@@ -121,10 +128,10 @@ class Formulation:
         by_mode = tuple(
             [frozenset[int]().union(*each) for each in zip(*(h.by_mode for h in held.values()), strict=True)]
         )
-        asked = pinned_by(pins), budget, None if modes is None else tuple(modes.items()), by_mode
+        requested = pinned_by(pins), budget, None if modes is None else tuple(modes.items()), by_mode
         last = self._last.get(rows[0] is None)
-        if last is None or last.asked != asked:
-            last = self._last[rows[0] is None] = _Stated(asked, self._outline(pins, modes, by_mode))
+        if last is None or last.requested != requested:
+            last = self._last[rows[0] is None] = _Stated(requested, self._outline(pins, modes, by_mode))
         # Searches ask for the rows of before, and some more.
         last.problems = {
             row: last.problems.get(row) or self._with_bytes(last.outline, each.parts, budget)
@@ -154,17 +161,17 @@ class Formulation:
             taken = mode.split("|") if mode else self.memory.lifetimes.modes
             allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
             found.nodes.append((f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
-        for number, wire in enumerate(self.space.wires):
-            seconds, ends = self._reshard(wire), (wire.source, wire.target)
-            segment = segments.get(self.memory.lifetimes.segment[wire.target])
-            again = None if segment is None else self.memory.second_forward.seconds_on(wire)
-            if segment is None or (again is None and number not in by_mode[WIRE]):
-                found.edges.append((ends, seconds, (WIRE, number, False)))
+        for number, tensor_edge in enumerate(self.space.edges):
+            seconds, ends = self._reshard(tensor_edge), (tensor_edge.source, tensor_edge.target)
+            segment = segments.get(self.memory.lifetimes.segment[tensor_edge.target])
+            again = None if segment is None else self.memory.second_forward.seconds_on(tensor_edge)
+            if segment is None or (again is None and number not in by_mode[EDGE]):
+                found.edges.append((ends, seconds, (EDGE, number, False)))
             else:
                 seconds = self._stacked(self._with_more(seconds, again), float)
-                found.edges.append(((segment, *ends), seconds, (WIRE, number, True)))
-            if self.space.imbalance > 1 and self.space.rows_on(wire) is not None:
-                found.edges.extend(self._uneven_wire(number, wire, segment, number in by_mode[UNEVEN_WIRE]))
+                found.edges.append(((segment, *ends), seconds, (EDGE, number, True)))
+            if self.space.imbalance > 1 and self.space.rows_on(tensor_edge) is not None:
+                found.edges.extend(self._uneven_edge(number, tensor_edge, segment, number in by_mode[UNEVEN_EDGE]))
         return found
 
     def _with_bytes(self, outline: _Outline, parts: _Parts, budget: int | None) -> Problem:
@@ -183,57 +190,68 @@ class Formulation:
             return None
         if not is_by_mode:
             return found[0]
-        return self._stacked(tuple(map(self._least, found)) if part == UNEVEN_WIRE else found, int)
+        return self._stacked(tuple(map(self._least, found)) if part == UNEVEN_EDGE else found, int)
 
-    def _bytes_of(self, row: MemoryRow | None) -> _Held:
-        if row not in self._held:
+    def _bytes_of(self, row: MemoryRow | None) -> _RowBytes:
+        if row not in self._row_bytes:
             memory, space = self.memory, self.space
             if row is None:
-                nothing = {n: (memory.nothing(each.menu.seconds.shape),) for n, each in enumerate(space.decisions)}
-                self._held[row] = _Held.of(nothing, {}, {}, {})
+                nothing = {
+                    n: (memory.nothing(each.candidates.seconds.shape),) for n, each in enumerate(space.decisions)
+                }
+                self._row_bytes[row] = _RowBytes.of(nothing, {}, {}, {})
             else:
                 uneven = space.imbalance > 1
-                self._held[row] = _Held.of(
+                self._row_bytes[row] = _RowBytes.of(
                     {number: node_bytes(memory, number, row) for number in range(len(space.decisions))},
-                    {number: wire_bytes(memory, wire, row) for number, wire in enumerate(space.wires)},
+                    {number: edge_bytes(memory, tensor_edge, row) for number, tensor_edge in enumerate(space.edges)},
                     {number: uneven_node_bytes(memory, number, row) for number in self._with_rows if uneven},
-                    {number: uneven_wire_bytes(memory, wire, row) for number, wire in enumerate(space.wires) if uneven},
+                    {
+                        number: uneven_edge_bytes(memory, tensor_edge, row)
+                        for number, tensor_edge in enumerate(space.edges)
+                        if uneven
+                    },
                 )
-        return self._held[row]
+        return self._row_bytes[row]
 
     def _uneven_call(self, number: int, segment: int | None, again: Modes | None, by_mode: bool) -> list[_Edge]:
         """Return the edges that price a call's expert rows beyond an equal share."""
-        rows, seconds = self.space.rows[number], self.space.decisions[number].menu.seconds
-        ends, more = (rows.counts, number), self._beside(rows, seconds)
+        rows, seconds = self.space.rows[number], self.space.decisions[number].candidates.seconds
+        ends, more = (rows.counts, number), self._uneven_bytes(rows, seconds)
         if segment is None or (again is None and not by_mode):
             return [(ends, more, (UNEVEN_NODE, number, False))]
         nothing = self.memory.nothing(seconds.shape)
-        added = self._stacked(tuple(self._beside(rows, each) for each in again or (nothing,)), float)
+        added = self._stacked(tuple(self._uneven_bytes(rows, each) for each in again or (nothing,)), float)
         return [(ends, more, None), ((segment, *ends), added, (UNEVEN_NODE, number, True))]
 
-    def _uneven_wire(self, number: int, wire: Wire, segment: int | None, by_mode: bool) -> list[_Edge]:
+    def _uneven_edge(self, number: int, tensor_edge: TensorEdge, segment: int | None, by_mode: bool) -> list[_Edge]:
         """Return the edges that price the expert rows on a graph edge beyond an equal share.
 
         A problem's edge has at most three ends. If bytes also depend on the mode, only those count that are taken
         whatever the source chooses. That is too few only if rows whose features are split move within a segment.
         """
-        rows = self.space.rows_on(wire)
+        rows = self.space.rows_on(tensor_edge)
         assert rows is not None, "an edge without expert rows"
-        ends, more = (rows.counts, wire.source, wire.target), self._beside(rows, self._reshard(wire))
+        ends, more = (
+            (rows.counts, tensor_edge.source, tensor_edge.target),
+            self._uneven_bytes(rows, self._reshard(tensor_edge)),
+        )
         if segment is None or not by_mode:
-            return [(ends, more, (UNEVEN_WIRE, number, False))]
-        num_strategies = (len(self.space.decisions[end].menu.strategies) for end in (rows.counts, wire.target))
+            return [(ends, more, (UNEVEN_EDGE, number, False))]
+        num_strategies = (
+            len(self.space.decisions[end].candidates.strategies) for end in (rows.counts, tensor_edge.target)
+        )
         shape = (self._num_modes, *num_strategies)
         nothing = self._matrices.setdefault(("no seconds", shape), np.zeros(shape))
-        return [(ends, more, None), ((segment, rows.counts, wire.target), nothing, (UNEVEN_WIRE, number, True))]
+        return [(ends, more, None), ((segment, rows.counts, tensor_edge.target), nothing, (UNEVEN_EDGE, number, True))]
 
     def _least(self, held: np.ndarray) -> np.ndarray:
         """Return the bytes of an edge, by counts and target, that are taken whatever is chosen at its source."""
         return self.memory.cached(("least", id(held)), lambda: held.min(axis=1))
 
-    def _beside(self, rows: ExpertRows, seconds: np.ndarray) -> np.ndarray:
+    def _uneven_bytes(self, rows: ExpertRows, seconds: np.ndarray) -> np.ndarray:
         """Return the seconds of rows above an equal share, by strategies of the counts' decision and of the share."""
-        shares = excess(self.memory, rows)
+        shares = uneven_share(self.memory, rows)
         key = ("beside", id(shares), id(seconds))
         if key not in self._matrices:
             finite = np.where(np.isfinite(seconds), seconds, 0.0)
@@ -243,10 +261,10 @@ class Formulation:
 
     def _seconds(self, number: int, decision: Decision) -> np.ndarray:
         """Return the seconds of a decision for one micro-batch, its share of what is done once a step."""
-        seconds, more = decision.menu.seconds, self.memory.accumulation
+        seconds, more = decision.candidates.seconds, self.memory.accumulation
         if not more.microbatches.several or not more.once(number):
             return seconds
-        return self._matrices.setdefault(("once", id(decision.menu)), seconds / more.microbatches.count)
+        return self._matrices.setdefault(("once", id(decision.candidates)), seconds / more.microbatches.count)
 
     def _pinned(self, seconds: np.ndarray, allowed: np.ndarray) -> np.ndarray:
         """Return the seconds of what a pin allows; equal arrays under one mask stay one array."""
@@ -256,11 +274,11 @@ class Formulation:
             self._stacks[key, "held"] = seconds, allowed  # type: ignore[assignment]  # an id means something while its object lives
         return self._matrices[key]
 
-    def _reshard(self, wire: Wire) -> np.ndarray:
-        key = self.space.kind(wire)
+    def _reshard(self, tensor_edge: TensorEdge) -> np.ndarray:
+        key = self.space.kind(tensor_edge)
         if key not in self._matrices:
-            seconds = self.space.reshard_seconds(wire)
-            self._matrices[key] = self.memory.accumulation.shared_seconds(wire, seconds)
+            seconds = self.space.reshard_seconds(tensor_edge)
+            self._matrices[key] = self.memory.accumulation.shared_seconds(tensor_edge, seconds)
         return self._matrices[key]
 
     @property

@@ -80,14 +80,14 @@ def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> 
     """Return the operations on plans without a pipeline."""
 
     def noted(plan: Plan, notes: tuple[str, ...], request: PlanRequest) -> Plan:
-        made, said = context_of(plan), request.settings
-        settings = replace(made.settings, cutoff=said.cutoff, search=said.search)
+        made, specified = context_of(plan), request.settings
+        settings = replace(made.settings, cutoff=specified.cutoff, search=specified.search)
         return replace(plan, context=replace(made, settings=settings), notes=notes)
 
     return Plans(best, lambda plan: (plan,), seconds_of_microbatch, seconds_of_microbatch, stored, noted)
 
 
-class _NoRoomError(InfeasibleError):
+class _HostMemoryError(InfeasibleError):
     """Error for offloaded data that exceeds a host's memory, by `over` bytes of each device."""
 
     def __init__(self, message: str, over: int) -> None:
@@ -100,7 +100,7 @@ class _Planned(Generic[P]):
     """A plan, and the warnings issued while it was made."""
 
     plan: P
-    said: tuple[warnings.WarningMessage, ...]
+    specified: tuple[warnings.WarningMessage, ...]
 
 
 def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
@@ -116,40 +116,40 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     if request.memory.offload == "auto":
         try:
             _check_stored(plans.stored(), request.settings.tensor_limit)
-            best = _with_room(request.without_auto(offloads_optimizer=False), plans, deadline)
+            best = _within_host(request.without_auto(offloads_optimizer=False), plans, deadline)
         except (InfeasibleError, PipelineError) as error:
             refused = error
         if best is not None:
             pieces = plans.pieces(best.plan)
             if not any(is_bounded(each, context_of(each).settings) for each in pieces):
-                return _told(best)
+                return _warned_plan(best)
     found = best
     try:
-        against = _against(request, math.inf if best is None else plans.cutoff(best.plan), deadline)
-        offloaded = _with_room(against, plans, deadline)
+        against = _request_on_host(request, math.inf if best is None else plans.cutoff(best.plan), deadline)
+        offloaded = _within_host(against, plans, deadline)
     except (CutOffError, InfeasibleError, PipelineError, TimeLimitError) as error:
         if best is None:
-            raise _both(refused, error) from None
+            raise _both_refusals(refused, error) from None
     else:
         found = offloaded if best is None or plans.seconds(offloaded.plan) < plans.seconds(best.plan) else best
     assert found is not None, "one of them is not refused"
     if found.plan.offload == "none" or request.settings.limit is None:
-        return _told(found)
+        return _warned_plan(found)
     here = best if best is not None and best.plan.offload == "none" else None
-    beside = here or _without_limit(request.offloading_as("none"), plans, deadline)
-    notes = (*found.plan.notes, *_note(found, beside, here is None))
-    return _told(replace(found, plan=plans.noted(found.plan, notes, request)))
+    compared = here or _without_limit(request.offloading_as("none"), plans, deadline)
+    notes = (*found.plan.notes, *_note(found, compared, here is None))
+    return _warned_plan(replace(found, plan=plans.noted(found.plan, notes, request)))
 
 
-def _refusal(plan: AnyPlan, plans: Plans[Any], asked: int | None) -> _NoRoomError | None:
+def _refusal(plan: AnyPlan, plans: Plans[Any], requested: int | None) -> _HostMemoryError | None:
     """Why a plan cannot be, whose devices take more of their host than they may; None where they do not."""
     space = context_of(plans.pieces(plan)[0]).space
     hardware, devices = space.hardware, space.devices_on_host
-    limit, needed = hardware.host_memory_bytes if asked is None else asked, plan.host_bytes * devices
+    limit, needed = hardware.host_memory_bytes if requested is None else requested, plan.host_bytes * devices
     if not limit or needed <= limit:
         return None
-    whose = f"hardware {hardware.name!r} has" if asked is None else "Memory(host_limit=…) is"
-    return _NoRoomError(
+    whose = f"hardware {hardware.name!r} has" if requested is None else "Memory(host_limit=…) is"
+    return _HostMemoryError(
         f"what is offloaded takes {format_bytes(plan.host_bytes)} per device, and {format_bytes(needed)} ({needed} "
         f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_limit, use "
         'fewer devices of a host, or store parameters in parts (strategy="zero3").',
@@ -167,14 +167,14 @@ def _check_stored(stored: int, limit: int | None) -> None:
         )
 
 
-def _against(request: PlanRequest, cutoff: float, deadline: float) -> PlanRequest:
+def _request_on_host(request: PlanRequest, cutoff: float, deadline: float) -> PlanRequest:
     """Return the request for a plan with optimizer state on the host, to be faster than the best on the device."""
     settings = request.settings
     settings = replace(settings.lasting(seconds_until(deadline)), cutoff=min(settings.cutoff, cutoff))
     return replace(request, settings=settings).without_auto(offloads_optimizer=True)
 
 
-def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P]:
+def _within_host(request: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P]:
     """Return a plan that fits on the host: if needed, only as many layers as fit offload their activations.
 
     If those of no layer fit, none are offloaded, provided that offloading served a memory limit. Raises _NoRoomError if
@@ -186,17 +186,17 @@ def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Plann
         if not activations:
             raise refusal
         pieces = plans.pieces(found.plan)
-        leaving = max(list(each.recompute.values()).count(OFFLOAD) for each in pieces)
+        offloaded = max(list(each.recompute.values()).count(OFFLOAD) for each in pieces)
         room = activations - refusal.over
-        fewer = min(leaving - 1, leaving * room // activations)
+        fewer = min(offloaded - 1, offloaded * room // activations)
         if fewer < 1 and settings.limit is None:
             raise refusal
         left = settings.lasting(seconds_until(deadline))
-        asked = replace(request, settings=replace(left, leaving=fewer))
+        requested = replace(request, settings=replace(left, offloaded=fewer))
         if fewer < 1:
-            asked = replace(request, settings=left).keeping_activations()
+            requested = replace(request, settings=left).with_activations_on_device()
         try:
-            found = _made(asked, plans)
+            found = _made(requested, plans)
         except (InfeasibleError, PipelineError) as error:
             told = f"{error}\nWith more on the host: {refusal}"
             least = error.least_bytes if isinstance(error, InfeasibleError) else None
@@ -208,19 +208,19 @@ def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Plann
 
 
 def _made(request: PlanRequest, plans: Plans[P]) -> _Planned[P]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as specified:
         warnings.simplefilter("always")
         plan = plans.best(request)
-    return _Planned(plan, tuple(said))
+    return _Planned(plan, tuple(specified))
 
 
-def _told(found: _Planned[P]) -> P:
-    for each in found.said:
+def _warned_plan(found: _Planned[P]) -> P:
+    for each in found.specified:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return found.plan
 
 
-def _both(refused: Exception | None, error: Exception) -> Exception:
+def _both_refusals(refused: Exception | None, error: Exception) -> Exception:
     """Why there is no plan, neither on the device nor with state on the host."""
     if refused is None or isinstance(error, (CutOffError, TimeLimitError)) or str(refused) == str(error):
         return error
@@ -236,12 +236,12 @@ def _without_limit(here: PlanRequest, plans: Plans[P], deadline: float) -> _Plan
     return None
 
 
-def _note(found: _Planned[P], beside: _Planned[P] | None, is_free: bool) -> tuple[str, ...]:
-    if beside is None:
+def _note(found: _Planned[P], compared: _Planned[P] | None, is_free: bool) -> tuple[str, ...]:
+    if compared is None:
         return ()
     limit = " without a limit" if is_free else " within the limit"
     return (
         f"{ON_HOST[found.plan.offload]} on the host: {format_seconds(found.plan.seconds)} a step and "
         f"{format_bytes(found.plan.peak_bytes)}, where the best plan on the device{limit} takes "
-        f"{format_seconds(beside.plan.seconds)} and {format_bytes(beside.plan.peak_bytes)}",
+        f"{format_seconds(compared.plan.seconds)} and {format_bytes(compared.plan.peak_bytes)}",
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.console.names import PREFETCH_DEPTHS
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import Priced
+from autopar.costs.memory.moments import PricedMemory
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
@@ -28,7 +28,7 @@ from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, context_of
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 
 WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and must gain as much
@@ -84,7 +84,7 @@ class Statements:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._kept: dict[object, tuple[Formulation, ...]] = {}
-        self._dealing: dict[frozenset[str], Statements] = {}
+        self._zigzag_axes: dict[frozenset[str], Statements] = {}
 
     def of(self, settings: Settings, microbatches: Microbatches | None = None) -> tuple[Formulation, ...]:
         """Return the formulations of plans with these settings (`formulations_of`)."""
@@ -94,13 +94,13 @@ class Statements:
             self._kept[key] = formulations_of(model, settings)
         return self._kept[key]
 
-    def dealing_over(self, axes: Collection[str]) -> Statements:
+    def with_zigzag_axes(self, axes: Collection[str]) -> Statements:
         """Return the statements of the space in which these axes zigzag-shard positions."""
-        if set(axes) == set(self.space.dealing):
+        if set(axes) == set(self.space.zigzag_axes):
             return self
-        if frozenset(axes) not in self._dealing:
-            self._dealing[frozenset(axes)] = Statements(self.space.dealing_over(axes))
-        return self._dealing[frozenset(axes)]
+        if frozenset(axes) not in self._zigzag_axes:
+            self._zigzag_axes[frozenset(axes)] = Statements(self.space.with_zigzag_axes(axes))
+        return self._zigzag_axes[frozenset(axes)]
 
     def begin_at_prices_of(self, plan: Plan) -> None:
         """Ask first at prices of memory that a plan has of the same model, captured otherwise."""
@@ -108,8 +108,8 @@ class Statements:
         if row is None or not plan.multiplier:
             return
         for formulation in itertools.chain.from_iterable(self._kept.values()):
-            formulation.near = Priced(row, plan.multiplier).of_the_same_calls(own, formulation.memory)
-        for each in self._dealing.values():
+            formulation.near = PricedMemory(row, plan.multiplier).of_the_same_calls(own, formulation.memory)
+        for each in self._zigzag_axes.values():
             each.begin_at_prices_of(plan)
 
 
@@ -204,8 +204,8 @@ def best_plan_of(
     return replace(plan, context=replace(context_of(plan), settings=settings)), choices
 
 
-def _planned(runs: Microbatches, stated: Statements, pins: Pins, said: Settings) -> tuple[Plan, tuple[int, ...]]:
-    return plan_of(solved_by(stated.of(said, runs), pins, said))
+def _planned(runs: Microbatches, stated: Statements, pins: Pins, specified: Settings) -> tuple[Plan, tuple[int, ...]]:
+    return plan_of(solved_by(stated.of(specified, runs), pins, specified))
 
 
 def seconds_of_microbatch(plan: Plan) -> float:
@@ -213,7 +213,7 @@ def seconds_of_microbatch(plan: Plan) -> float:
     context = context_of(plan)
     if not context.memory_model.microbatches.several:
         return plan.device_seconds
-    parts = parts_of(context.memory_model, context.choices, plan.recompute)
+    parts = step_seconds_of(context.memory_model, context.choices, plan.recompute)
     return parts.per_microbatch(context.memory_model.microbatches.count)
 
 
@@ -284,7 +284,7 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
     """Return the bounds of all plans under pins within a limit (bytes per device) at the plan's prices of memory."""
     context, priced = context_of(plan), None
     if context.row is not None and not context.row.worst:
-        given = Priced(context.row, plan.multiplier)
+        given = PricedMemory(context.row, plan.multiplier)
         priced = given.of_the_same_calls(context.memory_model, formulation.memory)
     modes = context.settings.modes(formulation.memory.lifetimes.segments)
     return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.search.time_limit))
@@ -304,5 +304,5 @@ def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:
     if not memory.microbatches.several:
         return answer
     # What could be saved of a micro-batch's share of a step is no more in the whole of it.
-    seconds = parts_of(memory, answer.choices, answer.modes).seconds
+    seconds = step_seconds_of(memory, answer.choices, answer.modes).seconds
     return replace(answer, seconds=seconds, bound=seconds - (answer.seconds - answer.bound))

@@ -28,7 +28,7 @@ from autopar.planning.expert_notes import notes_on_experts
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
         raise PlanError(f"the plan belongs to another model or other inputs: {_difference(plan.descriptions, here)}")
     found = []
     for decision in space.decisions:
-        names = [str(strategy) for strategy in decision.menu.strategies]
+        names = [str(strategy) for strategy in decision.candidates.strategies]
         wanted = plan.choices.get(decision.name, "nothing")
         if wanted not in names:
             raise PlanError(
@@ -60,10 +60,10 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
 def evaluate(space: Space, choices: Sequence[int]) -> float:
     """Return the predicted seconds of a choice per decision, in the space's own cost."""
     seconds = sum(
-        float(decision.menu.seconds[choice]) * space.share(space.rows.get(number), choices)
+        float(decision.candidates.seconds[choice]) * space.share(space.rows.get(number), choices)
         for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True))
     )
-    moving = (space.path(wire, choices).seconds * space.share(space.rows_on(wire), choices) for wire in space.wires)
+    moving = (space.path(edge, choices).seconds * space.share(space.rows_on(edge), choices) for edge in space.edges)
     return seconds + sum(moving)
 
 
@@ -77,28 +77,28 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     held: dict[int, int] = defaultdict(int)
     unused = without_gradient(space)
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
-    for wire in space.wires:
-        ends, share = (choices[wire.source], choices[wire.target]), space.share(space.rows_on(wire), choices)
-        key = space.kind(wire), ends, share
+    for edge in space.edges:
+        ends, share = (choices[edge.source], choices[edge.target]), space.share(space.rows_on(edge), choices)
+        key = space.kind(edge), ends, share
         if key not in paths:
-            path = space.path(wire, choices)
+            path = space.path(edge, choices)
             each = zip(path.transfers, path.messages, strict=True)
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware, b) * share) for t, b in each]
             paths[key] = timed, path.seconds * share
         transfers, seconds = paths[key]
-        moved[wire.target].extend(each for each in transfers if not (each[0].backward and wire.target in unused))
-        waits[wire.target] += seconds
-        more, rerun = second.at_wire(wire, choices, answer.modes), second.collectives_on(wire, choices, answer.modes)
+        moved[edge.target].extend(each for each in transfers if not (each[0].backward and edge.target in unused))
+        waits[edge.target] += seconds
+        more, rerun = second.at_edge(edge, choices, answer.modes), second.collectives_on(edge, choices, answer.modes)
         if rerun:
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware) * exposed) for t, exposed in rerun]
-            moved[wire.target].extend((replace(t, backward=True), s) for t, s in timed)
-            waits[wire.target] += more
+            moved[edge.target].extend((replace(t, backward=True), s) for t, s in timed)
+            waits[edge.target] += more
         else:
-            again[wire.target] += more
-        kept = context.memory_model.wire(wire)
+            again[edge.target] += more
+        kept = context.memory_model.edge(edge)
         if kept is not None:
-            mode = context.memory_model.lifetimes.mode_of(wire.target, answer.modes) if len(kept) > 1 else 0
-            held[wire.target] += math.ceil(int(kept[mode][ends]) * share)
+            mode = context.memory_model.lifetimes.mode_of(edge.target, answer.modes) if len(kept) > 1 else 0
+            held[edge.target] += math.ceil(int(kept[mode][ends]) * share)
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
     parameters = space.program.parameter_names
@@ -119,7 +119,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         module = parameters.get(decision.node.name) or module_of(decision.node)
         rows.append(_row(context, answer, number, module, every, waits[number], again[number], held[number]))
     rows = marked(rows, space, context.annotations)
-    names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
+    names = [str(d.candidates.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
         mesh=space.mesh,
         fingerprint=space.program.fingerprint,
@@ -147,10 +147,10 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
         reduce_each=context.memory_model.microbatches.reduce_each,
-        dealing=space.dealing,
+        zigzag_axes=space.zigzag_axes,
         offload=_offloaded(space, answer.modes),
         host=_on_host(context.memory_model, choices, answer.modes),
-        waits=dict(space.beside.waited),
+        waits=dict(space.overlapped.waited),
         multiplier=answer.multiplier,
         workload=_workload(context, answer),
         context=context,
@@ -173,11 +173,11 @@ def _notes_on_calls(context: PlanContext, answer: Answer) -> tuple[str, ...]:
     """Return what the implementations of calls have to note, each once."""
     mesh, found = context.space.mesh, dict[str, None]()
     for decision, choice in zip(context.space.decisions, answer.choices, strict=True):
-        menu = decision.menu
-        if menu.call is not None and menu.bound is not None:
-            strategy = menu.strategies[choice]
-            sizes = strategy.local_sizes(menu.bound.sizes, mesh)
-            found[strategy.implementation.note(menu.call, sizes, module_of(decision.node))] = None
+        candidates = decision.candidates
+        if candidates.call is not None and candidates.bound is not None:
+            strategy = candidates.strategies[choice]
+            sizes = strategy.local_sizes(candidates.bound.sizes, mesh)
+            found[strategy.implementation.note(candidates.call, sizes, module_of(decision.node))] = None
     return tuple(filter(None, found))
 
 
@@ -188,7 +188,7 @@ def _workload(context: PlanContext, answer: Answer) -> Workload | None:
         return None
     runs, seconds = memory.microbatches, answer.seconds
     if runs.several:
-        seconds = parts_of(memory, answer.choices, answer.modes).of(runs.count)
+        seconds = step_seconds_of(memory, answer.choices, answer.modes).of(runs.count)
     return workload(memory, seconds, context.settings.limit, context.settings.reserved)
 
 
@@ -202,13 +202,13 @@ def _on_host(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, st
     """Return the bytes of host memory for each device, by what they are."""
     space = memory.space
     parameters = [
-        (decision.node.meta["tensor"], decision.menu.strategies[choice].outputs[0])
+        (decision.node.meta["tensor"], decision.candidates.strategies[choice].outputs[0])
         for decision, choice in zip(space.decisions, choices, strict=True)
         if decision.kind == "parameter"
     ]
-    leaving = memory.host_copies.total(choices, modes) * memory.microbatches.in_flight
+    offloaded = memory.host_copies.total(choices, modes) * memory.microbatches.in_flight
     found = host_bytes(parameters, space.mesh.sizes, space.optimizer)
-    return {**found, ACTIVATIONS: leaving} if leaving else found
+    return {**found, ACTIVATIONS: offloaded} if offloaded else found
 
 
 def _row(
@@ -223,10 +223,10 @@ def _row(
 ) -> PlanRow:
     space, model = context.space, context.memory_model
     decision, choice = space.decisions[number], answer.choices[number]
-    strategy, call = decision.menu.strategies[choice], decision.menu.call
+    strategy, call = decision.candidates.strategies[choice], decision.candidates.call
     share = space.share(space.rows.get(number), answer.choices)
-    forward = float(decision.menu.forward_seconds[choice]) * share
-    computing = float(decision.menu.seconds[choice]) - sum(strategy.waits)
+    forward = float(decision.candidates.forward_seconds[choice]) * share
+    computing = float(decision.candidates.seconds[choice]) - sum(strategy.waits)
     mode = model.lifetimes.mode_of(number, answer.modes)
     own, rerun = model.own(number), model.second_forward.collectives_of(number, answer.choices, answer.modes)
     gradients = None if model.frees_gradients else model.gradients(number)
@@ -242,7 +242,7 @@ def _row(
         operation=call.name if call else decision.kind,
         roles=tuple(decision.role(choice, axis) for axis in range(space.mesh.ndim)),
         layout=str(strategy.outputs[0]) if strategy.outputs else "",
-        seconds=float(decision.menu.seconds[choice]) * share + wait + waits + recomputed,
+        seconds=float(decision.candidates.seconds[choice]) * share + wait + waits + recomputed,
         transfers=tuple(Moved(t.collective, t.axis, t.num_bytes, s, t.backward) for t, s in transfers),
         forward_seconds=forward,
         backward_seconds=max(0.0, computing * share - forward) if call else 0.0,
@@ -257,15 +257,15 @@ def _descriptions(space: Space) -> dict[str, str]:
     def describe(decision: Decision) -> str:
         found = decision.node.meta["tensor"]
         infos = found if isinstance(found, tuple) else (found,)
-        operation = decision.menu.call.name if decision.menu.call else decision.kind
-        asked = ""
+        operation = decision.candidates.call.name if decision.candidates.call else decision.kind
+        requested = ""
         if decision.node.target is WITHIN_CAPACITY:
-            asked = f" (capacity_factor={decision.node.args[2]})"
+            requested = f" (capacity_factor={decision.node.args[2]})"
         elif decision.node.target is LINEAR_CROSS_ENTROPY:
-            asked = f" (loss_tiles={decision.node.args[-1] or 'auto'})"
+            requested = f" (loss_tiles={decision.node.args[-1] or 'auto'})"
         elif decision.node.target is MLP_IN_TILES:
-            asked = f" (mlp_tiles={decision.node.args[-1]})"
-        return f"{operation}{asked} {' '.join(map(str, infos))}"
+            requested = f" (mlp_tiles={decision.node.args[-1]})"
+        return f"{operation}{requested} {' '.join(map(str, infos))}"
 
     return {decision.name: describe(decision) for decision in space.decisions}
 

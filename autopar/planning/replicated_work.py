@@ -125,8 +125,8 @@ def kept_whole(space: Space, choices: Sequence[int], rows: Sequence[PlanRow]) ->
         if call is None:
             continue
         work[number] = _flops(graph, call)
-        if decision.menu.reason:
-            groups.setdefault((_registered_as(call), decision.menu.reason), []).append(number)
+        if decision.candidates.reason:
+            groups.setdefault((_registered_as(call), decision.candidates.reason), []).append(number)
     seconds, total = sum(row.seconds for row in rows), work.total()
     found = []
     for (operation, reason), numbers in groups.items():
@@ -150,7 +150,7 @@ def kept_whole(space: Space, choices: Sequence[int], rows: Sequence[PlanRow]) ->
 
 
 def _tensors(decision: Decision) -> tuple[TensorInfo, ...]:
-    call = decision.menu.call
+    call = decision.candidates.call
     assert call is not None
     return *call.inputs, *call.outputs
 
@@ -205,7 +205,7 @@ def _flops(graph: RoledProgram, call: RoledCall) -> int:
 
 def _place(decision: Decision) -> str:
     """Return an operation with its module, and why it cannot be split."""
-    assert decision.menu.call is not None
+    assert decision.candidates.call is not None
     module = module_of(decision.node)
     where = f" in {module}" if module else ""
-    return f"{decision.menu.call.name}{where}{WITHOUT_RULE if decision.menu.reason else ''}"
+    return f"{decision.candidates.call.name}{where}{WITHOUT_RULE if decision.candidates.reason else ''}"

@@ -16,10 +16,10 @@ from torch import nn
 
 from autopar.capture.assumptions import Assumption, assumptions_of
 from autopar.capture.export import Traced, trace
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
 from autopar.costs.hardware.load import load
-from autopar.costs.hardware.overlap import Beside
+from autopar.costs.hardware.overlap import OverlappedWork
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.plan import Plan
@@ -28,9 +28,9 @@ from autopar.costs.pricing.offload import check_host
 from autopar.costs.pricing.optimizer import ADAMW, Offload, Optimizer
 from autopar.costs.space.between_layouts import notes_on_moves
 from autopar.costs.space.build import build_space
-from autopar.costs.space.dealing import deals, is_worth_another_search, may_deal
 from autopar.costs.space.returned import Outputs, Returned
 from autopar.costs.space.space import Space
+from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
 from autopar.errors import CutOffError, InfeasibleError, InputError, TimeLimitError
 from autopar.ir.program.precision import AS_IT_IS, Precision
 from autopar.ir.program.program import Program
@@ -180,8 +180,8 @@ class PlanRequest:
     def tiles(self) -> Tiles:
         """Tiles in which the model is captured before any are tried because memory requires them."""
         losses, mlps = self.memory.loss_tiles, self.memory.mlp_tiles
-        asked = Tiles(LOSS_TILES[losses] if isinstance(losses, str) else losses, None if mlps == "none" else mlps)
-        return self.chosen_tiles or asked
+        requested = Tiles(LOSS_TILES[losses] if isinstance(losses, str) else losses, None if mlps == "none" else mlps)
+        return self.chosen_tiles or requested
 
     def returned(self, mesh: Mesh) -> Returned:
         """Return how outputs come back on a mesh: of a pipeline, that of one stage."""
@@ -189,21 +189,19 @@ class PlanRequest:
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
         """Return the requested profile, or that of the mesh; PlanError if there is none of that name."""
-        asked = self._asked(mesh)
-        return asked if isinstance(asked, Hardware) else load(asked)
+        requested = self._requested(mesh)
+        return requested if isinstance(requested, Hardware) else load(requested)
 
     def named(self, mesh: Mesh) -> Mesh:
         """Return the mesh with the name of the profile that is planned with, which is what its plan says."""
-        asked = self._asked(mesh)
-        return replace(mesh, hardware=asked.name if isinstance(asked, Hardware) else str(asked))
+        requested = self._requested(mesh)
+        return replace(mesh, hardware=requested.name if isinstance(requested, Hardware) else str(requested))
 
-    def _asked(self, mesh: Mesh) -> str | Hardware:
+    def _requested(self, mesh: Mesh) -> str | Hardware:
         return mesh.hardware if self.hardware is None else self.hardware
 
     def on(self, mesh: Mesh) -> PlanRequest:
-        """Return the request with the profile itself, read once, in place of its name, and a limit for devices of the
-        mesh.
-        """
+        """Return the request with the profile in place of its name, and the limit of a device of the mesh."""
         return replace(self.within(mesh), hardware=self.hardware_of(mesh))
 
     def within(self, mesh: Mesh) -> PlanRequest:
@@ -236,12 +234,12 @@ class PlanRequest:
         return replace(self, implementations=self.implementations | implementations)
 
     @property
-    def asked(self) -> frozenset[str]:
+    def requested(self) -> frozenset[str]:
         """The names of implementations that are offered on demand; a preset may have one of its own name."""
-        said = [each.implementations for each in self.annotations]
-        said += [frozenset(parts_named(self.strategy))]
-        said += [frozenset((TILED_WEIGHT,))] if self.memory.weight_tiles else []
-        return self.implementations.union(*said)
+        specified = [each.implementations for each in self.annotations]
+        specified += [frozenset(parts_named(self.strategy))]
+        specified += [frozenset((TILED_WEIGHT,))] if self.memory.weight_tiles else []
+        return self.implementations.union(*specified)
 
     def space(
         self,
@@ -250,12 +248,12 @@ class PlanRequest:
         input_layouts: Mapping[str, Layout] | None = None,
         whole: Program | None = None,
         num_devices: int | None = None,
-        dealing: Collection[str] = (),
-        beside: Beside | None = None,
+        zigzag_axes: Collection[str] = (),
+        overlapped: OverlappedWork | None = None,
     ) -> Space:
         """Build the space of plans; `input_layouts` says which inputs arrive split (see `build_space`).
 
-        `num_devices` are those of all stages, if the program is one of a pipeline. Axes of `dealing` zigzag-shard
+        `num_devices` are those of all stages, if the program is one of a pipeline. Axes of `zigzag_axes` zigzag-shard
         positions; `plan` finds out which ones should. With Memory(offload="auto") the space is that of a model whose
         optimizer is on the device.
         """
@@ -273,18 +271,18 @@ class PlanRequest:
             optimizer,
             self.experts.imbalance,
             whole,
-            self.asked,
+            self.requested,
             num_devices,
             self.conventions,
-            dealing,
-            beside,
+            zigzag_axes,
+            overlapped,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
         """Return the request with another word on what is offloaded."""
         return self.with_memory(self.memory.offloading(offload))
 
-    def keeping_activations(self) -> PlanRequest:
+    def with_activations_on_device(self) -> PlanRequest:
         """Return the request with activations on the device, where a word says that they leave."""
         if not self.memory.offloads_activations:
             return self
@@ -294,7 +292,7 @@ class PlanRequest:
         """Return the request with a word in place of "auto": of the optimizer it says what was decided."""
         if self.memory.offload != "auto":
             return self
-        activations = self.may_leave and self.settings.limit is not None
+        activations = self.may_offload and self.settings.limit is not None
         words: dict[tuple[bool, bool], Offloaded] = {
             (False, False): "none",
             (False, True): "activations",
@@ -309,7 +307,7 @@ class PlanRequest:
         return self.memory.offload in ("optimizer", "both")
 
     @property
-    def may_leave(self) -> bool:
+    def may_offload(self) -> bool:
         """True if layers may save tensors that can be offloaded, and the bytes of these are known."""
         return self.memory.recompute in ("auto", "none") and self.experts.imbalance == 1
 
@@ -321,7 +319,7 @@ class PlanRequest:
         """
         if not self.memory.offloads_activations:
             return self.settings
-        return replace(self.settings, activations="leave" if self.settings.limit is None else "may leave")
+        return replace(self.settings, activations="offloaded" if self.settings.limit is None else "may_offload")
 
     def offloading(self, hardware: Hardware, num_devices: int) -> Optimizer:
         """Return the optimizer with what it keeps on the hosts of so many devices; PlanError where a profile has
@@ -335,21 +333,21 @@ class PlanRequest:
 
         `stated` are its problems, where some were stated before.
         """
-        said = self.annotations_about(space.program, space.mesh, stored=bool(storage))
-        problems, deadline = (stated or Statements(space)).dealing_over(()), after(self.settings.search.time_limit)
-        pins = pins_of(said, problems.space, self.mode, storage or {})
+        specified = self.annotations_about(space.program, space.mesh, stored=bool(storage))
+        problems, deadline = (stated or Statements(space)).with_zigzag_axes(()), after(self.settings.search.time_limit)
+        pins = pins_of(specified, problems.space, self.mode, storage or {})
 
-        def dealing_over(axes: Collection[str]) -> tuple[Statements, Pins]:
+        def with_zigzag_axes(axes: Collection[str]) -> tuple[Statements, Pins]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings were issued for the first space
-                other = problems.dealing_over(axes)
-                return other, pins_of(said, other.space, self.mode, storage or {})
+                other = problems.with_zigzag_axes(axes)
+                return other, pins_of(specified, other.space, self.mode, storage or {})
 
         def made(pins: Pins, settings: Settings, costs: Statements | None = None) -> Plan:
             found, _ = replace(self, settings=settings)._made(costs or problems, pins)
-            context = replace(context_of(found), annotations=said, mode=self.mode)
+            context = replace(context_of(found), annotations=specified, mode=self.mode)
             moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
-            rows = tuple(marked(found.rows, context.space, said))
+            rows = tuple(marked(found.rows, context.space, specified))
             return replace(found, rows=rows, context=context, mode=self.mode, notes=(*found.notes, *moved))
 
         def again(costs: Space) -> Plan:
@@ -361,18 +359,18 @@ class PlanRequest:
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
             return replace(found, context=own, notes=(*found.notes, *plan.notes[-1:] * context.keeps_whole))
 
-        if possible := may_deal(problems.space, pins):
-            problems, pins = dealing_over(possible)
+        if possible := possible_zigzag_axes(problems.space, pins):
+            problems, pins = with_zigzag_axes(possible)
         plan = made(pins, self.settings)
         choices = context_of(plan).choices
-        needed = deals(problems.space, choices)
+        needed = zigzag_axes_of(problems.space, choices)
         if is_worth_another_search(problems.space, choices, needed) and not is_over(deadline):
-            fewer, own = dealing_over(needed)
+            fewer, own = with_zigzag_axes(needed)
             with suppress(CutOffError, InfeasibleError, TimeLimitError):
                 plan = made(own, self.settings.lasting(seconds_until(deadline)), fewer)
                 problems = fewer
         if self.training and self.strategy is None and self.mode != "manual" and not storage:
-            plan = with_storage_settled(plan, said, made, deadline)
+            plan = with_storage_settled(plan, specified, made, deadline)
         plan = as_simulated(plan, again, deadline)
         space, choices = context_of(plan).space, context_of(plan).choices
         self.warn(plan, space, choices, stored=bool(storage))
@@ -381,8 +379,8 @@ class PlanRequest:
 
     def warn(self, plan: Plan, space: Space, choices: Sequence[int], stored: bool) -> None:
         """Warn of surprises in a plan of these choices; `stored` as in `annotations_about`."""
-        said = warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
-        if not said and (self.strategy is not None or not warn_of_unused_axes(space, choices)):
+        specified = warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
+        if not specified and (self.strategy is not None or not warn_of_unused_axes(space, choices)):
             warn_of_kept_whole(space.mesh, plan.kept_whole)
         warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
@@ -393,10 +391,10 @@ class PlanRequest:
         return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
 
     def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        count, said = self.microbatches or 1, self.searched
+        count, specified = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
-        free = count > 1 and said.limit is not None and self.strategy is None
+        free = count > 1 and specified.limit is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)
         lasting = self.conventions.main_gradients and self.training
         runs = [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
-        return best_plan_of(runs, stated, pins, said)
+        return best_plan_of(runs, stated, pins, specified)

@@ -19,7 +19,7 @@ from autopar.planning.formulation import Pins
 from autopar.planning.options.groups import Memory, Search
 from autopar.solver.problem import Problem
 
-Activations = Literal["stay", "may leave", "leave"]
+Activations = Literal["on_device", "may_offload", "offloaded"]
 USUAL_DEPTH = 1  # as FSDP2's: a second layer helps where gathers take longer than products, and then waits all the same
 
 
@@ -29,18 +29,18 @@ class Settings:
 
     memory: Memory = Memory()
     search: Search = Search()
-    hurried: bool = False
+    brief_counts: bool = False
     """True for one of many plans, none of which is worth a long search."""
     cutoff: float = math.inf
     """Under a memory limit: seconds of a micro-batch with its share of what is done once a step, as another plan takes
     them. A search ends with CutOffError where it proves that no plan takes less."""
-    activations: Activations = "stay"
+    activations: Activations = "on_device"
     """Placement of the tensors that segments save for their backward.
 
     "stay": on the device. "may leave": offloaded if a limit requires it and `recompute` is "auto" or "none". "leave":
     all offloaded.
     """
-    leaving: int | None = None
+    offloaded: int | None = None
     """The activations of only so many segments, the first ones, may leave; None: of all."""
     reserved: Reserved = NOTHING
     """Memory of the device that `memory` counts besides tensors."""
@@ -87,28 +87,28 @@ class Settings:
     @property
     def mode(self) -> str | None:
         """Modes that segments may have, as `Formulation.problem` takes them; None if "none" is the only one."""
-        if self.activations == "leave":
+        if self.activations == "offloaded":
             return OFFLOAD
         if self.memory.recompute == "none":
-            return None if self.activations == "stay" else f"none|{OFFLOAD}"
+            return None if self.activations == "on_device" else f"none|{OFFLOAD}"
         return "" if self.memory.recompute == "auto" else self.memory.recompute
 
     def modes(self, segments: Sequence[str]) -> dict[str, str] | None:
         """Return the modes that each segment may have, as `Formulation.problem` takes them.
 
-        None if "none" is the only one. With `leaving`, only the first so many segments may be offloaded.
+        None if "none" is the only one. With `offloaded`, only the first so many segments may be offloaded.
         """
         if self.mode is None:
             return None
         stays = {OFFLOAD: "none", f"none|{OFFLOAD}": "none", "": "|".join(RECOMPUTATIONS)}
-        most = len(segments) if self.leaving is None or not self.offloads else self.leaving
+        most = len(segments) if self.offloaded is None or not self.offloads else self.offloaded
         other = stays.get(self.mode, self.mode)
         return {name: self.mode if place < most else other for place, name in enumerate(segments)}
 
     @property
     def offloads(self) -> bool:
         """True if tensors that segments save for their backward may be offloaded to the host."""
-        return self.activations != "stay"
+        return self.activations != "on_device"
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -142,11 +142,11 @@ class PlanContext:
     """Seconds that hosts add to each sum of costs (`Plan.host_seconds`)."""
 
 
-def context_of(plan: Plan, asked: str = "context") -> PlanContext:
-    """Return the context of a plan; raise PlanError if the plan was loaded, since `asked` then needs its model."""
+def context_of(plan: Plan, requested: str = "context") -> PlanContext:
+    """Return the context of a plan; raise PlanError if the plan was loaded, since `requested` then needs its model."""
     if plan.context is None:
         raise PlanError(
-            f"plan.{asked} needs the model that the plan is for, and a plan that was loaded does not bring it "
+            f"plan.{requested} needs the model that the plan is for, and a plan that was loaded does not bring it "
             "along; call plan.attach(model, example_inputs), with the options it was made with, and ask what that "
             "returns."
         )

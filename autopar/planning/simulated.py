@@ -34,7 +34,7 @@ from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.record import written_down
 from autopar.planning.settings import context_of
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import is_over, whole_is_over
 
 SMALL = 2000
@@ -59,7 +59,7 @@ def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) ->
     if whole_is_over() and len(context.space.decisions) > SMALL:
         return plan
     best, timeline = plan, timeline_of(plan)
-    known = dict(context.space.beside.waited)
+    known = dict(context.space.overlapped.waited)
     hides = context.space.hardware.communication_share < 1 and context.space.program.learns
     for _ in range(ROUNDS - 1 if hides else 0):
         apart, shares = _shares(best, timeline)
@@ -81,10 +81,10 @@ def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) ->
                 best, timeline = priced, own
             break
         best, timeline = found, next_one
-    return _saying(best, timeline)
+    return _with_timeline(best, timeline)
 
 
-def _saying(plan: Plan, timeline: Timeline) -> Plan:
+def _with_timeline(plan: Plan, timeline: Timeline) -> Plan:
     """Return the plan with the seconds of its timeline, and those that hosts add to its sum."""
     context = context_of(plan)
     hosts = timeline.launching - timeline.lateness
@@ -127,15 +127,15 @@ def _shares(plan: Plan, timeline: Timeline) -> tuple[float, Mapping[str, float]]
     priced: dict[str, float] = defaultdict(float)
     exposed: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
-    for wire in space.wires:
-        path = space.path(wire, context.choices)
+    for edge in space.edges:
+        path = space.path(edge, context.choices)
         for transfer, message in zip(path.transfers, path.messages, strict=True):
-            if message is None or (transfer.backward and wire.target in unused):
+            if message is None or (transfer.backward and edge.target in unused):
                 continue
             kind = kind_of(transfer.collective, transfer.axis, transfer.backward)
-            whole = transfer_seconds(transfer, space.mesh, space.hardware, replace(message, beside=NOTHING))
+            whole = transfer_seconds(transfer, space.mesh, space.hardware, replace(message, overlapped=NOTHING))
             priced[kind] += transfer_seconds(transfer, space.mesh, space.hardware, message)
-            (exposed if message.beside == NOTHING else others)[kind] += whole
+            (exposed if message.overlapped == NOTHING else others)[kind] += whole
     apart = sum(abs(waited[kind] - priced[kind]) for kind in priced)
     shares = {kind: max(0.0, (waited[kind] - exposed[kind]) / whole) for kind, whole in others.items() if whole}
     return apart, shares
@@ -149,7 +149,7 @@ def _priced_as(best: Plan, found: Plan) -> Plan:
     answer = Answer(
         choices=own.choices,
         modes=best.recompute,
-        seconds=parts_of(model, own.choices, best.recompute).seconds,
+        seconds=step_seconds_of(model, own.choices, best.recompute).seconds,
         bound=found.bound,
         peak_bytes=peak,
         memory=memory,

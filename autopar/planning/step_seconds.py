@@ -38,7 +38,7 @@ class StepSeconds(NamedTuple):
         return self.forward + self.backward + self.once / count
 
 
-def parts_of(
+def step_seconds_of(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
 ) -> StepSeconds:
     """Return the parts of a choice per decision; `modes` says how segments are computed again.
@@ -62,26 +62,26 @@ def parts_by_decision(
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         recomputed = memory.second_forward.at(number, choices, modes)
         share = space.share(space.rows.get(number), choices, imbalance)
-        whole = float(decision.menu.seconds[choice])
+        whole = float(decision.candidates.seconds[choice])
         if more.once(number):
             found.append(StepSeconds(0.0, 0.0, whole + recomputed))
             continue
         own = memory.second_forward.running(number, choices, modes)
         waits = sum(wait for _, wait in own.forward_collectives)
-        there = float(decision.menu.forward_seconds[choice]) + waits
+        there = float(decision.candidates.forward_seconds[choice]) + waits
         found.append(StepSeconds(there * share, (whole - there + recomputed) * share, 0.0))
-    for wire in space.wires:
-        path, parts = space.path(wire, choices), found[wire.target]
-        share = space.share(space.rows_on(wire), choices, imbalance)
-        if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
-            each = more.reduction_seconds(wire, choices)
-            found[wire.target] = parts._replace(backward=parts.backward + each, once=parts.once + path.seconds - each)
+    for edge in space.edges:
+        path, parts = space.path(edge, choices), found[edge.target]
+        share = space.share(space.rows_on(edge), choices, imbalance)
+        if more.is_weight(edge) and not more.each_time(edge)[choices[edge.source], choices[edge.target]]:
+            each = more.reduction_seconds(edge, choices)
+            found[edge.target] = parts._replace(backward=parts.backward + each, once=parts.once + path.seconds - each)
             continue
         pairs = zip(path.transfers, path.messages, strict=True)
         back = sum(seconds_of(t, message) for t, message in pairs if t.backward)
         forward = parts.forward + (path.seconds - back) * share
-        backward = parts.backward + back * share + memory.second_forward.at_wire(wire, choices, modes)
-        found[wire.target] = parts._replace(forward=forward, backward=backward)
+        backward = parts.backward + back * share + memory.second_forward.at_edge(edge, choices, modes)
+        found[edge.target] = parts._replace(forward=forward, backward=backward)
     return found
 
 
@@ -94,10 +94,10 @@ def reductions_by_decision(memory: MemoryModel, choices: Sequence[int]) -> list[
     """Return the same for every decision that takes weights."""
     space, more = memory.space, memory.accumulation
     found = [0.0] * len(space.decisions)
-    for wire in space.wires:
-        if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
-            path = space.path(wire, choices)
+    for edge in space.edges:
+        if more.is_weight(edge) and not more.each_time(edge)[choices[edge.source], choices[edge.target]]:
+            path = space.path(edge, choices)
             pairs = zip(path.transfers, path.messages, strict=True)
             every = sum(transfer_seconds(t, space.mesh, space.hardware, message) for t, message in pairs if t.backward)
-            found[wire.target] += every - more.reduction_seconds(wire, choices)
+            found[edge.target] += every - more.reduction_seconds(edge, choices)
     return found

@@ -50,12 +50,12 @@ def with_storage_settled(free: Plan, annotations: tuple[Annotation, ...], again:
     splits, small = stores_dtensors(space, context.choices), len(space.decisions) <= SMALL
     trained = sum(_is_trained(space, number) for number in range(len(space.decisions)))
     price = trained * space.hardware.dtensor_s if splits else 0.0
-    if space.mesh.num_devices == 1 or not trained or not (small or _matters(price, free)):
+    if space.mesh.num_devices == 1 or not trained or not (small or _is_significant(price, free)):
         return free
     best, fastest = free, simulated_seconds(free)
     if splits and not space.hardware.is_host:  # launches cost what nothing hides
         price = min(price, step_timeline(context.memory_model, context.choices, free.recompute).launching)
-    if _matters(price, free):
+    if _is_significant(price, free):
         for pins in _with_whole_parameters(space, context.pins):
             found = _planned(again, pins, settings, deadline)
             if found is not None and (own := simulated_seconds(found)) <= (1 + WORTH) * fastest:
@@ -79,7 +79,7 @@ def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> P
     return None
 
 
-def _matters(seconds: float, plan: Plan) -> bool:
+def _is_significant(seconds: float, plan: Plan) -> bool:
     return seconds > WORTH * _summed_seconds(plan)
 
 
@@ -101,7 +101,7 @@ def _with_whole_parameters(space: Space, pins: Pins) -> Iterator[Pins]:
     whole, kept = replicated(space.mesh.ndim), dict(pins)
     for number, decision in enumerate(space.decisions):
         if decision.kind == "parameter":
-            mask = np.array([strategy.outputs[0] == whole for strategy in decision.menu.strategies])
+            mask = np.array([strategy.outputs[0] == whole for strategy in decision.candidates.strategies])
             kept[number] = mask & pins[number] if number in pins else mask
             if not kept[number].any():
                 return
@@ -122,5 +122,5 @@ def _noted(found: Plan, free: Plan, own: float, simulated: float) -> Plan:
         f"parameters stay plain tensors: the simulated step takes {format_seconds(own)}, and "
         f"{format_seconds(simulated)} with the plan that the sum of costs prefers"
     )
-    said = replace(context, settings=other.settings, keeps_whole=True, annotations=other.annotations)
-    return replace(found, notes=(*found.notes, note), context=said)
+    specified = replace(context, settings=other.settings, keeps_whole=True, annotations=other.annotations)
+    return replace(found, notes=(*found.notes, note), context=specified)

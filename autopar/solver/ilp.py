@@ -46,7 +46,7 @@ class _Model:
     strategies: list[dict[int, cp_model.IntVar]] = field(default_factory=list)
     terms: list[tuple[float, cp_model.IntVar]] = field(default_factory=list)
     constant: float = 0.0
-    held: dict[int, list[tuple[int, cp_model.IntVar]]] = field(default_factory=lambda: defaultdict(list))
+    byte_terms: dict[int, list[tuple[int, cp_model.IntVar]]] = field(default_factory=lambda: defaultdict(list))
     """Memory row → bytes of edges above the least of each, with the variables that bring them."""
     constant_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -138,15 +138,17 @@ def _tie_pairs_to_strategies(model: _Model, problem: Problem, by_bytes: bool, li
     """Σ_j e_uvij = s_ui and Σ_i e_uvij = s_vj, and likewise for three ends; `limited` have memory rows."""
     for number, edge in enumerate(problem.edges):
         costs = np.where(np.isfinite(edge.seconds), _bytes_of(edge), np.inf) if by_bytes else edge.seconds
-        held = [_bytes_of(each.edges[number]) for each in limited]
+        byte_terms = [_bytes_of(each.edges[number]) for each in limited]
         if edge.is_loop:
-            _price_loop(model, model.strategies[edge.ends[0]], costs.diagonal(), [each.diagonal() for each in held])
+            _price_loop(
+                model, model.strategies[edge.ends[0]], costs.diagonal(), [each.diagonal() for each in byte_terms]
+            )
             continue
         allowed = [list(model.strategies[end]) for end in edge.ends]
         block = costs[np.ix_(*allowed)]
         if not block.size:
             continue
-        blocks = [each[np.ix_(*allowed)] for each in held]
+        blocks = [each[np.ix_(*allowed)] for each in byte_terms]
         least, least_bytes = float(block.min()), [int(each.min()) for each in blocks]
         model.constant += least if math.isfinite(least) else 0.0
         for row, num_bytes in enumerate(least_bytes):
@@ -162,7 +164,7 @@ def _tie_pairs_to_strategies(model: _Model, problem: Problem, by_bytes: bool, li
                 model.terms.append((float(block[place]) - least, e))
             for row, each in enumerate(blocks):
                 if each[place] > least_bytes[row]:
-                    model.held[row].append((int(each[place]) - least_bytes[row], e))
+                    model.byte_terms[row].append((int(each[place]) - least_bytes[row], e))
         for end, node in enumerate(edge.ends):
             for i, s in model.strategies[node].items():
                 model.cp.add(cp_model.LinearExpr.sum(by_end[end][i]) == s)
@@ -173,7 +175,7 @@ def _bytes_of(edge: Edge) -> np.ndarray:
 
 
 def _price_loop(
-    model: _Model, strategies: dict[int, cp_model.IntVar], costs: np.ndarray, held: Sequence[np.ndarray]
+    model: _Model, strategies: dict[int, cp_model.IntVar], costs: np.ndarray, byte_terms: Sequence[np.ndarray]
 ) -> None:
     """An edge from a node to itself: e_ii = s_i."""
     for i, s in strategies.items():
@@ -181,22 +183,22 @@ def _price_loop(
             model.cp.add(s == 0)
         else:
             model.terms.append((float(costs[i]), s))
-            for row, num_bytes in enumerate(held):
-                model.held[row].append((int(num_bytes[i]), s))
+            for row, num_bytes in enumerate(byte_terms):
+                model.byte_terms[row].append((int(num_bytes[i]), s))
 
 
 def _limit_memory(model: _Model, problem: Problem, row: int) -> None:
     """Σ m s + Σ M e ≤ budget, after subtracting the least bytes everywhere and dividing by what divides all of them."""
     assert problem.budget is not None
     budget = problem.budget - model.constant_bytes[row]
-    excess = [(num_bytes, e) for num_bytes, e in model.held[row] if num_bytes]
+    terms = [(num_bytes, e) for num_bytes, e in model.byte_terms[row] if num_bytes]
     for node, variables in zip(problem.nodes, model.strategies, strict=True):
         least = min((int(node.num_bytes[i]) for i in variables), default=0)
         budget -= least
-        excess += [(int(node.num_bytes[i]) - least, s) for i, s in variables.items() if node.num_bytes[i] > least]
-    unit = math.gcd(*(num_bytes for num_bytes, _ in excess)) or 1
+        terms += [(int(node.num_bytes[i]) - least, s) for i, s in variables.items() if node.num_bytes[i] > least]
+    unit = math.gcd(*(num_bytes for num_bytes, _ in terms)) or 1
     small = []
-    for num_bytes, s in excess:
+    for num_bytes, s in terms:
         if num_bytes > budget:
             # It alone breaks the limit; without it the row's coefficients stay small.
             model.cp.add(s == 0)

@@ -221,9 +221,9 @@ def is_feasible(problem: Problem) -> bool:
 
 def freed(problem: Problem, kept: Sequence[int]) -> Problem:
     """Return the problem with every strategy allowed on all nodes but `kept`."""
-    held = set(kept)
+    fixed = set(kept)
     nodes = tuple(
-        node if i in held else Node(node.name, np.zeros(node.num_strategies), node.num_bytes)
+        node if i in fixed else Node(node.name, np.zeros(node.num_strategies), node.num_bytes)
         for i, node in enumerate(problem.nodes)
     )
     return Problem(nodes, problem.edges)

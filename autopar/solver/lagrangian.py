@@ -73,7 +73,7 @@ def is_closed(seconds: float, bound: float, gap: float) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Met:
+class Visited:
     """Results of elimination at memory prices, whatever the budget, and the tables of the last price."""
 
     points: dict[float, tuple[float, Point | None]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Met:
 class LeastByElimination:
     """Exact at every price, by one evaluation each.
 
-    `met` holds the visited solutions of another search in the same tables, whatever its budget; more are added.
+    `visited` holds the visited solutions of another search in the same tables, whatever its budget; more are added.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class LeastByElimination:
         elimination: Elimination,
         tables: Tables,
         deadline: float = NEVER,
-        met: Met | None = None,
+        visited: Visited | None = None,
     ) -> None:
         self._deadline = deadline
-        self._met = Met() if met is None else met
+        self._visited = Visited() if visited is None else visited
         self._problem = problem
         self._elimination = elimination
         self.tables = tables
@@ -118,22 +118,22 @@ class LeastByElimination:
 
         TimeLimitError where that takes until the deadline.
         """
-        if price != self._met.price:
-            self._met.evaluated = evaluate(self._elimination, self.tables.weighted(price), self._deadline)
-            self._met.price = price
-        return self._met.evaluated
+        if price != self._visited.price:
+            self._visited.evaluated = evaluate(self._elimination, self.tables.weighted(price), self._deadline)
+            self._visited.price = price
+        return self._visited.evaluated
 
     def __call__(self, price: float) -> tuple[float, Point | None]:
-        if price not in self._met.points:
-            self._met.points[price] = self._least(self.evaluated(price))
-        return self._met.points[price]
+        if price not in self._visited.points:
+            self._visited.points[price] = self._least(self.evaluated(price))
+        return self._visited.points[price]
 
     def smallest(self) -> Point | None:
         """Return the choices of the fewest bytes; None where everything is forbidden. Raises as `evaluated`."""
-        if math.inf not in self._met.points:
+        if math.inf not in self._visited.points:
             found = evaluate(self._elimination, self.tables.bytes_only(), self._deadline)
-            self._met.points[math.inf] = self._least(found)
-        return self._met.points[math.inf][1]
+            self._visited.points[math.inf] = self._least(found)
+        return self._visited.points[math.inf][1]
 
     def _least(self, evaluated: Sequence[Floats]) -> tuple[float, Point | None]:
         reached = optimum(self._elimination, evaluated)
@@ -161,19 +161,19 @@ def maximise_bound(
     for _ in range(MAX_STEPS):
         price = max(0.0, (small.seconds - large.seconds) / (large.num_bytes - small.num_bytes))
         try:
-            reached, met = least(price)
+            reached, visited = least(price)
         except TimeLimitError:
             break
-        best = best.or_better(priced(reached, price, budget, met))
-        if met is None:
+        best = best.or_better(priced(reached, price, budget, visited))
+        if visited is None:
             break
         # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
         missing = small.seconds + price * small.num_bytes - reached
         allowed = max(4 * _slack(reached, price, budget), WORTHWHILE * abs(best.bound))
-        settled = missing <= allowed or met in (large, small) or best.bound >= cutoff
+        settled = missing <= allowed or visited in (large, small) or best.bound >= cutoff
         if settled or is_over(deadline):
             break
-        large, small = (large, met) if met.num_bytes <= budget else (met, small)
+        large, small = (large, visited) if visited.num_bytes <= budget else (visited, small)
         if near:
             best = best.with_mixtures(mixtures(problem, large, small))
             if is_closed(best.incumbent.seconds, best.bound, near):
@@ -181,11 +181,11 @@ def maximise_bound(
     return best.with_mixtures(mixtures(problem, large, small))
 
 
-def priced(reached: float, price: float, budget: int, met: Point | None) -> Relaxation:
+def priced(reached: float, price: float, budget: int, visited: Point | None) -> Relaxation:
     """Return the bound that an evaluation at a price proves, with the solution it visited if that fits."""
     # Rounding in the table sums must not let the bound pass what it bounds.
     bound = reached - price * budget - _slack(reached, price, budget)
-    return Relaxation(price, bound, met if met is not None and met.num_bytes <= budget else NOTHING)
+    return Relaxation(price, bound, visited if visited is not None and visited.num_bytes <= budget else NOTHING)
 
 
 def _slack(reached: float, price: float, budget: int) -> float:
@@ -203,9 +203,9 @@ def mixtures(problem: Problem, large: Point, small: Point) -> list[Point]:
     saved = [0.0] * (1 + max(region_of.values(), default=-1))
     added = [0] * len(saved)
     for node, region in region_of.items():
-        menu, before, after = problem.nodes[node], small.choices[node], large.choices[node]
-        saved[region] += float(menu.seconds[before] - menu.seconds[after])
-        added[region] += int(menu.num_bytes[after] - menu.num_bytes[before])
+        candidates, before, after = problem.nodes[node], small.choices[node], large.choices[node]
+        saved[region] += float(candidates.seconds[before] - candidates.seconds[after])
+        added[region] += int(candidates.num_bytes[after] - candidates.num_bytes[before])
     for edge in problem.edges:
         region = next((region_of[end] for end in edge.ends if end in region_of), -1)
         if region >= 0:

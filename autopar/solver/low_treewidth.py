@@ -24,16 +24,16 @@ from autopar.errors import CutOffError, InfeasibleError, TimeLimitError, warn_us
 from autopar.solver.deadline import is_over, seconds_until, why_over
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK, Elimination, narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.elimination.min_marginals import shared_excesses
+from autopar.solver.elimination.min_marginals import shared_reduced_costs
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
     NOTHING,
     Least,
     LeastByElimination,
-    Met,
     Point,
     Relaxation,
+    Visited,
     is_closed,
     maximise_bound,
     point,
@@ -44,13 +44,13 @@ from autopar.solver.presolve.reduction import reduce_problem
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.labels import best_labels
-from autopar.solver.remaining.remaining_choices import Counted, Evaluated, Residual, TooManyChoicesError
+from autopar.solver.remaining.remaining_choices import Counted, Evaluated, RemainingProblem, TooManyChoicesError
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: margin of the first remaining problem
 UNPROVEN = "before the plan was proven best"
 NEAR = 0.01  # of the seconds: of a solution that is not so near the bound, little can be left out
-DEAR_NEAR = 5e-4  # of the seconds: the same where elimination takes seconds, and labels find better ones first
+EXPENSIVE_NEAR = 5e-4  # of the seconds: the same where elimination takes seconds, and labels find better ones first
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
@@ -66,13 +66,13 @@ class Start:
 
     price: float = 0.0
     """Price at which the solution nearly fits; 0 if none is known."""
-    known: Point | None = None
+    incumbent: Point | None = None
     """A solution that fits."""
     near: float = 0.0
     """Gap, as a share of the bound, at which the search ends."""
     cutoff: float = math.inf
     """Bound in seconds at which the search ends."""
-    is_dear: bool = False
+    is_expensive: bool = False
     """True if evaluations take seconds.
 
     A fitting solution is then first looked for at a price, and only after that by fewest bytes.
@@ -83,10 +83,10 @@ COLD = Start()
 
 
 @dataclass(frozen=True, slots=True)
-class Enough:
+class Tolerances:
     """Tolerances of a search, as shares of the seconds: gaps at which it may stop if more is expensive."""
 
-    dear: float = 0.0
+    expensive: float = 0.0
     """Gap at which the search may stop if elimination takes seconds."""
     counted: float = 0.0
     """Gap at which long counts of equal parts are broken off; if infinite, they always are."""
@@ -94,7 +94,7 @@ class Enough:
     """Seconds of another solution: where memory has a price, and its bound is as high, the search ends."""
     longest: float = math.inf
     """CP-SAT's deterministic seconds after which any count is broken off, however near a solution is."""
-    widely: float = 0.0
+    wide_gap: float = 0.0
     """Gap on a graph of high treewidth, once the solutions given the fixed nodes were searched (`several_rows`)."""
 
     def effort(self, seconds: float, bound: float) -> float:
@@ -103,7 +103,7 @@ class Enough:
         return min(EFFORT if is_near else math.inf, self.longest)
 
 
-EXACT = Enough()
+EXACT = Tolerances()
 
 
 def by_elimination(
@@ -113,19 +113,19 @@ def by_elimination(
     deadline: float,
     gap: float,
     price: float = 0.0,
-    known: Point | None = None,
-    enough: Enough = EXACT,
-    met: Met | None = None,
+    incumbent: Point | None = None,
+    tolerances: Tolerances = EXACT,
+    visited: Visited | None = None,
 ) -> Solution:
     """Solve a problem of low treewidth: dynamic programming, except for a small remaining problem.
 
-    `price` is one that nearly fits, if there is one, and `known` a solution that fits; `met` are the solutions visited
-    at prices (`LeastByElimination`). A solution within `enough` ends the search if more would be expensive.
+    `price` is one that nearly fits, if there is one, and `incumbent` a solution that fits; `visited` are the solutions
+    visited at prices (`LeastByElimination`). A solution within `tolerances` ends the search if more would be expensive.
     """
-    is_dear = elimination.work > CHEAP_WORK
-    start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff, is_dear)
+    is_expensive = elimination.work > CHEAP_WORK
+    start = Start(price, incumbent, FIXABLE if is_expensive else 0.0, tolerances.cutoff, is_expensive)
 
-    least = LeastByElimination(problem, elimination, tables, deadline, met)
+    least = LeastByElimination(problem, elimination, tables, deadline, visited)
 
     def smallest() -> Point | None:
         found = least.smallest()
@@ -137,33 +137,35 @@ def by_elimination(
     assert relaxed is not None
     if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
         return solution_of(relaxed.incumbent, relaxed.bound, "elimination")
-    if relaxed.bound >= enough.cutoff:
+    if relaxed.bound >= tolerances.cutoff:
         raise CutOffError(relaxed.bound)
-    if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap, enough.dear if is_dear else 0.0)):
+    if is_closed(
+        relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap, tolerances.expensive if is_expensive else 0.0)
+    ):
         found = solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
         return replace(found, smaller=tuple(each.choices for each in relaxed.smaller))
-    is_near = is_closed(relaxed.incumbent.seconds, relaxed.bound, DEAR_NEAR if is_dear else NEAR)
+    is_near = is_closed(relaxed.incumbent.seconds, relaxed.bound, EXPENSIVE_NEAR if is_expensive else NEAR)
     try:
-        near = _near(problem, elimination, least, relaxed, deadline) if is_near else None
+        near = _fixed_by_cost(problem, elimination, least, relaxed, deadline) if is_near else None
     except TimeLimitError:
         warn(relaxed.incumbent.seconds, relaxed.bound)
         return solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
     if near is None:
-        return _close_the_gap(problem, elimination, least, relaxed, deadline, gap, enough)
+        return _close_the_gap(problem, elimination, least, relaxed, deadline, gap, tolerances)
     # What is left out costs more than the best so far.
     tables = Tables(near.problem)
     smaller = narrow_elimination(near.problem, tables)
     assert smaller is not None
     seen = point(near.problem, near.restrict(relaxed.incumbent.choices))
-    enough = replace(enough, cutoff=math.inf)  # that is of seconds with the constant
-    left = by_elimination(near.problem, tables, smaller, deadline, gap, known=seen, enough=enough)
+    tolerances = replace(tolerances, cutoff=math.inf)  # that is of seconds with the constant
+    left = by_elimination(near.problem, tables, smaller, deadline, gap, incumbent=seen, tolerances=tolerances)
     best = min(relaxed.incumbent, point(problem, near.extend(left.choices)), key=lambda each: each.seconds)
     bound = min(max(relaxed.bound, near.constant + left.bound), best.seconds)
     found = solution_of(best, bound, left.solver, left.multiplier or relaxed.multiplier)
     return replace(found, smaller=tuple(map(near.extend, left.smaller)))
 
 
-def _near(
+def _fixed_by_cost(
     problem: Problem, elimination: Elimination, least: LeastByElimination, relaxed: Relaxation, deadline: float
 ) -> Remaining | None:
     """Return the problem without what costs more than the best so far at the best price; None where that is not
@@ -172,7 +174,7 @@ def _near(
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     margin = relaxed.incumbent.seconds - relaxed.bound + TOLERANCE * abs(relaxed.incumbent.seconds)
     weighted = least.evaluated(relaxed.multiplier)
-    found = shared_excesses(problem, elimination, least.tables, weighted, margin, deadline)
+    found = shared_reduced_costs(problem, elimination, least.tables, weighted, margin, deadline)
     left = remaining(problem, found, margin)
     return left if num_choices(left.problem) <= SHRUNK * num_choices(problem) else None
 
@@ -184,7 +186,7 @@ def best_bound(
 
     None where `least`, or `smallest` of those that fit, finds no choices.
     """
-    found, large, small = _around(problem, least, start)
+    found, large, small = _starting_points(problem, least, start)
     if large is None:
         free, large = least(0.0)
         if free == np.inf:
@@ -194,29 +196,29 @@ def best_bound(
         if problem.fits(large.num_bytes):
             return Relaxation(0.0, free, large)
         found = found.or_better(Relaxation(0.0, free, NOTHING))
-    if start.is_dear and small is None and start.known is None and problem.budget:
+    if start.is_expensive and small is None and start.incumbent is None and problem.budget:
         price = abs(large.seconds) / problem.budget  # a full row costs as much as all else: mostly that fits
-        reached, met = least(price)
-        found = found.or_better(priced(reached, price, problem.budget, met))
-        small = met if met is not None and problem.fits(met.num_bytes) else None
-    small = small or start.known or smallest()
+        reached, visited = least(price)
+        found = found.or_better(priced(reached, price, problem.budget, visited))
+        small = visited if visited is not None and problem.fits(visited.num_bytes) else None
+    small = small or start.incumbent or smallest()
     if small is None:
         return None
     return maximise_bound(problem, least, found, large, small, deadline, start.near, start.cutoff)
 
 
-def _around(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:
+def _starting_points(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:
     """Return the bound proven near the starting price, a solution over the budget there, and one that fits."""
     found, price = Relaxation(0.0, -math.inf, NOTHING), start.price
     large: Point | None = None
     small: Point | None = None
     for step in SPREAD if price and problem.budget is not None else ():
-        reached, met = least(price)
-        if met is None or reached == np.inf:
+        reached, visited = least(price)
+        if visited is None or reached == np.inf:
             break
         assert problem.budget is not None
-        found = found.or_better(priced(reached, price, problem.budget, met))
-        large, small = (large, met) if problem.fits(met.num_bytes) else (met, small)
+        found = found.or_better(priced(reached, price, problem.budget, visited))
+        large, small = (large, visited) if problem.fits(visited.num_bytes) else (visited, small)
         if large is not None and small is not None:
             break
         price *= 1 + step if large is not None else 1 / (1 + step)
@@ -230,7 +232,7 @@ def _close_the_gap(
     relaxed: Relaxation,
     deadline: float,
     gap: float,
-    enough: Enough,
+    tolerances: Tolerances,
 ) -> Solution:
     """Close the gap between the bound of a price and the optimum, by fixing with min-marginals and counting ILPs."""
     incumbent, bound = relaxed.incumbent, relaxed.bound
@@ -250,7 +252,7 @@ def _close_the_gap(
             if found is None or margin > widest:
                 widest = max(margin, min(WIDER * epsilon, most) + rounding)
                 weighted = least.evaluated(relaxed.multiplier)
-                found = shared_excesses(problem, elimination, least.tables, weighted, widest, deadline)
+                found = shared_reduced_costs(problem, elimination, least.tables, weighted, widest, deadline)
             near = remaining(problem, found, margin)
             reduced = reduce_problem(near.problem)
             constant = near.constant + reduced.constant
@@ -259,7 +261,7 @@ def _close_the_gap(
                 below = limit - constant
                 left, prices = (reduced.problem,), (relaxed.multiplier,)
                 if is_labelled:
-                    effort = enough.effort(incumbent.seconds, bound)
+                    effort = tolerances.effort(incumbent.seconds, bound)
                     result = best_left(left, prices, below, rounding / 2, deadline, effort)
                 else:
                     result, is_small = labelled(left, prices, below, deadline)
@@ -271,12 +273,12 @@ def _close_the_gap(
         # What is left out costs more than `limit`, what is left no less than the bound that was found.
         bound = max(bound, min(constant + result.bound, limit))
         if not is_labelled and not (result.is_proven and limit < incumbent.seconds):
-            if not is_small and is_closed(incumbent.seconds, bound, enough.counted):
+            if not is_small and is_closed(incumbent.seconds, bound, tolerances.counted):
                 break
             is_labelled = True
             continue
         if not result.is_proven:
-            if not is_closed(incumbent.seconds, bound, enough.counted):
+            if not is_closed(incumbent.seconds, bound, tolerances.counted):
                 warn(incumbent.seconds, bound)
             break
         epsilon, is_labelled = GROWTH * epsilon, False
@@ -292,10 +294,10 @@ def labelled(
 ) -> tuple[Counted, bool]:
     """Return the best that labels find, and whether what may be better is soon counted."""
     try:
-        residual = Residual(problems, prices, limit, deadline, evaluated)
-        found = best_labels(residual)
+        remaining_problem = RemainingProblem(problems, prices, limit, deadline, evaluated)
+        found = best_labels(remaining_problem)
         seconds = limit if found.choices is None else problems[0].seconds_of(found.choices)
-        return found, residual.below(min(limit, seconds)).is_small
+        return found, remaining_problem.below(min(limit, seconds)).is_small
     except TooManyChoicesError:
         return Counted(None, -math.inf, False), False
 
@@ -315,10 +317,10 @@ def best_left(
     With `only_few`, TooManyChoicesError is raised instead if counting would take long.
     """
     try:
-        residual = Residual(problems, prices, limit, deadline, evaluated)
-        if only_few and not residual.is_small:
+        remaining_problem = RemainingProblem(problems, prices, limit, deadline, evaluated)
+        if only_few and not remaining_problem.is_small:
             raise TooManyChoicesError
-        return best_counts(residual, tolerance, effort)
+        return best_counts(remaining_problem, tolerance, effort)
     except TooManyChoicesError:
         if only_few:
             raise
@@ -336,7 +338,7 @@ def solution_of(found: Point, bound: float, solver: str, multiplier: float = 0.0
 
 
 @contextmanager
-def unsaid() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Without warnings of what is not proven on the way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.solver.elimination.bucket_elimination import Elimination, narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.infeasibility import describe_conflict
-from autopar.solver.lagrangian import Met
+from autopar.solver.lagrangian import Visited
 from autopar.solver.presolve.contraction import Contracted, contract
 from autopar.solver.presolve.reduction import Pruned, prune
 from autopar.solver.problem import Problem
@@ -28,7 +28,7 @@ class Prepared:
     tables: Tables
     elimination: Elimination | None
     """None if the treewidth is too high."""
-    met: Met = field(default_factory=Met)
+    visited: Visited = field(default_factory=Visited)
     """Results of elimination at memory prices, whatever the limit."""
 
     @classmethod

@@ -131,11 +131,11 @@ class Parts:
         arrays: dict[tuple[int, ...], tuple[Floats, list[Integers | None]]] = {}
         first, *others = problems
         for number, (node, *more) in enumerate(zip(first.nodes, *(each.nodes for each in others), strict=True)):
-            held = [node.num_bytes, *[each.num_bytes for each in more]]
-            key = id(node.seconds), 1, *map(id, held)
+            byte_arrays = [node.num_bytes, *[each.num_bytes for each in more]]
+            key = id(node.seconds), 1, *map(id, byte_arrays)
             ends[key].append((number,))
             edges[key].append(-1)
-            arrays[key] = node.seconds, held
+            arrays[key] = node.seconds, byte_arrays
         for number, (edge, *more) in enumerate(zip(first.edges, *(each.edges for each in others), strict=True)):
             of_rows = [edge.num_bytes, *[each.num_bytes for each in more]]
             key = id(edge.seconds), len(edge.ends), *map(id, of_rows)
@@ -153,8 +153,8 @@ class Parts:
                     holds[id(each)] = bool(each.any())
                 if holds[id(each)]:
                     rows_of.setdefault(id(each), (each, []))[1].append(row)
-            held = tuple([(each, tuple(rows)) for each, rows in rows_of.values()])
-            self._alike.append(_Alike(seconds, held, tuple(np.array(ends[key]).T), np.array(edges[key])))
+            byte_arrays = tuple([(each, tuple(rows)) for each, rows in rows_of.values()])
+            self._alike.append(_Alike(seconds, byte_arrays, tuple(np.array(ends[key]).T), np.array(edges[key])))
 
     def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, list[int]]:
         """Seconds, and bytes row by row, at one choice per node: of all, or of some (a mask) and edges among them."""
@@ -165,8 +165,8 @@ class Parts:
             which = slice(None) if among is None else np.all([among[ends] for ends in each.ends], axis=0)
             index = tuple([chosen[ends[which]] for ends in each.ends])
             seconds += each.seconds[index].tolist()
-            for held, rows in each.num_bytes:
-                taken = int(held[index].sum())
+            for byte_arrays, rows in each.num_bytes:
+                taken = int(byte_arrays[index].sum())
                 for row in rows:
                     num_bytes[row] += taken
         return math.fsum(seconds), num_bytes
@@ -219,10 +219,10 @@ class Problem:
         return next((i for i, node in enumerate(self.nodes) if not np.isfinite(node.seconds).any()), None)
 
     @property
-    def dearest(self) -> float:
+    def largest_seconds(self) -> float:
         """Seconds that no choices take more than, but for forbidden ones."""
         parts = [each.seconds for each in (*self.nodes, *self.edges)]
-        most = {id(each): float(np.max(each, where=np.isfinite(each), initial=0.0)) for each in _once(parts)}
+        most = {id(each): float(np.max(each, where=np.isfinite(each), initial=0.0)) for each in _distinct_arrays(parts)}
         return sum(most[id(each)] for each in parts)
 
     def seconds_of(self, choices: Sequence[int]) -> float:
@@ -236,8 +236,8 @@ class Problem:
     def cost_of(self, choices: Sequence[int]) -> tuple[float, int]:
         """Return the seconds and bytes at one choice per node."""
         assert len(choices) == len(self.nodes), f"{len(choices)} choices for {len(self.nodes)} nodes"
-        seconds, (held,) = self._parts.cost_of(choices)
-        return seconds, held
+        seconds, (byte_arrays,) = self._parts.cost_of(choices)
+        return seconds, byte_arrays
 
     @cached_property
     def _parts(self) -> Parts:
@@ -302,7 +302,7 @@ def _check_costs(seconds: Floats, where: str) -> None:
         raise PlanError(f"{where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")
 
 
-def _once(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _distinct_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Each array once that some parts share."""
     return list({id(each): each for each in arrays}.values())
 

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
-from autopar.solver.bounds.high_treewidth import DEAR_WORK, Wide
+from autopar.solver.bounds.high_treewidth import EXPENSIVE_WORK, Wide
 from autopar.solver.bounds.neighbourhoods import NARROW, good_solution, separators
 from autopar.solver.deadline import after, grace, is_over, nothing_found, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK, Elimination, narrow_elimination
@@ -30,9 +30,9 @@ from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
     LeastByElimination,
-    Met,
     Point,
     Relaxation,
+    Visited,
     is_closed,
     point,
     priced,
@@ -44,8 +44,8 @@ from autopar.solver.low_treewidth import (
     SHRUNK,
     TOLERANCE,
     UNPROVEN,
-    Enough,
     Start,
+    Tolerances,
     best_bound,
     by_elimination,
     num_choices,
@@ -59,7 +59,7 @@ from autopar.solver.problem import Problem, Solution
 SEARCHING = 0.25  # of the time goes to a good solution if the treewidth is too high for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.002  # how far from the best neighbourhoods are solved
-HELD_GAP = 5e-4  # of the seconds, if a smaller gap is expensive
+FIXED_GAP = 5e-4  # of the seconds, if a smaller gap is expensive
 NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 PRICED_NEAR = 1e-4  # the same under a limit, where prices are yet to be found
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
@@ -73,12 +73,12 @@ def solve(
     solver: Literal["auto", "ilp"] = "auto",
     time_limit: float = 120.0,
     gap: float = 0.0,
-    enough: Enough = EXACT,
+    tolerances: Tolerances = EXACT,
 ) -> Solution:
     """Return the best choice per node, with a lower bound on what any choice costs.
 
     Without a memory limit and at low treewidth the solution is the optimum. Otherwise it is proven to be within `gap`
-    (a share of its seconds) of the optimum, or within `enough` if a smaller gap is expensive.
+    (a share of its seconds) of the optimum, or within `tolerances` if a smaller gap is expensive.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
     what has begun is broken off a moment later (`deadline.grace`).
@@ -92,32 +92,41 @@ def solve(
         if problem.forbidden_node is not None:
             raise InfeasibleError(describe_conflict(problem, deadline))
         return _from_ilp(problem, solve_ilp(problem, seconds_until(deadline)), "ilp", deadline)
-    return solve_prepared(Prepared.of(problem, deadline), time_limit=seconds_until(deadline), gap=gap, enough=enough)
+    return solve_prepared(
+        Prepared.of(problem, deadline), time_limit=seconds_until(deadline), gap=gap, tolerances=tolerances
+    )
 
 
 def solve_prepared(
-    prepared: Prepared, *, time_limit: float = 120.0, gap: float = 0.0, price: float = 0.0, enough: Enough = EXACT
+    prepared: Prepared,
+    *,
+    time_limit: float = 120.0,
+    gap: float = 0.0,
+    price: float = 0.0,
+    tolerances: Tolerances = EXACT,
 ) -> Solution:
     """Solve like `solve`, from a prepared problem.
 
     `price` is a memory price in seconds per byte near that of the answer, if one is known: it shortens the search.
     """
     try:
-        solution = _by_reduction(prepared, after(time_limit), gap, only_narrow=False, price=price, enough=enough)
+        solution = _by_reduction(
+            prepared, after(time_limit), gap, only_narrow=False, price=price, tolerances=tolerances
+        )
     finally:
-        prepared.met.forget()
+        prepared.visited.forget()
     assert solution is not None
     return solution
 
 
 def solve_narrow(
-    prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT, price: float = 0.0
+    prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, tolerances: Tolerances = EXACT, price: float = 0.0
 ) -> Solution | None:
     """Solve like `solve_prepared`, but return None after little work if treewidth is too high, or time too short.
 
-    The tables of the last price stay with what was prepared, for `Cuts`.
+    The tables of the last price stay with what was prepared, for `FixingSearch`.
     """
-    return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, price=price, enough=enough)
+    return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, price=price, tolerances=tolerances)
 
 
 def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
@@ -130,21 +139,26 @@ def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
     if budget is None or elimination is None or is_wide(elimination):
         return -math.inf
     try:
-        least = LeastByElimination(prepared.smaller, elimination, prepared.tables, deadline, prepared.met)
-        reached, met = least(price)
-        return priced(reached, price, budget, met).bound
+        least = LeastByElimination(prepared.smaller, elimination, prepared.tables, deadline, prepared.visited)
+        reached, visited = least(price)
+        return priced(reached, price, budget, visited).bound
     except TimeLimitError:
         return -math.inf
 
 
 def _by_reduction(
-    prepared: Prepared, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
+    prepared: Prepared,
+    deadline: float,
+    gap: float,
+    only_narrow: bool,
+    price: float = 0.0,
+    tolerances: Tolerances = EXACT,
 ) -> Solution | None:
     """Solve the presolved problem, and extend its solution to the original one."""
     problem = prepared.problem
-    ready = prepared.tables, prepared.elimination, prepared.met
+    ready = prepared.tables, prepared.elimination, prepared.visited
     try:
-        solution = _solve_pruned(prepared.smaller, deadline, gap, only_narrow, price, enough, ready)
+        solution = _solve_pruned(prepared.smaller, deadline, gap, only_narrow, price, tolerances, ready)
     except MemoryLimitError:
         raise MemoryLimitError(problem, deadline) from None  # with the pins that were pruned away
     except InfeasibleError:
@@ -164,74 +178,76 @@ def _solve_pruned(
     gap: float,
     only_narrow: bool,
     price: float = 0.0,
-    enough: Enough = EXACT,
-    ready: tuple[Tables, Elimination | None, Met] | None = None,
+    tolerances: Tolerances = EXACT,
+    ready: tuple[Tables, Elimination | None, Visited] | None = None,
 ) -> Solution | None:
     """`ready` has the tables of the problem, its elimination, and what that found, where these are known."""
     if ready is None:
         tables = Tables(problem)
-        ready = tables, narrow_elimination(problem, tables), Met()
-    tables, elimination, met = ready
-    if elimination is None or is_wide(elimination) or _is_too_late(problem, elimination, deadline, len(met.points)):
-        return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
-    return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough, met=met)
+        ready = tables, narrow_elimination(problem, tables), Visited()
+    tables, elimination, visited = ready
+    if elimination is None or is_wide(elimination) or _is_too_late(problem, elimination, deadline, len(visited.points)):
+        return None if only_narrow else _by_relaxation(problem, deadline, gap, tolerances)
+    return by_elimination(problem, tables, elimination, deadline, gap, price, tolerances=tolerances, visited=visited)
 
 
 def is_wide(elimination: Elimination | None) -> bool:
     """Return whether messages take less work than an elimination; also true if treewidth is too high for one."""
-    return elimination is None or elimination.work > DEAR_WORK
+    return elimination is None or elimination.work > EXPENSIVE_WORK
 
 
-def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, known: int) -> bool:
+def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, start_there: int) -> bool:
     """Return whether an expensive elimination cannot find choices by the deadline.
 
-    `known` is the number of its evaluations so far.
+    `start_there` is the number of its evaluations so far.
     """
-    evaluations = max(1 if problem.budget is None else FIRST_EVALUATIONS - known, 1)
+    evaluations = max(1 if problem.budget is None else FIRST_EVALUATIONS - start_there, 1)
     left = seconds_until(deadline) + grace()
     return elimination.work > CHEAP_WORK and evaluations * elimination.work > FAST_WORK_PER_S * left
 
 
 def _by_relaxation(
-    problem: Problem, deadline: float, gap: float, enough: Enough, begun: Wide | None = None
+    problem: Problem, deadline: float, gap: float, tolerances: Tolerances, begun: Wide | None = None
 ) -> Solution:
     """Solve at high treewidth: a bound by messages decides most strategies; the rest has lower treewidth.
 
     Without a limit a bound that is near is tried first: the last sweeps gain little, and are often not needed.
     """
     searching = deadline - SEARCHING * seconds_until(deadline)
-    wide = begun or Wide(problem, searching, NEAR if problem.budget is None else PRICED_NEAR)
-    relaxed = _best_relaxed(problem, wide, searching, enough)
+    high = begun or Wide(problem, searching, NEAR if problem.budget is None else PRICED_NEAR)
+    relaxed = _best_relaxed(problem, high, searching, tolerances)
     if relaxed is None:
-        return _by_dear_search(problem, None, deadline, gap, enough)
+        return _by_expensive_search(problem, None, deadline, gap, tolerances)
     best, price = relaxed.incumbent, relaxed.multiplier
-    if price > 0 and relaxed.bound >= enough.cutoff:
+    if price > 0 and relaxed.bound >= tolerances.cutoff:
         raise CutOffError(relaxed.bound)
-    if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap, enough.dear if price else 0.0)):
+    if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap, tolerances.expensive if price else 0.0)):
         return solution_of(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     try:
         most = best.seconds + TOLERANCE * abs(best.seconds)
-        (left,) = wide.within(most + price * (problem.budget or 0), price)
+        (left,) = high.within(most + price * (problem.budget or 0), price)
     except TimeLimitError:
         left = None
     if left is None or is_over(searching):
         warn(best.seconds, relaxed.bound)
         return solution_of(best, relaxed.bound, "relaxation", price)
     is_smaller = num_choices(left.problem) <= SHRUNK * num_choices(problem)
-    if problem.budget is None and wide.near and not is_smaller:
-        wide.near = 0.0
-        return _by_relaxation(problem, deadline, gap, enough, wide)
+    if problem.budget is None and high.near and not is_smaller:
+        high.near = 0.0
+        return _by_relaxation(problem, deadline, gap, tolerances, high)
     if is_smaller:
-        found = _solve_pruned(left.problem, deadline, gap, only_narrow=False, enough=replace(enough, cutoff=math.inf))
+        found = _solve_pruned(
+            left.problem, deadline, gap, only_narrow=False, tolerances=replace(tolerances, cutoff=math.inf)
+        )
         assert found is not None
         solution = found
     elif problem.budget is not None and sum(edge.seconds.size for edge in left.problem.edges) > ILP_PAIRS:
         warn(best.seconds, relaxed.bound, f"the graph is too wide for an ILP {UNPROVEN}")
         return solution_of(best, relaxed.bound, "relaxation", price)
     else:
-        known = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
-        solution = _by_dear_search(left.problem, known, deadline, gap, enough)
+        start_there = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
+        solution = _by_expensive_search(left.problem, start_there, deadline, gap, tolerances)
     exact = point(problem, left.extend(solution.choices))
     best = min(best, exact, key=lambda each: each.seconds)
     # What is left out costs more than the best of before, and so than this.
@@ -239,42 +255,44 @@ def _by_relaxation(
     return solution_of(best, bound, f"relaxation, {solution.solver}", solution.multiplier or price)
 
 
-def _best_relaxed(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> Relaxation | None:
+def _best_relaxed(problem: Problem, high: Wide, deadline: float, tolerances: Tolerances) -> Relaxation | None:
     """Return the best bound of a price, and the best visited solution; None if there is none."""
     start, free = COLD, -math.inf
     if problem.budget is not None:
-        start, free = _held_start(problem, wide, deadline, enough)
+        start, free = _fixed_start(problem, high, deadline, tolerances)
     try:
-        return best_bound(problem, wide.least, lambda: _smallest_by_relaxation(problem, deadline), deadline, start)
+        return best_bound(problem, high.least, lambda: _smallest_by_relaxation(problem, deadline), deadline, start)
     except TimeLimitError:
-        if start.known is None:
+        if start.incumbent is None:
             raise
-        return Relaxation(0.0, free, start.known)
+        return Relaxation(0.0, free, start.incumbent)
 
 
-def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> tuple[Start, float]:
+def _fixed_start(problem: Problem, high: Wide, deadline: float, tolerances: Tolerances) -> tuple[Start, float]:
     """Return a price of memory and a solution that fits: the optimum given nodes fixed as without a limit.
 
     Also the bound without a limit.
     """
-    bound, free = wide.least(0.0)
+    bound, free = high.least(0.0)
     if free is None or problem.fits(free.num_bytes):
         return COLD, bound
-    held = {node: free.choices[node] for node in separators(problem, NARROW)}
-    found = _narrow_solution(with_fixed(problem, held), deadline, Enough(max(enough.dear, HELD_GAP), math.inf))
+    fixed = {node: free.choices[node] for node in separators(problem, NARROW)}
+    found = _narrow_solution(
+        with_fixed(problem, fixed), deadline, Tolerances(max(tolerances.expensive, FIXED_GAP), math.inf)
+    )
     if found is None:
         return COLD, bound
     return Start(found.multiplier, point(problem, found.choices)), bound
 
 
-def _by_dear_search(
-    problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float, enough: Enough
+def _by_expensive_search(
+    problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float, tolerances: Tolerances
 ) -> Solution:
     """Solve if the treewidth stays high: a long elimination if there is time for one, or the ILP from what is known."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None and elimination.work < WORK_PER_S * seconds_until(deadline):
-        return by_elimination(problem, tables, elimination, deadline, gap, enough=enough)
+        return by_elimination(problem, tables, elimination, deadline, gap, tolerances=tolerances)
     return _by_reduced_ilp(problem, deadline, gap, relaxed)
 
 
@@ -308,7 +326,7 @@ def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
     return round(least)
 
 
-def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None = None, gap: float = 0.0) -> IlpResult:
+def _solve_remaining(problem: Problem, deadline: float, incumbent: Point | None = None, gap: float = 0.0) -> IlpResult:
     """Return the ILP on what exact reductions leave of a problem."""
     reduction = reduce_problem(problem)
     if reduction.constant == np.inf:
@@ -327,7 +345,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
         start = good_solution(problem, _narrow_point, searching)
     else:
         start = relaxed.incumbent
-    result = _solve_residual(problem, deadline, start, gap)
+    result = _solve_remaining(problem, deadline, start, gap)
     if start is None:
         return _from_ilp(problem, result, "reduction + ilp", deadline)
     if result.status == "infeasible":  # below the solution that is there, up to the tolerance
@@ -339,7 +357,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
     return solution_of(found, bound, "neighbourhoods + ilp")
 
 
-def _narrow_solution(problem: Problem, deadline: float, enough: Enough = EXACT) -> Solution | None:
+def _narrow_solution(problem: Problem, deadline: float, tolerances: Tolerances = EXACT) -> Solution | None:
     """Return a good solution of a part of a problem of high treewidth; None if there is none."""
     if problem.forbidden_node is not None:
         return None  # a fixed strategy is forbidden
@@ -349,7 +367,7 @@ def _narrow_solution(problem: Problem, deadline: float, enough: Enough = EXACT) 
     if elimination is None:
         return None
     try:
-        solution = by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START, enough=enough)
+        solution = by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START, tolerances=tolerances)
     except (InfeasibleError, TimeLimitError):
         return None
     return replace(solution, choices=pruned.extend(solution.choices), smaller=())

@@ -24,7 +24,7 @@ OPTIMIZER = "optimizer"
 Step = Callable[[], object]
 
 
-def beside_profile(setting: Setting) -> Finding:
+def against_profile(setting: Setting) -> Finding:
     """Each operation measured, and by how much it differs from its prediction."""
     mesh = autopar.Mesh({"tp": NUM_RANKS})
     model, inputs = setting.whole_model(1, device="meta"), setting.batch(1, device="meta")

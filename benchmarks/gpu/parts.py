@@ -68,9 +68,9 @@ def _tested(setting: Setting) -> Finding:
     """The tests that are marked `cuda`; their failures are told, and the rest goes on."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", CUDA_TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    said = [line for line in done.stdout.splitlines() if line.strip()]
-    failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-    last = said[-1] if said else done.stderr[-200:]
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    last = lines[-1] if lines else done.stderr[-200:]
     rows = [Row("tests", last, "all pass", setting.judged(done.returncode == 0 and "passed" in last))]
     return Finding((*rows, *(Row("", line) for line in failed)), {"output": done.stdout[-20000:]})
 
@@ -81,7 +81,7 @@ def _compared(axes: Mapping[str, int], compiled: bool) -> Callable[[Setting], Fi
 
 PARTS: Sequence[Part] = (
     Part(CALIBRATION, "what the device computes, reads and holds", 90, _calibrated),
-    Part("operations", "operations of a tp8 rank of Llama-3-8B beside that profile", 45, operations.beside_profile),
+    Part("operations", "operations of a tp8 rank of Llama-3-8B beside that profile", 45, operations.against_profile),
     Part("tp8", "a step of a tp8 rank of Llama-3-8B beside one by hand", 75, _compared(TP, False)),
     Part("dp8-tp8", "the same of a dp8×tp8 rank", 75, _compared(DP_TP, False)),
     Part("tests", "tests on the device", 90, _tested),

@@ -47,22 +47,22 @@ def text(known: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
         if outcome.finding is None:
             lines.append(f"nothing was measured; {outcome.reason}")
             continue
-        rows = [(row.name, row.found, row.goal, VERDICTS[row.met]) for row in outcome.finding.rows]
+        rows = [(row.name, row.found, row.goal, VERDICTS[row.reached]) for row in outcome.finding.rows]
         lines.append(tabulate(rows, ("", "found", "goal", ""), tablefmt="plain", disable_numparse=True))
     return "\n".join([*lines, "", verdict(outcomes)]) + "\n"
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
     """Return one line: how many goals were reached, and which parts were not measured."""
-    goals = [row.met for each in outcomes if each.finding for row in each.finding.rows if row.met is not None]
+    goals = [row.reached for each in outcomes if each.finding for row in each.finding.rows if row.reached is not None]
     missing = [each.part for each in outcomes if each.finding is None]
-    said = f"{sum(goals)} of {len(goals)} goals met"
-    return f"{said}; not measured: {', '.join(missing)}" if missing else said
+    reached = f"{sum(goals)} of {len(goals)} goals met"
+    return f"{reached}; not measured: {', '.join(missing)}" if missing else reached
 
 
 def is_whole(outcomes: Sequence[Outcome]) -> bool:
     """Return whether every part was measured and every goal reached."""
-    return all(each.finding and all(row.met is not False for row in each.finding.rows) for each in outcomes)
+    return all(each.finding and all(row.reached is not False for row in each.finding.rows) for each in outcomes)
 
 
 def latest(folder: Path, known: Mapping[str, str]) -> dict[str, Outcome]:

@@ -61,9 +61,9 @@ class Setting:
         """Effort of the timings of single operations."""
         return TINY_EFFORT if self.small else CUDA
 
-    def judged(self, met: bool) -> bool | None:
+    def judged(self, reached: bool) -> bool | None:
         """Return whether a speed goal is reached; None for tiny shapes, whose speed is meaningless."""
-        return None if self.small else met
+        return None if self.small else reached
 
     def num_layers(self, compiled: bool) -> int:
         """Return the number of layers of the model; fewer when compiled, because compiling takes seconds per layer."""
@@ -112,7 +112,7 @@ class Row:
     name: str
     found: str
     goal: str = ""
-    met: bool | None = None
+    reached: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Depths:
         if self.shorter is None:
             return int(longer.max()), standing_bytes(self.longer, runs, longer)
         shorter = moments(self.shorter, runs)
-        before, behind = _beside_layers(self.longer)
+        before, behind = _next_to_layers(self.longer)
         if self.gathered:  # the last layer has none to gather ahead, the first none whose gathers it hides
             before, behind = (each + longer.shape[-1] - shorter.shape[-1] for each in (before, behind))
         stand = (standing_bytes(self.shorter, runs, shorter), standing_bytes(self.longer, runs, longer))
@@ -94,10 +94,10 @@ def standing_bytes(plan: Plan, runs: Microbatches, known: np.ndarray | None = No
     memory = MemoryModel(context.space, several, context.memory_model.prefetch)
     end = several.phases.index(several.phases[-1])
     made = 0
-    for wire in context.space.wires:
-        reduced = memory.accumulation.reduced(wire)
+    for edge in context.space.edges:
+        reduced = memory.accumulation.reduced(edge)
         if reduced is not None:
-            made += int(reduced[context.choices[wire.source], context.choices[wire.target]])
+            made += int(reduced[context.choices[edge.source], context.choices[edge.target]])
     found = known if known is not None and several == runs else moments(plan, several)
     return int(found[end, 0]) - made
 
@@ -107,7 +107,7 @@ def _made(plan: Plan, make: Make) -> tuple[Task, ...]:
     return make(context.memory_model, context.choices, plan.recompute)
 
 
-def _beside_layers(plan: Plan) -> tuple[int, int]:
+def _next_to_layers(plan: Plan) -> tuple[int, int]:
     """Return the number of calls before the first layer of a model and the number after its last layer."""
     lifetimes = context_of(plan).memory_model.lifetimes
     inside = [n for n, number in enumerate(lifetimes.calls) if lifetimes.segment[number]]

@@ -73,7 +73,7 @@ def of_cells(rows: Sequence[Row], count: int, least: int) -> list[Row]:
     return [row for row in rows if (row.model, row.devices) in chosen]
 
 
-def _chosen(said: Sequence[str], count: int) -> set[int]:
+def _chosen(specified: Sequence[str], count: int) -> set[int]:
     """The numbers of those with the least digests."""
-    digests = [hashlib.sha256(each.encode()).hexdigest() for each in said]
-    return set(sorted(range(len(said)), key=lambda n: (digests[n], n))[:count])
+    digests = [hashlib.sha256(each.encode()).hexdigest() for each in specified]
+    return set(sorted(range(len(specified)), key=lambda n: (digests[n], n))[:count])

@@ -67,10 +67,10 @@ class Ledger:
         self.computed: dict[str, tuple[Strategy, Work, float]] = {}
         """Row of a task → the strategy of its call, its work, and its seconds on that hardware."""
         for name, number in context.space.index.items():
-            menu = context.space.decisions[number].menu
-            if menu.call is not None and menu.op is not None and menu.bound is not None:
-                strategy = menu.strategies[context.choices[number]]
-                work = Work.of(menu.call, menu.op, menu.bound)
+            candidates = context.space.decisions[number].candidates
+            if candidates.call is not None and candidates.op is not None and candidates.bound is not None:
+                strategy = candidates.strategies[context.choices[number]]
+                work = Work.of(candidates.call, candidates.op, candidates.bound)
                 self.computed[name] = strategy, work, computing_seconds(strategy, work, self.mesh, hardware)
 
     def passes(self, hardware: Hardware) -> Passes:
@@ -128,11 +128,11 @@ class RowLedger:
         Their `launch_s`, and `straggling_s` of all links, are above 0, as tasks tell by their launches what they are,
         and nothing is checked.
         """
-        asked = pinned(row)
-        if asked.pipeline == 1:
-            depths = planning.depths_alone(asked, hardware)
+        requested = pinned(row)
+        if requested.pipeline == 1:
+            depths = planning.depths_alone(requested, hardware)
             return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0)),))
-        search = planning.stage_search(asked, hardware)
+        search = planning.stage_search(requested, hardware)
         schedule = search.planned.request.schedule
         known: dict[tuple[bool, bool, int], int] = {}
         kinds, order, last = [], [], schedule.num_stages - 1
@@ -140,7 +140,7 @@ class RowLedger:
             key = stage == 0, stage == last, layers
             if key not in known:
                 known[key] = len(kinds)
-                depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, asked.gathered)
+                depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, requested.gathered)
                 forth, back = messages(search.planned, context_of(depths.longer).space.program)
                 kinds.append(_kind(depths, hardware, (forth.seconds, back.seconds)))
             order.append(known[key])

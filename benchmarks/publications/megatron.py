@@ -262,8 +262,8 @@ def allocated_bytes(outcome: Outcome) -> MegatronBytes:
     assert outcome.predicted is not None, outcome.reason
     rank, row = outcome.predicted.ranks[-1], outcome.row
     profile = load(PROFILES[row.device])
-    said = MemoryConventions.of(row.conventions).workspace_bytes
-    workspaces = profile.workspace_bytes if said is None else said
+    specified = MemoryConventions.of(row.conventions).workspace_bytes
+    workspaces = profile.workspace_bytes if specified is None else specified
     if row.conventions == "autopar":
         return MegatronBytes(rank.standing, rank.peak, workspaces)
     last = row.pp - 1

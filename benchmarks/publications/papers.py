@@ -104,10 +104,10 @@ def _refused(cells: Cells, family: str) -> str | None:
 
 def _schedule(cells: Cells, accumulation: int) -> tuple[str, int]:
     """The schedule of a pipeline, and the stages of a rank."""
-    pp, said = int(cells["pp"]), re.search(r"schedule ([\w-]+)", cells["notes"])
+    pp, specified = int(cells["pp"]), re.search(r"schedule ([\w-]+)", cells["notes"])
     chunks = (int(cells["layers"]) + 2) // pp if cells["vpp"] == "one layer per chunk" else int(cells["vpp"] or 1)
-    if said and said[1] in SCHEDULES:
-        return SCHEDULES[said[1]], chunks
+    if specified and specified[1] in SCHEDULES:
+        return SCHEDULES[specified[1]], chunks
     if chunks > 1:
         return "interleaved_1f1b", chunks
     return ("1f1b" if accumulation >= pp else "gpipe"), 1

@@ -74,15 +74,15 @@ def parts(path: str | Path, hardware: Hardware) -> tuple[Part, ...]:
 
 def _part(cells: Mapping[str, str], hardware: Hardware) -> Part:
     model, mode, quantity = cells["model"], cells["mode"], cells["quantity"]
-    said = model, mode, quantity, float(cells["value"])
+    specified = model, mode, quantity, float(cells["value"])
     if model not in MODELS or mode not in MODES:
-        return Part(*said, None, cells["unit"], "a model or a mode that the benchmark does not build")
+        return Part(*specified, None, cells["unit"], "a model or a mode that the benchmark does not build")
     if quantity == "parameters and optimizer":
-        return Part(*said, _stored(model, hardware) / GIB, "GiB")
+        return Part(*specified, _stored(model, hardware) / GIB, "GiB")
     own = _activations(model, mode, hardware)
     if cells["unit"] == "%":
-        return Part(*said, 100 * own / _activations(model, "none", hardware), "%")
-    return Part(*said, own / GIB, "GiB")
+        return Part(*specified, 100 * own / _activations(model, "none", hardware), "%")
+    return Part(*specified, own / GIB, "GiB")
 
 
 def _depths(model: str, mode: str, hardware: Hardware, layers: int) -> Depths:
@@ -96,13 +96,15 @@ def _depths(model: str, mode: str, hardware: Hardware, layers: int) -> Depths:
         sequence_parallel=sequence_parallel,
         precision="fp16-mixed",
     )
-    asked = pinned(row)
+    requested = pinned(row)
 
     def plan(count: int) -> Plan:
-        program = captured(replace(shape, layers=count), asked.sequence, asked.batch, asked.precision)
-        return request_of(asked, hardware).plan(request_of(asked, hardware).space(program, asked.mesh(hardware.name)))
+        program = captured(replace(shape, layers=count), requested.sequence, requested.batch, requested.precision)
+        return request_of(requested, hardware).plan(
+            request_of(requested, hardware).space(program, requested.mesh(hardware.name))
+        )
 
-    return Depths.of(plan, layers, asked.gathered)
+    return Depths.of(plan, layers, requested.gathered)
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.capture.export import skeleton, trace
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.decision_rows import SAVED
@@ -88,7 +88,7 @@ class Predicted:
         return self.first_seconds + (accumulation - 1) * self.further_seconds
 
 
-def predicted(asked: Pinned, counts: Sequence[int], hardware: Hardware, whole: bool = False) -> Predicted:
+def predicted(requested: Pinned, counts: Sequence[int], hardware: Hardware, whole: bool = False) -> Predicted:
     """Predict the step and memory of a pinned strategy.
 
     `counts` are the layers of each stage. `whole` plans all of them; otherwise plans of few layers are extrapolated
@@ -96,55 +96,55 @@ def predicted(asked: Pinned, counts: Sequence[int], hardware: Hardware, whole: b
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
-        on_pipeline = asked.pipeline > 1
+        on_pipeline = requested.pipeline > 1
         if not whole:
             try:
-                return _in_stages(asked, counts, hardware) if on_pipeline else _alone(asked, hardware)
+                return _in_stages(requested, counts, hardware) if on_pipeline else _alone(requested, hardware)
             except NotRepeated:
                 pass
-        return _whole_pipeline(asked, counts, hardware) if on_pipeline else _alone(asked, hardware, whole=True)
+        return _whole_pipeline(requested, counts, hardware) if on_pipeline else _alone(requested, hardware, whole=True)
 
 
-def request_of(asked: Pinned, hardware: Hardware) -> PlanRequest:
+def request_of(requested: Pinned, hardware: Hardware) -> PlanRequest:
     """Build autopar's planning request for a pinned strategy."""
-    recompute: Any = asked.recompute  # a word of a table
+    recompute: Any = requested.recompute  # a word of a table
     return PlanRequest(
-        annotations=asked.annotations,
-        strategy=asked.strategy,
-        settings=Settings(Memory(recompute=recompute, conventions=MemoryConventions.of(asked.conventions))),
+        annotations=requested.annotations,
+        strategy=requested.strategy,
+        settings=Settings(Memory(recompute=recompute, conventions=MemoryConventions.of(requested.conventions))),
         hardware=hardware,
-        microbatches=asked.accumulation,
-        precision=PRECISIONS[asked.precision],
-        pipeline=Pipeline(schedule=asked.schedule or None),
+        microbatches=requested.accumulation,
+        precision=PRECISIONS[requested.precision],
+        pipeline=Pipeline(schedule=requested.schedule or None),
     )
 
 
 @lru_cache(maxsize=16)
 def captured(shape: Shape, sequence: int, batch: int, precision: str) -> Program:
     """The program of a micro-batch of all replicas."""
-    said = PRECISIONS[precision]
+    specified = PRECISIONS[precision]
     ids = torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
-    model = skeleton(decoder(shape, sequence, said.compute or torch.float32), said)
-    return trace(model, (ids, ids.clone()), {}, training=True, precision=said).program(Tiles())
+    model = skeleton(decoder(shape, sequence, specified.compute or torch.float32), specified)
+    return trace(model, (ids, ids.clone()), {}, training=True, precision=specified).program(Tiles())
 
 
-def _program(asked: Pinned, layers: int) -> Program:
-    return captured(replace(asked.shape, layers=layers), asked.sequence, asked.batch, asked.precision)
+def _program(requested: Pinned, layers: int) -> Program:
+    return captured(replace(requested.shape, layers=layers), requested.sequence, requested.batch, requested.precision)
 
 
-def depths_alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Depths:
+def depths_alone(requested: Pinned, hardware: Hardware, whole: bool = False) -> Depths:
     """The plans that stand for a model without a pipeline; `whole` plans all of it."""
-    request, mesh = request_of(asked, hardware), asked.mesh(hardware.name)
+    request, mesh = request_of(requested, hardware), requested.mesh(hardware.name)
 
     def plan(layers: int) -> Plan:
-        return request.plan(request.space(_program(asked, layers), mesh))
+        return request.plan(request.space(_program(requested, layers), mesh))
 
-    layers = asked.shape.layers
-    return Depths(plan(layers)) if whole else Depths.of(plan, layers, asked.gathered)
+    layers = requested.shape.layers
+    return Depths(plan(layers)) if whole else Depths.of(plan, layers, requested.gathered)
 
 
-def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
-    depths, share = depths_alone(asked, hardware, whole), hardware.communication_share
+def _alone(requested: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
+    depths, share = depths_alone(requested, hardware, whole), hardware.communication_share
     runs = context_of(depths.longer).memory_model.microbatches
     step = simulate(depths.step(), share).seconds
     further = sum(forward_and_backward(depths.microbatch(), share)) if runs.several else 0.0
@@ -152,16 +152,16 @@ def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
     return Predicted(step, further, (rank,), depths.shorter is not None)
 
 
-def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
+def _whole_pipeline(requested: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
     """The plan of a pipeline that is cut as the row's."""
-    wanted, names = request_of(asked, hardware), tuple(f"layers.{start}" for start in starts(counts)[1:])
+    wanted, names = request_of(requested, hardware), tuple(f"layers.{start}" for start in starts(counts)[1:])
     wanted = replace(wanted, pipeline=replace(wanted.pipeline, split_points=names))
-    schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
-    program = _program(asked, asked.shape.layers)
-    request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
+    schedule = Schedule(requested.schedule, requested.pipeline, requested.accumulation, requested.chunks)
+    program = _program(requested, requested.shape.layers)
+    request = PipelineRequest.of(wanted, program, requested.mesh(hardware.name), "pp", schedule)
     plan = plan_pipeline(request)
     ranks = _bytes([Depths(each.plan) for each in plan.stages], schedule, _runs(request))
-    stages = [waited(each.seconds) if asked.waits else each.seconds for each in plan.stages]
+    stages = [waited(each.seconds) if requested.waits else each.seconds for each in plan.stages]
     return Predicted(simulate_stages(schedule, stages).seconds, 0.0, ranks, False)
 
 
@@ -170,19 +170,19 @@ def _runs(request: PipelineRequest) -> list[Microbatches]:
     return [request.microbatches(stage) for stage in range(request.schedule.num_stages)]
 
 
-def stage_search(asked: Pinned, hardware: Hardware) -> StageSearch:
+def stage_search(requested: Pinned, hardware: Hardware) -> StageSearch:
     """Build the search that plans a pipeline's stages, without limits, in a model of just enough layers."""
-    schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
+    schedule = Schedule(requested.schedule, requested.pipeline, requested.accumulation, requested.chunks)
     # The first and the last stage may each have as many layers as a longer plan.
-    depth = 2 * ((FEWEST_GATHERED if asked.gathered else FEWEST) + 1)
-    program, wanted = _program(asked, min(asked.shape.layers, depth)), request_of(asked, hardware)
-    request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
+    depth = 2 * ((FEWEST_GATHERED if requested.gathered else FEWEST) + 1)
+    program, wanted = _program(requested, min(requested.shape.layers, depth)), request_of(requested, hardware)
+    request = PipelineRequest.of(wanted, program, requested.mesh(hardware.name), "pp", schedule)
     planned, count = planned_blocks(request, 3), schedule.num_stages
     return StageSearch(planned, NEVER, (None,) * count, (0.0,) * (len(planned.blocks) + 1))
 
 
-def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
-    search = stage_search(asked, hardware)
+def _in_stages(requested: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
+    search = stage_search(requested, hardware)
     schedule = search.planned.request.schedule
     last = schedule.num_stages - 1
     known: dict[tuple[bool, bool, int], tuple[Depths, StageSeconds]] = {}
@@ -190,10 +190,10 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
     for stage, layers in enumerate(counts):
         kind = stage == 0, stage == last, layers
         if kind not in known:
-            depths = Depths.of(partial(plan_of_stage, search, stage, last), layers, asked.gathered)
+            depths = Depths.of(partial(plan_of_stage, search, stage, last), layers, requested.gathered)
             sent = messages(search.planned, context_of(depths.longer).space.program)
             seconds = _seconds(depths, sent, hardware.communication_share, schedule.halves_backwards)
-            known[kind] = depths, waited(seconds) if asked.waits else seconds
+            known[kind] = depths, waited(seconds) if requested.waits else seconds
         stages.append(known[kind])
     ranks = _bytes([depths for depths, _ in stages], schedule, _runs(search.planned.request))
     step = simulate_stages(schedule, [each for _, each in stages]).seconds

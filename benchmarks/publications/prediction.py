@@ -48,7 +48,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Requested:
     """Planning problem that is solved once for all rows that share it."""
 
     pinned: Pinned
@@ -58,8 +58,10 @@ class _Asked:
 
     @property
     def key(self) -> str:
-        said = json.dumps([asdict(self.pinned), self.counts, repr(astuple(self.hardware)), self.whole], sort_keys=True)
-        return hashlib.sha256(f"{sources()}{said}".encode()).hexdigest()
+        specified = json.dumps(
+            [asdict(self.pinned), self.counts, repr(astuple(self.hardware)), self.whole], sort_keys=True
+        )
+        return hashlib.sha256(f"{sources()}{specified}".encode()).hexdigest()
 
 
 @cache
@@ -84,28 +86,30 @@ def outcomes(
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Outcome]:
     """The outcome of every row, in their order."""
-    asked: list[_Asked | str] = [_asked(row, hardware_of, whole) for row in rows]
-    wanted = list(dict.fromkeys(each for each in asked if isinstance(each, _Asked)))
-    found: dict[_Asked, Predicted | str] = {}
+    requested: list[_Requested | str] = [_requested(row, hardware_of, whole) for row in rows]
+    wanted = list(dict.fromkeys(each for each in requested if isinstance(each, _Requested)))
+    found: dict[_Requested, Predicted | str] = {}
     for number, (each, answer) in enumerate(_answers(wanted, jobs, store), 1):
         found[each] = answer
         progress(number, len(wanted))
-    answers = [found[each] if isinstance(each, _Asked) else each for each in asked]
+    answers = [found[each] if isinstance(each, _Requested) else each for each in requested]
     return [
         Outcome(row, None, answer) if isinstance(answer, str) else Outcome(row, answer)
         for row, answer in zip(rows, answers, strict=True)
     ]
 
 
-def _asked(row: Row, hardware_of: HardwareOf, whole: bool) -> _Asked | str:
+def _requested(row: Row, hardware_of: HardwareOf, whole: bool) -> _Requested | str:
     """Return the planning problem of a row, or the reason why the row has none."""
     try:
-        return _Asked(pinned(row), cuts(row) if row.pp > 1 else (row.shape.layers,), hardware_of(row), whole)
+        return _Requested(pinned(row), cuts(row) if row.pp > 1 else (row.shape.layers,), hardware_of(row), whole)
     except Unexpressed as reason:
         return str(reason)
 
 
-def _answers(wanted: Sequence[_Asked], jobs: int, store: Path | None) -> Iterator[tuple[_Asked, Predicted | str]]:
+def _answers(
+    wanted: Sequence[_Requested], jobs: int, store: Path | None
+) -> Iterator[tuple[_Requested, Predicted | str]]:
     """Predictions, those on disk first."""
     missing = []
     for each in wanted:
@@ -119,12 +123,12 @@ def _answers(wanted: Sequence[_Asked], jobs: int, store: Path | None) -> Iterato
         yield each, answer
 
 
-def _planned(missing: Sequence[_Asked], jobs: int) -> Iterator[tuple[_Asked, Predicted | str]]:
+def _planned(missing: Sequence[_Requested], jobs: int) -> Iterator[tuple[_Requested, Predicted | str]]:
     """Yield the predictions, planned in groups that share one capture of the model."""
-    groups: dict[object, list[_Asked]] = defaultdict(list)
+    groups: dict[object, list[_Requested]] = defaultdict(list)
     for each in missing:
-        said = each.pinned
-        groups[said.shape, said.sequence, said.batch, said.precision].append(each)
+        specified = each.pinned
+        groups[specified.shape, specified.sequence, specified.batch, specified.precision].append(each)
     if jobs <= 1:
         for group in groups.values():
             yield from ((each, _plan(each)) for each in group)
@@ -134,20 +138,20 @@ def _planned(missing: Sequence[_Asked], jobs: int) -> Iterator[tuple[_Asked, Pre
             yield from zip(group, answers, strict=True)
 
 
-def _plan_all(group: Sequence[_Asked]) -> list[Predicted | str]:
+def _plan_all(group: Sequence[_Requested]) -> list[Predicted | str]:
     return [_plan(each) for each in group]
 
 
-def _plan(asked: _Asked) -> Predicted | str:
+def _plan(requested: _Requested) -> Predicted | str:
     """A prediction, or what autopar refuses the strategy with."""
     try:
-        return predicted(asked.pinned, asked.counts, asked.hardware, asked.whole)
+        return predicted(requested.pinned, requested.counts, requested.hardware, requested.whole)
     except AutoparError as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
 
 
-def _kept(store: Path | None, asked: _Asked) -> Predicted | str | None:
-    path = None if store is None else store / f"{asked.key}.json"
+def _kept(store: Path | None, requested: _Requested) -> Predicted | str | None:
+    path = None if store is None else store / f"{requested.key}.json"
     if path is None or not path.exists():
         return None
     found = json.loads(path.read_text())
@@ -156,7 +160,7 @@ def _kept(store: Path | None, asked: _Asked) -> Predicted | str | None:
     return Predicted(**{**found, "ranks": tuple(RankBytes(**rank) for rank in found["ranks"])})
 
 
-def _keep(store: Path | None, asked: _Asked, answer: Predicted | str) -> None:
+def _keep(store: Path | None, requested: _Requested, answer: Predicted | str) -> None:
     if store is not None:
         os.makedirs(store, exist_ok=True)
-        replace_text(store / f"{asked.key}.json", json.dumps(answer if isinstance(answer, str) else asdict(answer)))
+        replace_text(store / f"{requested.key}.json", json.dumps(answer if isinstance(answer, str) else asdict(answer)))

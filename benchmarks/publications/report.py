@@ -182,10 +182,10 @@ def choices(made: Sequence[Cell], undisputed: Sequence[Cell] = ()) -> str:
         for each in made
     ]
     headers = ("model", "GPUs", "runs", "chosen", "fastest", "regret", "by chance")
-    said = [f"{_regret(made)} of {len(made)} cells"]
+    specified = [f"{_regret(made)} of {len(made)} cells"]
     if undisputed:
-        said.append(f"without contradicted runs {_regret(undisputed)} of {len(undisputed)} cells")
-    return "\n\n".join((tabulate(lines, headers), *said))
+        specified.append(f"without contradicted runs {_regret(undisputed)} of {len(undisputed)} cells")
+    return "\n\n".join((tabulate(lines, headers), *specified))
 
 
 def _regret(made: Sequence[Cell]) -> str:

@@ -89,7 +89,7 @@ def _pages_of_folder(page: Path, *first: str) -> str:
     found = {each.stem: each for each in sorted(page.parent.glob("*.md")) if each != page}
     ordered = [found[each] for each in dict.fromkeys((*first, *found)) if each in found]
     openings = [(each.name, *_opening(each.read_text())) for each in ordered]
-    return _table(("page", "content"), ((f"[{title}]({name})", said) for name, title, said in openings))
+    return _table(("page", "content"), ((f"[{title}]({name})", specified) for name, title, specified in openings))
 
 
 def _opening(text: str) -> tuple[str, str]:
@@ -104,7 +104,7 @@ def _scripts_of_folder(page: Path) -> str:
     docstrings = [ast.get_docstring(ast.parse(each.read_text())) or "" for each in found]
     rows = zip(found, docstrings, strict=True)
     return _table(
-        ("script", "content"), ((f"[{each.name}]({each.name})", _first_sentence(said)) for each, said in rows)
+        ("script", "content"), ((f"[{each.name}]({each.name})", _first_sentence(specified)) for each, specified in rows)
     )
 
 
@@ -158,8 +158,8 @@ def _arguments(page: Path, function: str) -> str:
     return _table(
         ("argument", "type", "default", "meaning"),
         (
-            (_code(name), _code(taken[name].annotation), defaults[name], said[0].upper() + said[1:])
-            for name, said in documented.items()
+            (_code(name), _code(taken[name].annotation), defaults[name], specified[0].upper() + specified[1:])
+            for name, specified in documented.items()
         ),
     )
 
@@ -230,7 +230,7 @@ OTHER_FIELDS = {
 def _record(page: Path, name: str) -> str:
     """Make a table of the fields of a record."""
     record, classes = RECORDS[name]
-    docs = OTHER_FIELDS | {field: said for each in classes for field, said in docs_of(each).items()}  # type: ignore[arg-type]
+    docs = OTHER_FIELDS | {field: specified for each in classes for field, specified in docs_of(each).items()}  # type: ignore[arg-type]
     rows = [(field, kind, "yes") for field, kind in record.fields.items()]
     rows += [(field, kind, "no") for field, kind in record.optional.items()]
     return _table(
@@ -274,8 +274,10 @@ def _value(kind: Schema) -> str:
 def _numbers(page: Path) -> str:
     """Make a table of the meaning of each number of a profile."""
     parts = {"": Hardware, "links[…].": Link, "links[…].protocols[…].": Protocol, "links[…].network.": Network}
-    found = [(f"{before}{name}", said) for before, kind in parts.items() for name, said in docs_of(kind).items()]  # type: ignore[arg-type]
-    return _table(("number", "meaning"), ((_code(name), said) for name, said in found))
+    found = [
+        (f"{before}{name}", specified) for before, kind in parts.items() for name, specified in docs_of(kind).items()
+    ]  # type: ignore[arg-type]
+    return _table(("number", "meaning"), ((_code(name), specified) for name, specified in found))
 
 
 def _profiles(page: Path) -> str:
@@ -359,8 +361,8 @@ def _default(action: argparse.Action) -> str:
 
 
 def _help(action: argparse.Action) -> str:
-    said = (action.help or "").replace("%%", "%")
-    return said[:1].upper() + said[1:]
+    specified = (action.help or "").replace("%%", "%")
+    return specified[:1].upper() + specified[1:]
 
 
 KINDS: Mapping[str, Callable[..., str]] = {

@@ -59,7 +59,7 @@ def write(stored: Mapping[str, Tensor], mesh: DeviceMesh, folder: str | Path, ma
         if error is not None:
             raise error
 
-    _together(finish, mesh)
+    _on_every_rank(finish, mesh)
 
     def last() -> None:
         if not is_first_rank(mesh):
@@ -72,7 +72,7 @@ def write(stored: Mapping[str, Tensor], mesh: DeviceMesh, folder: str | Path, ma
             where = {name: file_name for file, file_name in zip(files, names, strict=True) for name in file.num_bytes}
             replace_text(folder / INDEX, index_of(where, sum(sum(file.num_bytes.values()) for file in files)))
 
-    _together(last, mesh)
+    _on_every_rank(last, mesh)
 
 
 def write_configs(model: nn.Module, mesh: DeviceMesh, folder: str | Path) -> None:
@@ -86,10 +86,10 @@ def write_configs(model: nn.Module, mesh: DeviceMesh, folder: str | Path) -> Non
                     config.architectures = [type(model).__name__]
                 config.save_pretrained(folder)
 
-    _together(configs, mesh)
+    _on_every_rank(configs, mesh)
 
 
-def _together(work: Callable[[], None], mesh: DeviceMesh) -> None:
+def _on_every_rank(work: Callable[[], None], mesh: DeviceMesh) -> None:
     """Do work on every rank; where it fails on one, all raise, and none goes on before all are done."""
     on_all_ranks(work, lambda _: "", mesh, lambda _: [])
 

@@ -69,7 +69,7 @@ class Chunks:
         if self.of_samples:
             yield from whole.split(self.sizes, self.along) if len(self.sizes) > 1 else (whole,)
             return
-        for chunk in self._apart(whole).split(self.sizes, self.dim + 1):
+        for chunk in self._rows_by_rank(whole).split(self.sizes, self.dim + 1):
             yield chunk.contiguous()
 
     def of_ranks(self, parts: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ class Chunks:
 
     def by_rank(self, chunk: Tensor) -> Tensor:
         """Return the part of a chunk for each rank, [n, *part]."""
-        return self._apart(chunk) if self.of_samples else chunk
+        return self._rows_by_rank(chunk) if self.of_samples else chunk
 
-    def _apart(self, whole: Tensor) -> Tensor:
+    def _rows_by_rank(self, whole: Tensor) -> Tensor:
         """Return the rows of each rank, [n, …, M, …]."""
         return by_rank(whole, self.dim, self.num_ranks, self.zigzag)
 

@@ -36,7 +36,7 @@ class _Bucket:
     """Number of layers by which weights are fetched ahead of their use."""
     uses: int = 0
     """Number of times that a weight, or a view of one, was saved for the backward."""
-    asked: int = 0
+    requested: int = 0
     """Number of those uses that this backward has requested so far."""
     again: tuple[Tensor, ...] | None = None
     in_flight: InFlight | None = None
@@ -52,9 +52,9 @@ class _Bucket:
             self._fetch_layers()
         assert self.again is not None
         weight = self.again[number]
-        self.asked += 1
-        if self.asked == self.uses:
-            self.asked, self.again, self.done = 0, None, _backward()
+        self.requested += 1
+        if self.requested == self.uses:
+            self.requested, self.again, self.done = 0, None, _backward()
         return weight
 
     def issue(self) -> None:
@@ -74,7 +74,7 @@ class _Bucket:
         """Have the rest of the layer, and let those that come next be on their way."""
         if self.depth == 0 or self.layer is None or _backward() == NEVER or not Regather.in_order:
             return
-        ahead = [each for each in self._next() if each.again is None and each.done != _backward()]
+        ahead = [each for each in self._next_buckets() if each.again is None and each.done != _backward()]
         for each in ahead:
             torch.autograd.Variable._execution_engine.queue_callback(each.drop)  # type: ignore[attr-defined]
         # What is gathered of gathered parts would wait for these.
@@ -88,7 +88,7 @@ class _Bucket:
         for each in later:
             each.issue()
 
-    def _next(self) -> Iterator[_Bucket]:
+    def _next_buckets(self) -> Iterator[_Bucket]:
         """The buckets that a backward asks for after this one, as far as they are fetched ahead."""
         each, layer = self.later, self.layer or 0
         while each is not None and each.layer is not None and 0 <= layer - each.layer <= self.depth:
@@ -98,7 +98,7 @@ class _Bucket:
     def drop(self) -> None:
         """Free what a finished backward has not taken."""
         self.in_flight = None
-        if not self.asked:
+        if not self.requested:
             self.again = None
 
 

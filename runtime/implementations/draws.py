@@ -72,12 +72,12 @@ def _of_whole(
     ]
 
     def gathered(x: Tensor) -> Tensor:
-        for dim, size, over, dealt in split:
+        for dim, size, over, in_zigzag in split:
             place = dim - len(shape) + x.ndim  # inputs are broadcast to the result
             if place >= 0 and x.shape[place] == shape[dim]:
                 for axis in reversed(over):  # one device draws nothing for padding, which only one axis splits
                     local = min(x.shape[place] * axis.size, size)
-                    x = all_gather_invariant(x, axis.name, place, local, axis.name in dealt)
+                    x = all_gather_invariant(x, axis.name, place, local, axis.name in in_zigzag)
         return x
 
     args, kwargs = pytree.tree_map_only(Tensor, gathered, (tuple(args), dict(kwargs)))
@@ -87,9 +87,9 @@ def _of_whole(
             whole[dim] = size
         args = (*args[:position], whole, *args[position + 1 :])
     result = op(*args, **kwargs)
-    for dim, _, over, dealt in split:
+    for dim, _, over, in_zigzag in split:
         for axis in over:
-            result = split_replicated(result, axis.name, dim, axis.name in dealt)
+            result = split_replicated(result, axis.name, dim, axis.name in in_zigzag)
     return result
 
 

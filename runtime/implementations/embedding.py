@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.ir.program.operators.bags import MODES
+from autopar.ir.program.operators.embedding_bags import MODES
 from autopar.runtime.collectives.mesh_axes import Axes, axes_of, part_of
 
 ROWS = "k"

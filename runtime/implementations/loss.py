@@ -205,7 +205,7 @@ class _CrossEntropy(torch.autograd.Function):
         for axis in call.classes:
             top_N = raw_all_reduce(top_N, axis, "max")
         column_N, mine_N = columns.of_target(target_N)
-        x_NV = _less(x_NV, top_N, logits)
+        x_NV = _subtract(x_NV, top_N, logits)
         zero = torch.zeros((), dtype=x_NV.dtype, device=x_NV.device)
         picked_N = torch.where(mine_N, x_NV.gather(-1, column_N.unsqueeze(-1)).squeeze(-1), zero)
         sums = [picked_N]
@@ -246,7 +246,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns = _Columns.of(call, x_NV, weight)
         column_N, mine_N = columns.of_target(target_N)
         hit_N = weight_N * (1 - call.smoothing)
-        grad_NV = _less(x_NV, log_N, logits).exp_().mul_((hit_N + smooth_N).unsqueeze(-1))
+        grad_NV = _subtract(x_NV, log_N, logits).exp_().mul_((hit_N + smooth_N).unsqueeze(-1))
         grad_NV.scatter_add_(-1, column_N.unsqueeze(-1), torch.where(mine_N, -hit_N, hit_N * 0).unsqueeze(-1))
         kept_N = target_N != call.ignore_index
         if call.smoothing:
@@ -265,7 +265,7 @@ def _wide(logits: Tensor) -> Tensor:
     return moved.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _less(x_NV: Tensor, by_N: Tensor, logits: Tensor) -> Tensor:
+def _subtract(x_NV: Tensor, by_N: Tensor, logits: Tensor) -> Tensor:
     """Return the wide logits less a number for each row, in a tensor that nobody else holds."""
     if x_NV.dtype == logits.dtype:  # they are the logits themselves, or may be
         return x_NV - by_N.unsqueeze(-1)

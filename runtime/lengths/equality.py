@@ -112,7 +112,7 @@ class _Comparison:
         mine, broken = _run(node, lambda use: self.values[use][0])
         padded, breaks = _run(its_twin, lambda use: self.values[back.get(use, use)][1])
         if breaks and not broken and self.undefined is None:
-            self.undefined = f"{_where(node)} has {breaks} at padded places"
+            self.undefined = f"{_call_text(node)} has {breaks} at padded places"
         return mine, padded
 
     def _outputs(self, node: fx.Node, its_twin: fx.Node, twin: Mapping[fx.Node, fx.Node]) -> Unequal | None:
@@ -143,14 +143,14 @@ class _Comparison:
         first = next((each for each in begins if self.unequal.isdisjoint(each.all_input_nodes)), None)
         if first is None or (str(first.target).split(".")[1:2] and str(first.target).split(".")[1] in VIEWS):
             return ""
-        return f"{_where(first)} mixes padded places with others"
+        return f"{_call_text(first)} mixes padded places with others"
 
 
 def _calls(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
-def _where(node: fx.Node) -> str:
+def _call_text(node: fx.Node) -> str:
     return f"{node.target} of {module_of(node) or 'the model'}"
 
 
@@ -215,7 +215,8 @@ def _nothing_dropped(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
             kwargs[name] = nothing[name]
     if not nothing.keys() & named.keys():
         raise InputError(
-            f"{_where(node)} draws random numbers, so whether padding changes outputs is not known. If you know that "
+            f"{_call_text(node)} draws random numbers, so whether padding changes outputs is not known. If you know "
+            "that "
             "it does not, say Buckets(check=False)."
         )
     return tuple(args), kwargs

@@ -81,9 +81,10 @@ def sizes_of(arguments: Arguments, roles: tuple[Role | None, ...]) -> Sizes:
         for dim in role.positions:
             lengths.setdefault(leaf.shape[dim], role.name)
     if len(lengths) > 1:
-        said = ", ".join(f"{name} {length}" for length, name in lengths.items())
+        specified = ", ".join(f"{name} {length}" for length, name in lengths.items())
         raise InputError(
-            f"the inputs have different numbers of positions ({said}), and buckets pad them alike; give inputs of one "
+            f"the inputs have different numbers of positions ({specified}), and buckets pad them alike; give inputs of "
+            "one "
             "length, say with Buckets(dims=…) which dims count positions, or leave inputs without out of padding."
         )
     return Sizes(next(iter(lengths), None), batch)

@@ -63,15 +63,15 @@ class Buckets:
             raise InputError(f"check_lengths={self.check_lengths!r}; give a length and a longer one.")
 
     @classmethod
-    def of(cls, said: Buckets | str | None) -> Buckets | None:
+    def of(cls, specified: Buckets | str | None) -> Buckets | None:
         """Return the buckets that `Run(buckets=…)` stands for; raise InputError for an unknown word."""
-        if said is None or said == "none":
+        if specified is None or specified == "none":
             return None
-        if isinstance(said, Buckets):
-            return said
-        if said == "auto":
+        if isinstance(specified, Buckets):
+            return specified
+        if specified == "auto":
             return cls()
-        raise InputError(f'Run(buckets={said!r}); give "auto", "none" or autopar.Buckets(…).')
+        raise InputError(f'Run(buckets={specified!r}); give "auto", "none" or autopar.Buckets(…).')
 
     def length_for(self, length: int, unit: int) -> int:
         """Return the length to which a sequence is padded; raise InputError if it is longer than all buckets.
@@ -118,10 +118,10 @@ class Buckets:
 
     def positions_of(self, name: str, num_dims: int) -> tuple[int, ...]:
         """Return the dims of an input that count positions; raise InputError if it has fewer dims."""
-        said = self.dims.get(name, () if num_dims < 2 else 1)
-        found = said if isinstance(said, tuple) else (said,)
+        specified = self.dims.get(name, () if num_dims < 2 else 1)
+        found = specified if isinstance(specified, tuple) else (specified,)
         if any(not -num_dims <= each < num_dims for each in found):
-            raise InputError(f"dims[{name!r}]={said!r}, and {name} has {num_dims} dims; count them from 0.")
+            raise InputError(f"dims[{name!r}]={specified!r}, and {name} has {num_dims} dims; count them from 0.")
         return tuple(each % num_dims for each in found)
 
 
@@ -131,8 +131,12 @@ def unit_of(mesh: Mesh) -> int:
     return 1 if longest == 1 else 2 * longest
 
 
-def _check_sizes(name: str, said: Any, word: str) -> None:
-    if said is None or (isinstance(said, str) and said == word):
+def _check_sizes(name: str, specified: Any, word: str) -> None:
+    if specified is None or (isinstance(specified, str) and specified == word):
         return
-    if not isinstance(said, tuple) or not said or any(type(each) is not int or each < 1 for each in said):
-        raise InputError(f'Buckets({name}={said!r}); give whole numbers above 0, as (128, 256), "{word}" or None.')
+    if (
+        not isinstance(specified, tuple)
+        or not specified
+        or any(type(each) is not int or each < 1 for each in specified)
+    ):
+        raise InputError(f'Buckets({name}={specified!r}); give whole numbers above 0, as (128, 256), "{word}" or None.')

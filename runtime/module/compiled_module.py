@@ -171,7 +171,7 @@ class ParallelModule(StoredModule[Executable]):
             executable, inputs = self._entered(args, kwargs)
             with Uncompiled(self._surroundings, executable):
                 outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
-            return self._left(executable, outputs)
+            return self._user_outputs(executable, outputs)
 
     # As with `forward`: its graphs alone are compiled, where torch.compile is around the caller.
     @torch.compiler.disable(recursive=False)
@@ -239,7 +239,7 @@ class ParallelModule(StoredModule[Executable]):
             yield
 
     @uncompiled
-    def _left(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
+    def _user_outputs(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
         """Write mutated buffers, and return the outputs as the user gets them."""
         program = executable.program
         executable.write_buffers(self, outputs)

@@ -13,7 +13,7 @@ from autopar.errors import InputError
 from autopar.runtime.module.tree import MISSING, Tree
 
 
-class Held:
+class TreeTensors:
     """Parameters in the slots of a tree when they were last looked at."""
 
     def __init__(self, tree: Tree) -> None:
@@ -24,14 +24,14 @@ class Held:
             for slot, each in zip(tree.parameters, self.tensors, strict=True)
             if isinstance(each, DTensor)
         }
-        self._storages = self._storages_beside()
+        self._storages = self._storages_next_to()
 
     def is_still_there(self) -> bool:
         """Return whether no parameter stands in the place of another.
 
         Raises InputError once if `.data` of a DTensor was assigned to, which PyTorch ignores.
         """
-        before, self._storages = self._storages, self._storages_beside()
+        before, self._storages = self._storages, self._storages_next_to()
         if before != self._storages:
             changed = next(name for name, a, b in zip(self._split, before, self._storages, strict=True) if a != b)
             raise InputError(
@@ -41,7 +41,7 @@ class Held:
             )
         return all(map(operator.is_, self._tree.held(), self.tensors))
 
-    def _storages_beside(self) -> list[int]:
+    def _storages_next_to(self) -> list[int]:
         """Return the storages that DTensors have next to those of their local tensors.
 
         `p.data = value` replaces this storage and leaves the local tensor as it is (torch 2.13).

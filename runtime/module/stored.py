@@ -31,8 +31,8 @@ from autopar.runtime.module.executable import Runs
 from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments, described, kind_of, values_of
 from autopar.runtime.module.local_batch import Given, parts_as_dtensors
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
-from autopar.runtime.module.replaced import Held, checked
-from autopar.runtime.module.tree import FACE, State, Tree
+from autopar.runtime.module.replaced import TreeTensors, checked
+from autopar.runtime.module.tree import MODULE_INTERFACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent, persistent
 from autopar.runtime.module_interface.copying import Copyable
 from autopar.runtime.module_interface.direct_calls import check_direct_calls
@@ -87,7 +87,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         `capture` takes the same, and makes the program without a plan.
         """
         super().__init__()
-        for name in FACE:
+        for name in MODULE_INTERFACE:
             self.__dict__[name] = vars(tree.root)[name]
         self.training = tree.root.training
         self.tree = tree
@@ -109,13 +109,13 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self.unset_buffers = UnsetBuffers()
         self._state: State | None = None
         self._storage: Storage | None = None
-        self._held = Held(tree)
+        self._held = TreeTensors(tree)
         """Parameters in the tree's slots, when they were last laid out or checked."""
 
     def lay_out(self, storage: Storage, model: nn.Module) -> None:
         """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
         self.tree.put(storage.of(model))
-        self._storage, self._held = storage, Held(self.tree)
+        self._storage, self._held = storage, TreeTensors(self.tree)
         watch_optimizers(self, model, self._held.tensors)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
@@ -234,7 +234,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         whole = None if self._given.axes else self._padding  # ranks with parts have told each other of theirs
         self._calls.agree(
             (kind, number, whole),
-            lambda: self._said(arguments, frozen, number) | ({} if whole is None else {"sizes": str(whole)}),
+            lambda: self._facts(arguments, frozen, number) | ({} if whole is None else {"sizes": str(whole)}),
             lambda: {} if batch is None else values_of(batch),
             numbers,
         )
@@ -271,7 +271,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             return (None,) * num_outputs
         return self.varying.counted[runs]
 
-    def _said(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
+    def _facts(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
         """Describe a call for comparison with other ranks."""
         _, *below = self.tree.root.named_modules()
         autocast = Autocast.around(self._device)
@@ -326,7 +326,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         state._metadata = {**known, **newest}
         result = super().load_state_dict(state, *args, **kwargs)
         tie(self, ties)
-        self._held = Held(self.tree)
+        self._held = TreeTensors(self.tree)
         return result
 
     def load_safetensors(self, path: str | Path) -> None:
@@ -368,7 +368,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         ties, unset = ties_of(self), self.unset_buffers.names(self)
         super()._apply(fn, recurse)
         tie(self, ties)
-        self._held = Held(self.tree)
+        self._held = TreeTensors(self.tree)
         self.unset_buffers.mark(self, unset)
         return self
 
@@ -392,7 +392,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             for slot in self.tree.parameters:
                 if self.tree.first_name[slot.name] == name:
                     slot.tensors[slot.leaf] = stored
-        self._held = Held(self.tree)
+        self._held = TreeTensors(self.tree)
 
     def _frozen(self) -> frozenset[str]:
         """Frozen parameters get no gradient, which a graph is made for."""

@@ -19,7 +19,7 @@ from autopar.capture.guards import hooks_on_all_modules
 from autopar.errors import InputError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-FACE = (
+MODULE_INTERFACE = (
     "_parameters",
     "_buffers",
     "_modules",
@@ -85,7 +85,7 @@ class Tree:
         self._changes = 0
         self.left_hooks: set[int] = set()
         """Numbers of forward hooks that captured forwards have registered, and that change no graph."""
-        self._look()
+        self._read_modules()
 
     def _slots(self) -> Iterator[Slot]:
         return itertools.chain(self.parameters, self.buffers)
@@ -134,9 +134,9 @@ class Tree:
         Asked for in every step, so it walks over flat lists.
         """
         if list(itertools.chain.from_iterable(map(dict.values, self._children))) != self._known:
-            self._look()
+            self._read_modules()
 
-    def _look(self) -> None:
+    def _read_modules(self) -> None:
         modules = list(self.root.modules())
         self._children = [module._modules for module in modules]
         self._known = list(itertools.chain.from_iterable(map(dict.values, self._children)))

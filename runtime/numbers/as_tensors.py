@@ -92,7 +92,7 @@ def _compared(
         with _quiet():
             (program, num_computed), other = number(), tensor()
     except Exception as error:  # whatever it is, the number stays one, and the other ranks wait
-        return Refusal(_said_by(error), False)
+        return Refusal(_specified_by(error), False)
     found = difference(program, other, values, num_computed)
     return Refusal(found, True) if found else None
 
@@ -110,7 +110,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(logs)
 
 
-def _said_by(error: Exception) -> str:
+def _specified_by(error: Exception) -> str:
     """Return why a model cannot be captured with a tensor in place of a number, with the line, if that is known."""
     cause = error.__cause__
     if cause is None:

@@ -13,7 +13,7 @@ from autopar.runtime.collectives.mesh_axes import Axis
 
 def relaid(x: Tensor, source: Layout, target: Layout, axes: Sequence[Axis]) -> Tensor:
     """Return this rank's part in `target` of a tensor that lies in `source`; both are of I and S, and divide evenly."""
-    stay = [_stays(number, source, target) for number in range(len(axes))]
+    stay = [_keeps_parts(number, source, target) for number in range(len(axes))]
     for number, axis in reversed(list(enumerate(axes))):
         if source[number].is_split and not stay[number]:
             dim = source[number].dim
@@ -24,7 +24,7 @@ def relaid(x: Tensor, source: Layout, target: Layout, axes: Sequence[Axis]) -> T
     return x
 
 
-def _stays(number: int, source: Layout, target: Layout) -> bool:
+def _keeps_parts(number: int, source: Layout, target: Layout) -> bool:
     """Return whether an axis splits the same parts in both layouts: no outer axis splits its dim otherwise."""
     if source[number] != target[number]:
         return False

@@ -92,14 +92,14 @@ def _sum(parameter: nn.Parameter, ranks: Sequence[int], here: int, group: dist.P
     receives = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in peers]
     for work in dist.batch_isend_irecv([*sends, *receives]):
         work.wait()
-    parameter.grad = _like(torch.stack([parts[rank] for rank in ranks]).sum(0), parameter)
+    parameter.grad = _in_layout_of(torch.stack([parts[rank] for rank in ranks]).sum(0), parameter)
 
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
+def _in_layout_of(local: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

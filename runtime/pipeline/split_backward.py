@@ -121,16 +121,16 @@ def _upward(
 ) -> tuple[set[Node], set[Node]]:
     """All nodes at and above `start` that are not in `until`, and the first ones that are."""
     passed: set[Node] = set()
-    met: set[Node] = set()
+    visited: set[Node] = set()
     waiting = list(start)
     while waiting:
         node = waiting.pop()
         if node in until:
-            met.add(node)
+            visited.add(node)
         elif node not in passed:
             passed.add(node)
             waiting.extend(above.get(node, ()))
-    return passed, met
+    return passed, visited
 
 
 def _groups(
@@ -141,10 +141,10 @@ def _groups(
     of_beginning: dict[object, WeightGroup] = {}
     groups: list[WeightGroup] = []
     for weight in weights:
-        passed, met = _upward([get_gradient_edge(weight).node], above, inner)
+        passed, visited = _upward([get_gradient_edge(weight).node], above, inner)
         direct = {edge: gradient for edge, gradient in roots.items() if edge.node in passed}
-        joined = WeightGroup([weight], dict.fromkeys(met, ()), direct)
-        for beginning in (*met, *direct):
+        joined = WeightGroup([weight], dict.fromkeys(visited, ()), direct)
+        for beginning in (*visited, *direct):
             other = of_beginning.get(beginning)
             if other is not None and other is not joined and other in groups:
                 groups.remove(other)

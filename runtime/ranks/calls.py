@@ -44,7 +44,7 @@ MAX_RUN = 64
 ASSERT_SECONDS = 0.2  # between two looks at `pending`, for which threads look each second
 LONGEST_PAUSE = 0.02  # seconds between two looks at the outcome
 
-Said = Mapping[str, str | list[str]]
+Specified = Mapping[str, str | list[str]]
 """Description of a call by name of an input or option; lists are compared element by element."""
 EVENT, VALUES, ADVICE = "event", "values", "advice"
 THE_OUTPUT = "the output"
@@ -84,8 +84,8 @@ class Calls:
         self._watch = watch
         self._checked_always = check_inputs
         self._numbers: dict[Hashable, int] = {}
-        self._said: list[Said] = []
-        self._given: dict[int, Said] = {}
+        self._specified: list[Specified] = []
+        self._given: dict[int, Specified] = {}
         """A kind → the values of its last call that are compared in every call."""
         self._times: list[int] = []
         self._last_is_checked = False
@@ -113,7 +113,7 @@ class Calls:
     def agree(
         self,
         kind: Hashable,
-        say: Callable[[], Said],
+        say: Callable[[], Specified],
         values: Callable[[], Values],
         numbers: Mapping[str, str] | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class Calls:
         if checked is None:
             checked = self._times[number] + 1 in CHECKED
         self._last_is_checked = checked
-        self._next(number, values() if checked else None, numbers or {})
+        self._enter_call(number, values() if checked else None, numbers or {})
         self._times[number] += 1
 
     def backwards(self) -> Backwards:
@@ -147,23 +147,23 @@ class Calls:
             return
         event = f"to gather {output}, which it uses for the first time"
         with self._watch:
-            self._next(self._number(("gather", output), lambda: {EVENT: event, ADVICE: HOW_TO_READ}), None)
+            self._enter_call(self._number(("gather", output), lambda: {EVENT: event, ADVICE: HOW_TO_READ}), None)
 
     def enter(self, output: str, values: Values | None) -> None:
         """Agree that a gradient enters by `output`, with equal values on ranks that hold the same part."""
         event = "a backward" if output == THE_OUTPUT else f"a backward from {output}"
-        self._next(self._number(("gradient", output), lambda: {EVENT: event}), values)
+        self._enter_call(self._number(("gradient", output), lambda: {EVENT: event}), values)
 
-    def _number(self, kind: Hashable, say: Callable[[], Said]) -> int:
+    def _number(self, kind: Hashable, say: Callable[[], Specified]) -> int:
         """Return the number of a kind of event; announce it to other ranks as `say` returns the first time it comes."""
         number = self._numbers.get(kind)
         if number is None:
-            number = self._numbers[kind] = len(self._said)
-            self._said.append(say())
+            number = self._numbers[kind] = len(self._specified)
+            self._specified.append(say())
             self._times.append(0)
         return number
 
-    def _next(self, number: int, values: Values | None, given: Said | None = None) -> None:
+    def _enter_call(self, number: int, values: Values | None, given: Specified | None = None) -> None:
         given = given or {}
         try:
             if number != self._expected or values is not None or given != self._given.get(number, {}):
@@ -177,21 +177,21 @@ class Calls:
         # What came twice in a row comes again, until it is known how long such a run is.
         self._expected = self._followed_by.get(self._run, number if self._run[1] > 1 else None)
 
-    def _announce(self, number: int, values: Values | None, given: Said) -> None:
+    def _announce(self, number: int, values: Values | None, given: Specified) -> None:
         """Announce what this rank calls next, and wait until all ranks have announced the same."""
         event, store, watch = self._event, self._watch.store, self._watch
         self._announced.append(event)
         written: list[str] = []
-        said = {**self._said[number], **given}
+        mine = {**self._specified[number], **given}
         for part, sums in (values or {}).items():
             written.append(f"{event}/values/{part}")
             first = store.compare_set(written[-1], "", json.dumps([watch.rank, sums])).decode()
-            said |= _unequal(sums, *json.loads(first))
-        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+            mine |= _unequal(sums, *json.loads(first))
+        digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()[:16]
         count = store.add(f"{event}/count/{digest}", 1)
         if count == 1:
             kind = store.add(f"{event}/kinds", 1)
-            store.set(f"{event}/kind/{kind}", json.dumps([watch.rank, said]))
+            store.set(f"{event}/kind/{kind}", json.dumps([watch.rank, mine]))
             written += [f"{event}/count/{digest}", f"{event}/kinds", f"{event}/kind/{kind}"]
             if kind == 2:
                 store.compare_set(f"{event}/outcome", "", "differ")
@@ -203,8 +203,8 @@ class Calls:
             raise InputError(_difference(*(json.loads(store.get(f"{event}/kind/{kind}")) for kind in (1, 2))))
         if outcome != "agreed":
             assert self._expected is not None, "a rank goes on where it expects something"
-            expected = {**self._said[self._expected], **self._given.get(self._expected, {})}
-            raise InputError(_difference((int(outcome), expected), (watch.rank, said)))
+            expected = {**self._specified[self._expected], **self._given.get(self._expected, {})}
+            raise InputError(_difference((int(outcome), expected), (watch.rank, mine)))
         for key in self._written:  # of the announcement before, which every rank has left
             store.delete_key(key)
         self._written = written
@@ -265,58 +265,58 @@ class Backwards:
         self._running = False
 
 
-def _unequal(sums: Mapping[str, int | Projections], first_rank: int, first: Mapping[str, Any]) -> Said:
+def _unequal(sums: Mapping[str, int | Projections], first_rank: int, first: Mapping[str, Any]) -> Specified:
     """Describe values that differ from those of the first rank with the same part."""
     names = [name for name, found in sums.items() if not are_close(found, first.get(name))]
     return {VALUES: f"other values of {', '.join(names)} than rank {first_rank}"} if names else {}
 
 
-def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
+def _difference(one: tuple[int, Specified], other: tuple[int, Specified]) -> str:
     """Describe the differences between two ranks' calls, and what to do."""
-    (rank, said), (other_rank, other_said) = sorted((one, other), key=lambda each: each[0])
-    if EVENT in said or EVENT in other_said:
-        here, there = (each.get(EVENT, "another call of the model") for each in (said, other_said))
+    (rank, mine), (other_rank, theirs) = sorted((one, other), key=lambda each: each[0])
+    if EVENT in mine or EVENT in theirs:
+        here, there = (each.get(EVENT, "another call of the model") for each in (mine, theirs))
         if here == there:
-            which, what = (rank, said[VALUES]) if VALUES in said else (other_rank, other_said[VALUES])
+            which, what = (rank, mine[VALUES]) if VALUES in mine else (other_rank, theirs[VALUES])
             return f"the ranks begin different backwards: rank {which} with {what}. {HOW_TO_COMPUTE_LOSSES}"
-        advice = said.get(ADVICE) or other_said.get(ADVICE) or IN_STEP
+        advice = mine.get(ADVICE) or theirs.get(ADVICE) or IN_STEP
         return f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. {advice}"
-    names = [name for name in dict.fromkeys((*said, *other_said)) if said.get(name) != other_said.get(name)]
+    names = [name for name in dict.fromkeys((*mine, *theirs)) if mine.get(name) != theirs.get(name)]
     names = [name for name in names if name != VALUES]  # other shapes have other values, too
-    if not names and VALUES not in said and VALUES not in other_said:
+    if not names and VALUES not in mine and VALUES not in theirs:
         return (
             f"{DIFFERENTLY}: rank {other_rank} has other modules or hooks than rank {rank}, or changed them in another "
             "call. Change the model alike on every rank."
         )
     if not names:
-        which, what = (rank, said[VALUES]) if VALUES in said else (other_rank, other_said[VALUES])
+        which, what = (rank, mine[VALUES]) if VALUES in mine else (other_rank, theirs[VALUES])
         return f"{DIFFERENTLY}: rank {which} with {what}. {HOW_TO_GIVE_PARTS}"
-    here = ", ".join(_only(name, said, other_said) for name in names)
-    there = ", ".join(_only(name, other_said, said) for name in names)
-    return f"{DIFFERENTLY}: rank {rank} with {here}; rank {other_rank} with {there}. {_advice(names, said, other_said)}"
+    here = ", ".join(_difference_text(name, mine, theirs) for name in names)
+    there = ", ".join(_difference_text(name, theirs, mine) for name in names)
+    return f"{DIFFERENTLY}: rank {rank} with {here}; rank {other_rank} with {there}. {_advice(names, mine, theirs)}"
 
 
-def _only(name: str, said: Said, other: Said) -> str:
+def _difference_text(name: str, mine: Specified, other: Specified) -> str:
     """Describe the value of a name; of a list, only the elements that the other rank lacks."""
-    value = said.get(name, "none")
+    value = mine.get(name, "none")
     if isinstance(value, list):
         rest = [each for each in value if each not in other.get(name, ())]
         value = ", ".join((*rest[:3], *([f"{len(rest) - 3} more"] if len(rest) > 3 else ()))) or "none of these"
     return f"{name}: {value}"
 
 
-def _advice(names: Sequence[str], said: Said, other: Said) -> str:
+def _advice(names: Sequence[str], mine: Specified, other: Specified) -> str:
     if {*names} <= OPTIONS:
         return f"Set {' and '.join(names)} alike on every rank."
-    static = [name for name in names if any(str(each.get(name)).startswith("static ") for each in (said, other))]
+    static = [name for name in names if any(str(each.get(name)).startswith("static ") for each in (mine, other))]
     if static:
         return (
             f"Give the static argument {static[0]} the same values on every rank, with parts of the batch, too: they "
             "are constants of one graph."
         )
-    if all(_is_number(said.get(name)) and _is_number(other.get(name)) for name in names):
+    if all(_is_number(mine.get(name)) and _is_number(other.get(name)) for name in names):
         return HOW_TO_GIVE_NUMBERS
-    dims = [_dims_that_differ(said.get(name), other.get(name)) for name in names]
+    dims = [_dims_that_differ(mine.get(name), other.get(name)) for name in names]
     if all(dims):
         return _padding_advice(names, frozenset().union(*dims))
     return (
@@ -325,8 +325,8 @@ def _advice(names: Sequence[str], said: Said, other: Said) -> str:
     )
 
 
-def _is_number(said: object) -> bool:
-    return isinstance(said, str) and NUMBER.fullmatch(said) is not None
+def _is_number(mine: object) -> bool:
+    return isinstance(mine, str) and NUMBER.fullmatch(mine) is not None
 
 
 def _dims_that_differ(one: object, other: object) -> frozenset[int]:

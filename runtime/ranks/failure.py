@@ -154,7 +154,7 @@ class Watch:
         if _is_broken_connection(first):
             self._failed = self._reason(first)
             raise PeerError(self._failed) from error
-        self._tell(first)
+        self._announce_failure(first)
 
     def stop(self) -> None:
         """Say that this rank takes part in no further step."""
@@ -189,7 +189,7 @@ class Watch:
 
     def _begin(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="autopar-watch", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="autopar-watch", daemon=True)
             self._thread.start()
         self._ended, self._backwards = self._begun, 0  # a backward that raised did not record its end
         self._begun, self._since = self._begun + 1, time.monotonic()
@@ -212,7 +212,7 @@ class Watch:
             time.sleep(0.05)
         return True
 
-    def _tell(self, error: BaseException) -> None:
+    def _announce_failure(self, error: BaseException) -> None:
         """Write down what this rank raises."""
         message = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         if isinstance(error, self._forgives):
@@ -263,7 +263,7 @@ class Watch:
     def _all_beats(self) -> dict[int, str]:
         return {rank: read(self.store, f"alive/{rank}") for rank in self.ranks}
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         heard, since, last_named = "", time.monotonic(), 0
         while not self._stopped.wait(POLL_SECONDS):
             try:
@@ -278,8 +278,8 @@ class Watch:
                 if beat != heard or not beat:
                     heard, since = beat, time.monotonic()
                 if not message and is_gone(beat, begun - 1, time.monotonic() - since):
-                    said = obituary([self._neighbour], "it no longer writes that it is alive")
-                    self._thread_store.compare_set(f"{step}/failure", "", said)
+                    found = obituary([self._neighbour], "it no longer writes that it is alive")
+                    self._thread_store.compare_set(f"{step}/failure", "", found)
                     message = self._read_news(step)
                 if last_named != begun and time.monotonic() - self._since > NAMED_SECONDS:
                     last_named = begun

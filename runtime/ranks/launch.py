@@ -62,9 +62,9 @@ def on_ranks(world: World, work: Callable[..., Any], arguments: Sequence[Any], p
 
 def _reported(error: ProcessRaisedException | ProcessExitedException, folder: Path, num_ranks: int) -> RankError:
     """Return the error of the first rank that wrote one down, else what is known of the one that died."""
-    said = sorted(folder.glob("error.*"))
-    if said:
-        rank, reason = int(said[0].suffix[1:]), said[0].read_text()
+    specified = sorted(folder.glob("error.*"))
+    if specified:
+        rank, reason = int(specified[0].suffix[1:]), specified[0].read_text()
     else:
         rank, reason = error.error_index, f"{str(error).strip()}; it may have been killed for its memory"
     return RankError(f"rank {rank} of {num_ranks} failed: {reason}")

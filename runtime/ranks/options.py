@@ -50,8 +50,8 @@ def _described(value: Any) -> str:
         decisions = json.dumps(_decisions_of(value), sort_keys=True, default=str)
         return f"<{type(value).__name__} {_digest(decisions)}>"
     if isinstance(value, Group):
-        said = (f"{each.name}={_described(found)}" for each, found in value.given() if not each.of_each_rank)
-        return f"{type(value).__name__}({', '.join(said)})"
+        specified = (f"{each.name}={_described(found)}" for each, found in value.given() if not each.of_each_rank)
+        return f"{type(value).__name__}({', '.join(specified)})"
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

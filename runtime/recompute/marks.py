@@ -17,7 +17,7 @@ CHANGED = "changed"
 """The key in a placeholder's meta that says whether calls change it in place: running statistics."""
 SEGMENT = "segment"
 """The key of the segment, "" for none, in a call's meta; absent on what moves tensors and weights to calls."""
-LEAVES = "leaves"
+OFFLOADABLE = "offloadable"
 """The key that is true on what gives a tensor that may leave for the host, where a segment saves it."""
 OF_OUTPUTS = "leaves_of_outputs"
 """The key of the same for each output of a call of a whole layer, of which what it makes besides may leave, too."""
@@ -29,7 +29,7 @@ class Mark:
 
     segment: str
     mode: str
-    kept: bool
+    saved: bool
     """True if the call never runs again: the mode saves its result."""
     weight: bool = False
     """True if the call casts a parameter, perhaps long before its segment runs; it is recomputed on its own."""

@@ -1,7 +1,7 @@
 """Handles that autograd saves for a segment with offloaded tensors: copies on the host, fetched back in time.
 
-While a call of such a segment runs, a tensor that it saves and that may leave (`marks.LEAVES`: an activation that no
-other segment uses) is copied to the host with all of its memory, once however many views of it are saved. Weights,
+While a call of such a segment runs, a tensor that it saves and that may leave (`marks.OFFLOADABLE`: an activation that
+no other segment uses) is copied to the host with all of its memory, once however many views of it are saved. Weights,
 inputs, and tensors that other segments use are saved as usual. If torch.compile has made a layer one call, all that it
 saves is offloaded except inputs, and outputs that others use. Calls run in stretches, each of one segment, or of none:
 
@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.optim.staging import Link
-from autopar.runtime.recompute.marks import LEAVES, OF_OUTPUTS
+from autopar.runtime.recompute.marks import OF_OUTPUTS, OFFLOADABLE
 
 Hold = Callable[[Tensor], object]
 """Function that returns the object that autograd saves for a tensor that is not offloaded."""
@@ -163,7 +163,7 @@ class OnHost:
         self._number = -1
         self._entered: frozenset[int] | None = None
         """The memory of what the running call takes; None where none runs."""
-        self._sends = self._makes_leaving = False
+        self._sends = self._makes_offloaded = False
         """True if what the running call saves is sent to the host; True if what it makes may be."""
         self._of_outputs: tuple[bool, ...] | None = None
         """True for each output of a running whole layer that may be offloaded; None for other calls."""
@@ -178,7 +178,7 @@ class OnHost:
             self._number = stretch
         if self._own is None and sends:
             self._own = Stretch()
-        self._sends, self._makes_leaving = sends, bool(node.meta.get(LEAVES))
+        self._sends, self._makes_offloaded = sends, bool(node.meta.get(OFFLOADABLE))
         self._of_outputs = node.meta.get(OF_OUTPUTS)
         self._entered = frozenset(
             x.untyped_storage()._cdata for each in node.all_input_nodes for x in _tensors(values[each])
@@ -188,7 +188,7 @@ class OnHost:
         """The call has run."""
         assert self._entered is not None, "a call that was not entered"
         grad_fns = []
-        outputs = [(result, self._makes_leaving)]
+        outputs = [(result, self._makes_offloaded)]
         if self._of_outputs is not None:
             outputs = list(zip(result, self._of_outputs, strict=True))
         results = [(x, may) for output, may in outputs for x in _tensors(output)]
@@ -214,7 +214,7 @@ class OnHost:
             self._pending.append(Pending(x))
             return self._pending[-1]
         else:
-            leaves = self._makes_leaving
+            leaves = self._makes_offloaded
         return self._own.send(x) if leaves else self._hold(x)
 
     def _settle(self, outputs: Mapping[int, bool]) -> None:

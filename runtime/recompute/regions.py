@@ -65,11 +65,13 @@ class _Regions:
                 if not set(self.open).isdisjoint(node.all_input_nodes):
                     self._close()
                 again = role is not None or node.kwargs.get("regather")
-                self.copies[node] = self._again(node) if again else self.new.node_copy(node, self.copies.__getitem__)
+                self.copies[node] = (
+                    self._rerun_region(node) if again else self.new.node_copy(node, self.copies.__getitem__)
+                )
         self.new.lint()
         return fx.GraphModule(self.root, self.new, "Regions")
 
-    def _again(self, node: fx.Node) -> fx.Node:
+    def _rerun_region(self, node: fx.Node) -> fx.Node:
         """Return a region of one call, all of which runs again."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.copies.__getitem__)
         new = self._module(FromWhatIsStored(node.target), node.name, args, kwargs)
@@ -88,7 +90,7 @@ class _Regions:
         for node in self.open:
             role = role_of(node)
             assert role is not None
-            if role.kept:
+            if role.saved:
                 root.add_module(node.name, Kept(node.target))
                 args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
                 values[node] = region.call_module(node.name, args, kwargs)
@@ -141,8 +143,8 @@ class Kept(nn.Module):
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = KEPT in traceback.current_meta.get("custom", ()) or _draws(operation)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+    saved = KEPT in traceback.current_meta.get("custom", ()) or _draws(operation)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _draws(operation: Any) -> bool:

@@ -3,7 +3,7 @@
 While a call of such a segment runs, the tensors that autograd saves are replaced by claims: on a value that the segment
 has made (whose memory the claim does not hold), or on something that the call has made for its own backward. After the
 segment has run, the claims tell which calls must run again. These tell which tensors must be saved: tensors from
-outside, and results that the mode saves (`Mark.kept`: of products in the mode "selective", of collectives unless it is
+outside, and results that the mode saves (`Mark.saved`: of products in the mode "selective", of collectives unless it is
 "full"). The first claim that the backward asks for runs the calls again, one by one, each on detached inputs and in the
 surroundings of the first run. A value is freed after its last claim, and a second backward runs the segment once more.
 
@@ -76,7 +76,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     """Inside the block, what calls of a recomputed segment save is claimed; all else is saved as by `Regather`."""
 
     def __init__(self) -> None:
-        super().__init__(self._pack, _met)
+        super().__init__(self._pack, _tensor_of)
         self._saving: _Saving | None = None
         self.hold_saved: Callable[[Tensor], object] | None = None
         """Function that saves the tensors of calls whose segment is not recomputed; None: as all others."""
@@ -104,13 +104,13 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         """Run a call of a segment for the first time."""
         given = list(map(values.__getitem__, step.inputs))
         saving = self._saving = _Saving(frame, step.node, role, addresses_of(given))
-        if not role.kept:
+        if not role.saved:
             frame.enter(step, given)
         try:
             result = step.run(*given)
         finally:
             self._saving = None
-        if not role.kept:
+        if not role.saved:
             frame.leave(saving, result)
         return result
 
@@ -123,14 +123,14 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         key = frame.maker_of(x)
         if key is not None and _plain(x):
             return frame.claim(key, x)
-        if x.untyped_storage()._cdata in saving.entered or saving.role.kept:
+        if x.untyped_storage()._cdata in saving.entered or saving.role.saved:
             return self.hold(x)
         claim = frame.claim((saving.node, "saved", number), x)
         saving.open.append((claim, x))
         return claim
 
 
-def _met(held: object) -> Tensor:
+def _tensor_of(held: object) -> Tensor:
     """Return the tensor behind a saved handle."""
     if isinstance(held, Pending):
         held = held.held
@@ -292,14 +292,14 @@ class _Held:
 
     def value(self) -> Tensor:
         if self.version is None:
-            return _met(self.what).clone()
+            return _tensor_of(self.what).clone()
         if isinstance(self.what, Tensor) and _version(self.what) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.what.shape)} was changed in place after the forward (version "
                 f"{self.what._version}, expected {self.version}), and the backward needs it to compute a segment "
                 "again; call backward() before changing parameters or inputs."
             )
-        return _met(self.what).detach().requires_grad_(self.requires_grad)
+        return _tensor_of(self.what).detach().requires_grad_(self.requires_grad)
 
 
 def _no_backward(_: object) -> Tensor:

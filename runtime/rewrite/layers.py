@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from autopar.ir.program.paths import layer_of
 from autopar.runtime.implementations.randomness import keys_from
-from autopar.runtime.recompute.marks import LEAVES, MARK, OF_OUTPUTS, SEGMENT, is_offloaded, role_of
+from autopar.runtime.recompute.marks import MARK, OF_OUTPUTS, OFFLOADABLE, SEGMENT, is_offloaded, role_of
 from autopar.runtime.rewrite.prefetch import moves_weights
 
 KEY = "key"
@@ -101,7 +101,7 @@ class _Layers:
         sending = next(filter(is_offloaded, nodes), None)
         if sending is not None:
             result.meta[MARK] = sending.meta[MARK]
-            result.meta[OF_OUTPUTS] = tuple(bool(node.meta.get(LEAVES)) for node in outputs)
+            result.meta[OF_OUTPUTS] = tuple(bool(node.meta.get(OFFLOADABLE)) for node in outputs)
         for position, node in enumerate(outputs):
             self.copies[node] = self.new.call_function(operator.getitem, (result, position))
             self.copies[node].meta["module"] = _layer(node)
@@ -137,7 +137,7 @@ def _what_is_called(graph: fx.Graph) -> object:
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), places.__getitem__)
         role = role_of(node)
-        again = role and (segments.setdefault(role.segment, len(segments)), role.mode, role.kept)
+        again = role and (segments.setdefault(role.segment, len(segments)), role.mode, role.saved)
         target = node.target if node.op == "call_function" else node.op
         found.append((target, repr(args), repr(kwargs), again))
     return tuple(found)

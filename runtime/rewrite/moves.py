@@ -26,10 +26,10 @@ def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> MoveCall:
     function, args = _function(move, shape, mesh)
     source, target = move.source.zigzag, move.target.zigzag
     if move.source.is_split and move.target.is_split:
-        said = {"zigzag": source, "target_zigzag": target}
+        specified = {"zigzag": source, "target_zigzag": target}
     else:
-        said = {"zigzag": source or target}
-    return MoveCall(function, args, {name: zigzag for name, zigzag in said.items() if zigzag})
+        specified = {"zigzag": source or target}
+    return MoveCall(function, args, {name: zigzag for name, zigzag in specified.items() if zigzag})
 
 
 def _function(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -122,7 +122,7 @@ def _pack(graph: fx.Graph, first: Piece, pieces: list[Piece]) -> None:
     for node in (parts, *taken):
         role = role_of(node)
         if role is not None:
-            node.meta[MARK] = replace(role, kept=False)  # parts of what may be kept are views of it
+            node.meta[MARK] = replace(role, saved=False)  # parts of what may be kept are views of it
     for piece, part in zip(pieces, taken, strict=True):
         piece.output.replace_all_uses_with(part)
         for node in dict.fromkeys((piece.output, piece.product)):

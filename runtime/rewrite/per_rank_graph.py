@@ -22,19 +22,19 @@ from autopar.costs.pricing.message_sizes import joined_layers, layers_in_order
 from autopar.costs.pricing.moves import Move, MovedTensor
 from autopar.costs.pricing.reshard import ReshardPath
 from autopar.costs.space.parameter_buckets import Bucket, buckets_of, late_casts
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.costs.space.strategy import running_in
 from autopar.ir.program.calls import is_call, module_of, source_of
 from autopar.ir.program.effects import writes
 from autopar.ir.program.paths import layer_of
 from autopar.ir.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.ir.program.recompute_segments import OFFLOAD, is_kept, leaving, moves_again, segments_of
+from autopar.ir.program.recompute_segments import OFFLOAD, is_saved, moves_again, offloadable, segments_of
 from autopar.ir.sharding.constraint import is_constraint
 from autopar.ir.sharding.layout import I, Layout, Placement, R
 from autopar.ir.sharding.mesh import Mesh, joined_name
 from autopar.runtime.collectives.gradient_buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.layout_moves import COMMUNICATING
-from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark, modes_of_calls
+from autopar.runtime.recompute.marks import CHANGED, MARK, OFFLOADABLE, SEGMENT, Mark, modes_of_calls
 from autopar.runtime.rewrite.counts_ahead import count_ahead
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
@@ -81,7 +81,7 @@ class _Rewriter:
         self.modes = modes
         self.graph = fx.Graph()
         self.values: dict[Value, fx.Node] = {}
-        self.by_wire: dict[Value, fx.Node] = {}
+        self.by_edge: dict[Value, fx.Node] = {}
         """Value at the end of an edge that a bucket has moved, by (target, input position)."""
         self.casts_left: dict[Value, tuple[torch.dtype, Layout]] = {}
         """Dtype and layout of those values that are cast only when they are used."""
@@ -89,17 +89,17 @@ class _Rewriter:
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
-        self.hub_segments: dict[int, tuple[str, str] | None] = {}
+        self.reshard_segments: dict[int, tuple[str, str] | None] = {}
         """Hub → name and mode of the segment that it is emitted in."""
         self.segment: tuple[str, str] | None = None
         """Name and mode of the segment whose calls are emitted; None where nothing is computed again."""
         self.products = RoledProgram.of(space.program).products
         self.segment_of: dict[fx.Node, str] = {}
-        self.leaving: frozenset[fx.Node] = frozenset()
+        self.offloadable: frozenset[fx.Node] = frozenset()
         if any(mode == OFFLOAD for _, mode in modes.values()):
             segments = segments_of(space.program)
             self.segment_of = {node: each.name for each in segments for node in each.nodes}
-            self.leaving = leaving(space.program)
+            self.offloadable = offloadable(space.program)
         self.weights: set[fx.Node] = set()
         """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
         self.buckets = buckets_of(space, choices)
@@ -171,7 +171,7 @@ class _Rewriter:
 
         args: Any
         args, kwargs = map_arg((node.args, dict(node.kwargs)), local)
-        op, call, bound = decision.menu.op, decision.menu.call, decision.menu.bound
+        op, call, bound = decision.candidates.op, decision.candidates.call, decision.candidates.bound
         assert op is not None and call is not None and bound is not None
         if is_constraint(node.target):
             self.values[number, 0] = args[0]
@@ -188,7 +188,7 @@ class _Rewriter:
             named, split = inspect.signature(target).parameters, strategy.axes_by_factor(self.mesh)
             kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **runs.keywords}
             if strategy.zigzag and "zigzag" in named:
-                kwargs["zigzag"] = strategy.dealt_by(self.mesh)
+                kwargs["zigzag"] = strategy.zigzag_by(self.mesh)
             if runs.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1
@@ -201,13 +201,13 @@ class _Rewriter:
         self.values[number, 0] = new
         new.meta[IS_SHARED] = strategy.shared
         if node.name not in self.space.weight_casts:
-            new.meta[SEGMENT], new.meta[LEAVES] = self.segment_of.get(node, ""), node in self.leaving
+            new.meta[SEGMENT], new.meta[OFFLOADABLE] = self.segment_of.get(node, ""), node in self.offloadable
         if node.name in self.space.weight_casts:
             self.weights.add(new)
             if node in self.modes and self.modes[node][1] != OFFLOAD:
-                new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
+                new.meta[MARK] = Mark(*self.modes[node], saved=False, weight=True)
         elif self.segment is not None:
-            self._mark(new, is_kept(node, self.segment[1], self.products, strategy.communicates))
+            self._mark(new, is_saved(node, self.segment[1], self.products, strategy.communicates))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, output = source_of(node)
@@ -217,9 +217,9 @@ class _Rewriter:
         layout = self._strategy(number).outputs[output]
         new = self._emit(operator.getitem, (whole, node.args[1]), {}, layout, name=node.name)
         self.values[number, output] = new
-        new.meta[SEGMENT], new.meta[LEAVES] = whole.meta[SEGMENT], whole.meta[LEAVES]
+        new.meta[SEGMENT], new.meta[OFFLOADABLE] = whole.meta[SEGMENT], whole.meta[OFFLOADABLE]
         if self.segment is not None:
-            self._mark(new, whole.meta[MARK].kept)
+            self._mark(new, whole.meta[MARK].saved)
 
     def _output(self, number: int, value: Any) -> tuple[Any, Layout | None]:
         if not isinstance(value, fx.Node):
@@ -229,33 +229,35 @@ class _Rewriter:
 
     def _input(self, decision: int, position: int) -> fx.Node:
         """Return the value that arrives at an input, moved to the layout it asks for."""
-        if (decision, position) in self.bucket_of and (decision, position) not in self.by_wire:
+        if (decision, position) in self.bucket_of and (decision, position) not in self.by_edge:
             self._bucket(self.bucket_of[decision, position])
         if (decision, position) in self.casts_left:
             cast, layout = self.casts_left.pop((decision, position))
-            value = self.by_wire[decision, position]
-            self.by_wire[decision, position] = self._emit_weight(cast_weight, (value, cast), layout)
-        if (decision, position) in self.by_wire:
-            return self.by_wire[decision, position]
-        wire = self.space.inbound[decision, position]
-        value = self._value(wire.source, wire.source_output)
-        path = self.space.path(wire, self.choices)
-        again = self._moves_again(wire, path)
+            value = self.by_edge[decision, position]
+            self.by_edge[decision, position] = self._emit_weight(cast_weight, (value, cast), layout)
+        if (decision, position) in self.by_edge:
+            return self.by_edge[decision, position]
+        edge = self.space.inbound[decision, position]
+        value = self._value(edge.source, edge.source_output)
+        path = self.space.path(edge, self.choices)
+        again = self._moves_again(edge, path)
         for move, regathered in zip(path.moves, path.regathered, strict=True):
             if regathered:
-                value = self._gather_alone(value, move, wire.tensor)
+                value = self._gather_alone(value, move, edge.tensor)
             else:
-                value = self._move(value, move, wire.tensor, again)
+                value = self._move(value, move, edge.tensor, again)
         return value
 
-    def _moves_again(self, wire: Wire, path: ReshardPath) -> bool:
+    def _moves_again(self, edge: TensorEdge, path: ReshardPath) -> bool:
         """Return whether the collectives of a path run again in the backward (see `costs.memory.second_forward`)."""
-        if self.segment is None or not path.moves or wire.tensor.is_of_weights:
+        if self.segment is None or not path.moves or edge.tensor.is_of_weights:
             return False
-        source = self.space.decisions[wire.source]
-        segment = self.hub_segments.get(wire.source) if source.kind == "hub" else self.modes.get(source.node)
+        source = self.space.decisions[edge.source]
+        segment = (
+            self.reshard_segments.get(edge.source) if source.kind == "shared_reshard" else self.modes.get(source.node)
+        )
         before, after = (
-            wire.tensor.local_bytes(layout, self.mesh.sizes) for layout in (path.moves[0].before, path.moves[-1].after)
+            edge.tensor.local_bytes(layout, self.mesh.sizes) for layout in (path.moves[0].before, path.moves[-1].after)
         )
         return bool(moves_again(self.segment[1], segment == self.segment, before, after))
 
@@ -266,8 +268,8 @@ class _Rewriter:
             if missing.name in self.space.weight_casts:  # a bucket takes its weights before the first of them is used
                 self._call(missing.node)
             else:
-                assert missing.kind == "hub", f"{missing.name} is not there yet"
-                self.hub_segments[decision] = self.segment
+                assert missing.kind == "shared_reshard", f"{missing.name} is not there yet"
+                self.reshard_segments[decision] = self.segment
                 self.values[decision, 0] = self._input(decision, 0)
         return self.values[decision, output]
 
@@ -336,14 +338,14 @@ class _Rewriter:
             layouts = [move.after for move in moves]
             values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
         for end, value, cast, layout in zip(bucket.ends, values, casts, layouts, strict=True):
-            self.by_wire[end] = value
+            self.by_edge[end] = value
             if cast is not None:
                 self.casts_left[end] = cast, layout
 
     def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout, again: bool) -> fx.Node:
         """Emit a move of a tensor, whose collectives run `again` in the backward or are saved."""
         new = self._emit(call.function, (value, *call.args), call.kwargs, layout)
-        new.meta[LEAVES] = value.meta.get(LEAVES, False)
+        new.meta[OFFLOADABLE] = value.meta.get(OFFLOADABLE, False)
         if value in self.weights:
             self.weights.add(new)
         elif self.segment is not None:
@@ -378,7 +380,7 @@ class _Rewriter:
         return node
 
     def _strategy(self, number: int):
-        return self.space.decisions[number].menu.strategies[self.choices[number]]
+        return self.space.decisions[number].candidates.strategies[self.choices[number]]
 
     @property
     def mesh(self) -> Mesh:

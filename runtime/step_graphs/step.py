@@ -115,8 +115,8 @@ class GraphedStep:
         kind.give(leaves)
         with self._module.watch:
             phase = "as a CUDA graph" if kind.runs == WARM_UP else f"run {kind.runs} before it is captured"
-            said = {"the step": phase, "its arguments": [str(each) for each in described[1:]]}
-            self._module.calls.agree((self._function, described, phase), lambda: said, dict)
+            specified = {"the step": phase, "its arguments": [str(each) for each in described[1:]]}
+            self._module.calls.agree((self._function, described, phase), lambda: specified, dict)
             if not all(call.is_still_so() for call in kind.called):
                 kind.runs, kind.called, kind.graph = 0, (), None
         if kind.runs == 0:

@@ -122,10 +122,10 @@ def annotations_for(name: str, program: Program, mesh: Mesh, strict: bool = True
     name = preset_named(name)
     if JOINED not in name and _stands_alone(name):
         return PRESETS[name](program, mesh, strict)  # type: ignore[call-arg, return-value]
-    return joined(name, parts_of(name), program, mesh, strict)
+    return joined(name, joined_parts(name), program, mesh, strict)
 
 
-def parts_of(name: str) -> Parts:
+def joined_parts(name: str) -> Parts:
     """Return what the presets of a name split together."""
     first, *others = (PRESETS[each]() for each in data.parts_named(name))  # type: ignore[call-arg]
     for other in others:

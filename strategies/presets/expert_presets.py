@@ -97,7 +97,9 @@ def tokens_parted(strategy: str, graph: RoledProgram, mesh: Mesh, taken: Taken, 
     return {axis: roles[axis] for axis in taken.experts}
 
 
-def whole_beside(strategy: str, graph: RoledProgram, regions: Regions, mesh: Mesh, axis: str, wish: Wish) -> Wish:
+def whole_next_to_experts(
+    strategy: str, graph: RoledProgram, regions: Regions, mesh: Mesh, axis: str, wish: Wish
+) -> Wish:
     """Columns and rows on an axis that has no experts of its own: rows on their way to these and home are left free."""
     _warn_of_whole_experts(strategy, graph, regions, mesh, axis)
     free = _ways_to_columns(graph, regions) | _ways_home(graph, regions)

@@ -17,7 +17,7 @@ from autopar.ir.program.program import Program
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.mesh import Mesh
 from autopar.strategies.presets import preset_axes
-from autopar.strategies.presets.expert_presets import at_experts, tokens_parted, whole_beside
+from autopar.strategies.presets.expert_presets import at_experts, tokens_parted, whole_next_to_experts
 from autopar.strategies.presets.preset_axes import Parts, Taken
 from autopar.strategies.presets.sequence import HEADS, SHARED_HEADS, check_attentions, positions_wish
 from autopar.strategies.presets.split import Split, Wish, data
@@ -35,7 +35,7 @@ def joined(strategy: str, parts: Parts, program: Program, mesh: Mesh, strict: bo
         if positions:
             queries = tuple(axis for axis, each in taken.positions.items() if each.attention != HEADS)
             preset_axes.need_positions(strategy, graph, mesh, positions, queries)
-    check_attentions(strategy, graph, *_beside_columns(mesh, taken), strict)
+    check_attentions(strategy, graph, *_next_to_columns(mesh, taken), strict)
     parted = tokens_parted(strategy, graph, mesh, taken, strict) if parts.experts else {}
     wishes = _wishes(strategy, parts, graph, mesh, taken)
     wishes |= {axis: at_experts(graph, role, wishes[axis]) for axis, role in parted.items()}
@@ -52,7 +52,7 @@ def _axes_of_positions(parts: Parts, taken: Taken) -> tuple[str, ...]:
     return (*taken.positions, *between)
 
 
-def _beside_columns(mesh: Mesh, taken: Taken) -> tuple[Mapping[str, str], Mapping[str, int]]:
+def _next_to_columns(mesh: Mesh, taken: Taken) -> tuple[Mapping[str, str], Mapping[str, int]]:
     """Return what each axis of positions splits in attention, and into how many parts: columns split heads, too."""
     ways = {axis: each.attention for axis, each in taken.positions.items()}
     parts = {axis: mesh.size(axis) for axis in ways}
@@ -66,12 +66,12 @@ def _beside_columns(mesh: Mesh, taken: Taken) -> tuple[Mapping[str, str], Mappin
 def _wishes(strategy: str, parts: Parts, graph: RoledProgram, mesh: Mesh, taken: Taken) -> dict[str, Wish]:
     """Axis → its wish, as if there were no experts on it."""
     found: dict[str, Wish] = dict.fromkeys(taken.samples, data)
-    ways, counts = _beside_columns(mesh, taken)
+    ways, counts = _next_to_columns(mesh, taken)
     found |= {axis: positions_wish(graph, way, counts[axis]) for axis, way in ways.items()}
     if parts.tensor:
         axis = taken.tensor
         regions = found_regions(strategy, graph, mesh, axis)
         found[axis] = tensor_wish(strategy, graph, regions, parts.tensor, mesh.size(axis))
         if parts.experts and axis not in taken.experts:
-            found[axis] = whole_beside(strategy, graph, regions, mesh, axis, found[axis])
+            found[axis] = whole_next_to_experts(strategy, graph, regions, mesh, axis, found[axis])
     return found

@@ -24,7 +24,7 @@ from autopar.console.names import JOINED
 from autopar.errors import StrategyError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.strategies.roles import RoledProgram
-from autopar.strategies.zigzag import dealt, later_see_more
+from autopar.strategies.zigzag import later_see_more, zigzag_dims
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
@@ -32,7 +32,7 @@ CONTEXT = ("cp", "context")
 EXPERT = ("ep", "expert", "experts")
 SHARD = ("fsdp", "shard", "zero", "dp_shard")
 DATA = ("dp", "ddp", "data", "replica", "replicate", "dp_replicate")
-SAID_ONCE = {
+STATED_ONCE = {
     "tensor": "what the axis of columns and rows splits between blocks, or how its products run",
     "experts": "which axes have the experts",
     "storage": "how parameters are stored",
@@ -89,7 +89,7 @@ class Parts:
         Plain columns give way to those with something split between blocks.
         """
         found: dict[str, object] = {"positions": tuple(dict.fromkeys((*self.positions, *other.positions)))}
-        for name, what in SAID_ONCE.items():
+        for name, what in STATED_ONCE.items():
             both = [each for each in (getattr(self, name), getattr(other, name)) if each]
             telling = {each for each in both if each != Columns()} or set(both)
             if len(telling) > 1:
@@ -226,14 +226,14 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
     pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, {_hidden(graph)}"
     if graph.positions % parts:
         source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
-        dealt_too = f", and of {wanted} for causal attention to zigzag-shard them" if rising else ""
+        zigzag_too = f", and of {wanted} for causal attention to zigzag-shard them" if rising else ""
         raise StrategyError(
             f"{strategy} splits the positions of a sequence into {parts} parts over {', '.join(axes)}; found "
             f"{graph.positions} positions, if dim 1 of the input {source} is that of positions, and needed is a "
-            f"multiple of {parts}{dealt_too}. {pad}, or use an axis whose size divides them; where another dim is "
+            f"multiple of {parts}{zigzag_too}. {pad}, or use an axis whose size divides them; where another dim is "
             "meant, as that of points in [batch, channels, points], use another preset."
         )
-    if graph.positions % wanted and len(axes) > 1 and _is_dealt(graph, mesh, queries):
+    if graph.positions % wanted and len(axes) > 1 and _is_zigzag(graph, mesh, queries):
         raise StrategyError(
             f"{strategy} splits positions over {', '.join(axes)}, and causal attention zigzag-shards them, two "
             f"chunks on each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
@@ -248,9 +248,9 @@ def _hidden(graph: RoledProgram) -> str:
     return ignored if causal else f"{ignored} and a mask where attention is not causal"
 
 
-def _is_dealt(graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> bool:
+def _is_zigzag(graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> bool:
     """Return True if positions of some attention are zigzag-sharded over axes, as they divide over single ones."""
-    found = dealt(graph, [mesh.size(axis) for axis in axes])
+    found = zigzag_dims(graph, [mesh.size(axis) for axis in axes])
     return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 
 

@@ -184,7 +184,7 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
             _enter(walk, call, COLUMN, product.column, frozenset({call.name}))
             _go_on(walk, call, product.column)
         elif held:
-            _through(walk, graph, call, held, parts)
+            _follow_call(walk, graph, call, held, parts)
         elif call.call.target is LINEAR_CROSS_ENTROPY and _divides(graph, call, CLASSES, parts):
             _enter(walk, call, LOSS, CLASSES, frozenset({call.name}))
         elif call.call.target is MLP_IN_TILES and _divides(graph, call, HIDDEN, parts):
@@ -194,7 +194,7 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
     return walk
 
 
-def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[int, _Split], parts: int) -> None:
+def _follow_call(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[int, _Split], parts: int) -> None:
     """One call on a way: it keeps the dim split, joins it as a loss does, or ends the way."""
     position, split = next(iter(held.items()))
     factor = call.in_terms[position].dims[split.dim][0]

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from autopar.ir.sharding.annotation import FACTOR, NODE, Annotation, Said
+from autopar.ir.sharding.annotation import FACTOR, NODE, Annotation, Specified
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import NONE, factors_of
 from autopar.strategies.padding import Padding
@@ -66,15 +66,15 @@ class Split:
         """Return the decided splits as annotations: calls first, then parameters, then their storage."""
         found = []
         for call in self.graph.learned:
-            said: list[tuple[str, Said]] = []
+            specified: list[tuple[str, Specified]] = []
             for axis, factor in self.factors[call.name].items():
                 # Where parameters are stored in parts, what is made from them alone may stay in these parts.
                 if factor is not None:
-                    said.append((axis, f"{FACTOR}{factor}"))
+                    specified.append((axis, f"{FACTOR}{factor}"))
                 elif not (call.weight_only and axis in self.stored):
-                    said.append((axis, WHOLE))
-            if said:
-                found.append(Annotation(f"{NODE}{call.name}", tuple(said), strategy=self.strategy))
+                    specified.append((axis, WHOLE))
+            if specified:
+                found.append(Annotation(f"{NODE}{call.name}", tuple(specified), strategy=self.strategy))
         for name in self.graph.program.parameters.values():
             dims = self.dims[name].items()
             # What an axis splits by itself, as experts, it stores so, too.
@@ -98,8 +98,8 @@ class Split:
     def _divides_one(self, call: RoledCall, axis: str, factor: str) -> bool:
         if factor not in call.ruled.splittable:
             return False
-        said = self.factors[call.name].items()
-        axes = [other for other, each in said if each and factor in factors_of(each) and other != axis]
+        specified = self.factors[call.name].items()
+        axes = [other for other, each in specified if each and factor in factors_of(each) and other != axis]
         size, parts = call.bound.sizes[factor], self._parts([*axes, axis])
         return size % parts == 0 or (not axes and size >= parts and factor in self.padding.factors[call.name])
 

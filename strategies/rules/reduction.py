@@ -73,9 +73,9 @@ def whole(argument: str | None = "dim") -> Callable[[Call], str]:
 def quantile(call: Call) -> str:
     """One or several quantiles, which become the first dim."""
     dims, gone = names(len(call.inputs[0].shape)), _gone(call, "dim")
-    asked = [term([WHOLE] * len(info.shape)) for info in call.inputs[1:]]
+    requested = [term([WHOLE] * len(info.shape)) for info in call.inputs[1:]]
     several = [WHOLE] if any(info.shape for info in call.inputs[1:]) else []
-    return rule([term(whole_at(dims, gone)), *asked], [term([*several, *reduced(call, dims, gone)])])
+    return rule([term(whole_at(dims, gone)), *requested], [term([*several, *reduced(call, dims, gone)])])
 
 
 def renorm(call: Call) -> str:

@@ -204,12 +204,12 @@ def squeeze(argument: str | None) -> Callable[[Call], str]:
 
     def entry(call: Call) -> str:
         shape = call.inputs[0].shape
-        asked = dims_of(call[argument], len(shape)) if argument else frozenset(range(len(shape)))
+        requested = dims_of(call[argument], len(shape)) if argument else frozenset(range(len(shape)))
         dims = [
-            "1" if size == 1 else WHOLE if i in asked else name
+            "1" if size == 1 else WHOLE if i in requested else name
             for i, (size, name) in enumerate(zip(shape, names(len(shape)), strict=True))
         ]
-        kept = [name for i, name in enumerate(dims) if not (i in asked and name == "1")]
+        kept = [name for i, name in enumerate(dims) if not (i in requested and name == "1")]
         return rule([term(dims, linear_mark(call))], [term(kept)])
 
     return entry

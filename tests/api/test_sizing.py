@@ -24,13 +24,13 @@ class Plans:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, work: float = 0.0, most: float = 1e9, least: float = 0.0
     ) -> None:
-        self.asked: list[tuple[int, tuple[int, ...]]] = []
+        self.requested: list[tuple[int, tuple[int, ...]]] = []
         self.work, self.most, self.least = work, most, least
         monkeypatch.setattr(sizing, "plan", self)
 
     def __call__(self, model: Any, mesh: str, inputs: Any, *, devices: int, **options: Any) -> Any:
         assert mesh == "auto"
-        self.asked.append((devices, tuple(inputs[0].shape)))
+        self.requested.append((devices, tuple(inputs[0].shape)))
         if inputs[0].numel() > self.most:
             raise InfeasibleError("no mesh has a plan:\nWhat came nearest is dp=1")
         seconds = max(self.work / devices, self.least)
@@ -54,7 +54,9 @@ def test_the_least_devices_are_whole_nodes_whose_odd_factors_divide_the_batch(
     plans = Plans(monkeypatch, work)
     found = sizing.least_devices(MODEL, INPUTS, tokens=TOKENS, days=1, hardware="h100")
     assert found.size == devices and found.plan.mesh.num_devices == devices
-    assert all(size % 8 == 0 and size in (8, 16, 24, 32, 48, 64) for size, _ in plans.asked), "40 and 56 do not suit 12"
+    assert all(size % 8 == 0 and size in (8, 16, 24, 32, 48, 64) for size, _ in plans.requested), (
+        "40 and 56 do not suit 12"
+    )
     assert f"{devices} devices: 192.00 M tokens in 1 days, 1,000,000 steps of at most 86.40 ms" in str(found)
     assert str(found).count(" yes ") == sum(each.is_enough for each in found.attempts)
 
@@ -63,14 +65,14 @@ def test_where_more_devices_do_not_help_the_search_ends(monkeypatch: pytest.Monk
     plans = Plans(monkeypatch, 50.0, least=2.0)
     with pytest.raises(InfeasibleError, match=r"a step takes 2.00 s on 64 devices, 2.00 s on half of them, and has to"):
         sizing.least_devices(MODEL, INPUTS, tokens=TOKENS * 1e3, days=1, hardware="h100")
-    assert [size for size, _ in plans.asked] == [16, 32, 64]
+    assert [size for size, _ in plans.requested] == [16, 32, 64]
 
 
 def test_nothing_is_planned_that_computation_alone_makes_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = Plans(monkeypatch, 1e-9)
     slow = built_in("llama-1b", 64, 512, 1)
     sizing.least_devices(*slow, tokens="300B", days=1, hardware="h100")
-    assert plans.asked[0][0] > 8
+    assert plans.requested[0][0] > 8
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,11 @@ def test_inputs_without_tokens_have_no_deadline_and_no_sequence() -> None:
 def test_the_largest_batch_and_sequence_are_those_that_fit_to_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = Plans(monkeypatch, most=100 * 16)
     batch = sizing.largest_batch(MODEL, INPUTS, devices=2, memory="1GB")
-    assert batch.size == 96 and plans.asked[0] == (2, (12, 16)) and (2, (96, 16)) in plans.asked
+    assert batch.size == 96 and plans.requested[0] == (2, (12, 16)) and (2, (96, 16)) in plans.requested
     assert "96 samples: the most that fits on 2 devices within 1GB" in str(batch) and "What came nearest" in str(batch)
     plans.most = 12 * 100
     sequence = sizing.largest_sequence(MODEL, INPUTS, devices=2, memory="1GB")
-    assert sequence.size == 96 and plans.asked[-1][1][0] == 12
+    assert sequence.size == 96 and plans.requested[-1][1][0] == 12
     plans.most = 3
     with pytest.raises(InfeasibleError, match=r"no number of samples is known: .*; tried 12, 6, 3, 1"):
         sizing.largest_batch(MODEL, INPUTS, devices=2, memory="1GB")

@@ -104,8 +104,8 @@ def _line(forward: Callable[..., Tensor], offset: int) -> str:
 def test_what_an_error_names_can_be_assumed(forward: Callable[..., Tensor], lines: list[int], value: str) -> None:
     text, places = _refused(forward), [_line(forward, offset) for offset in lines]
     assert all(f"{place}, in {forward.__name__}: " in text for place in places), text
-    said = re.findall(r'"([\w.]+:\d+(?:=\w+)?)"', text)
-    assert said == ([f"{places[0]}=True", f"{places[0]}=False"] if value else places), text
+    specified = re.findall(r'"([\w.]+:\d+(?:=\w+)?)"', text)
+    assert specified == ([f"{places[0]}=True", f"{places[0]}=False"] if value else places), text
     assumed = [place + value for place in places]
     model = Model(forward)
     assert_as_eager(model, (X,), assume=assumptions_of(assumed))
@@ -169,18 +169,18 @@ def test_the_value_with_which_a_check_passes(code: str, value: bool | None, tmp_
 
 def test_an_assumption_names_a_file_by_the_end_of_its_path() -> None:
     place = Place("/models/detr/model.py", 3, "forward")
-    said = {
+    specified = {
         text: assumptions_of([text])[0].names(place)
         for text in ("model.py:3", "detr/model.py:3", "l.py:3", "model.py:4")
     }
-    assert said == {"model.py:3": True, "detr/model.py:3": True, "l.py:3": False, "model.py:4": False}
+    assert specified == {"model.py:3": True, "detr/model.py:3": True, "l.py:3": False, "model.py:4": False}
     assert assumptions_of(["model.py:3=False"]) == (Assumption("model.py", 3, False),)
 
 
-@pytest.mark.parametrize("said", ["model.py:3", ["model.py"], ["model.py:3=1"], [3], 3])
-def test_what_names_no_branch_is_refused(said: Any) -> None:
+@pytest.mark.parametrize("specified", ["model.py:3", ["model.py"], ["model.py:3=1"], [3], 3])
+def test_what_names_no_branch_is_refused(specified: Any) -> None:
     with pytest.raises(InputError, match=r"assume.*model\.py:12"):
-        autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), capture=autopar.Capture(assume=said))
+        autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), capture=autopar.Capture(assume=specified))
 
 
 def test_a_plan_says_what_was_assumed() -> None:

@@ -137,7 +137,7 @@ def _of_torchao() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "specified"),
     [
         (_of_four_bits, r"^1.weight is a bitsandbytes.nn.modules.Params4bit, .* only; dequantize the model first"),
         (
@@ -150,8 +150,10 @@ def _of_torchao() -> nn.Module:
         ),
     ],
 )
-def test_quantized_weights_and_fused_modules_are_refused_by_name(build: Callable[[], nn.Module], said: str) -> None:
-    with pytest.raises(CaptureError, match=said):
+def test_quantized_weights_and_fused_modules_are_refused_by_name(
+    build: Callable[[], nn.Module], specified: str
+) -> None:
+    with pytest.raises(CaptureError, match=specified):
         autopar.plan(build(), Mesh({"dp": 2}), (torch.randn(4, 8),))
 
 

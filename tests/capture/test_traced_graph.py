@@ -65,16 +65,16 @@ def test_a_value_of_a_call_s_own_is_not_shared() -> None:
     assert first.meta["val"] is third.meta["val"] is not own.meta["val"]
 
 
-def test_autocast_is_asked_once_about_equal_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_is_requested_once_about_equal_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, (a, b) = _draft(a=(4, 4), b=(4, 4))
-    asked = []
+    requested = []
     result = Casts._result
-    monkeypatch.setattr(Casts, "_result", lambda *args, **kwargs: asked.append(args[1]) or result(*args, **kwargs))
+    monkeypatch.setattr(Casts, "_result", lambda *args, **kwargs: requested.append(args[1]) or result(*args, **kwargs))
     casts = Casts(draft, Autocast("cpu", torch.bfloat16))
     for pair in ((a, b), (b, a), (a, a)):
         (left, right), _ = casts.applied(aten.mm.default, pair, {}, "")
         assert {value_of(left).dtype, value_of(right).dtype} == {torch.bfloat16}
-    assert asked == [aten.mm.default]
+    assert requested == [aten.mm.default]
 
 
 class _OneOfTwinsIsWritten(nn.Module):

@@ -27,7 +27,7 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(x))).square().mean()
 
 
-def _said(model: nn.Module, axes: dict[str, int], **options: Any) -> list[str]:
+def _specified(model: nn.Module, axes: dict[str, int], **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         autopar.plan(model, Mesh(axes), X, **by_flag(**options))
@@ -36,16 +36,16 @@ def _said(model: nn.Module, axes: dict[str, int], **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}])
 def test_statistics_of_micro_batches_are_warned_of(axes: dict[str, int]) -> None:
-    (text,) = _said(Normed(), axes, microbatches=4)
+    (text,) = _specified(Normed(), axes, microbatches=4)
     assert text.startswith("train_step splits a batch into 4 micro-batches, and batch_norm in norm takes the mean")
 
 
-def test_nothing_is_said_of_whole_batches_of_frozen_statistics_and_of_other_norms() -> None:
-    assert not _said(Normed(), {"dp": 2})
-    assert not _said(Normed().eval(), {"dp": 2}, microbatches=4)
+def test_nothing_is_stated_of_whole_batches_of_frozen_statistics_and_of_other_norms() -> None:
+    assert not _specified(Normed(), {"dp": 2})
+    assert not _specified(Normed().eval(), {"dp": 2}, microbatches=4)
     model = Normed()
     model.norm = nn.LayerNorm(8)  # type: ignore[assignment]
-    assert not _said(model, {"dp": 2}, microbatches=4)
+    assert not _specified(model, {"dp": 2}, microbatches=4)
 
 
 def _train(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[list[str], Tensor]:
@@ -60,9 +60,9 @@ def _train(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[list[str], Te
 
 @pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_a_compiled_module_says_it_once_and_trains_by_micro_batches(ranks: Ranks, axis: str) -> None:
-    said, other = ranks.run(_train, (axis,), (2,), world_size=2)
+    specified, other = ranks.run(_train, (axis,), (2,), world_size=2)
     torch.manual_seed(0)
     model = Normed()
     expected = sum(model(part).item() for part in X[0].chunk(2)) / 2
-    assert len(said[0]) == 1 and not other[0]
-    assert said[1].item() == pytest.approx(expected, rel=1e-5)
+    assert len(specified[0]) == 1 and not other[0]
+    assert specified[1].item() == pytest.approx(expected, rel=1e-5)

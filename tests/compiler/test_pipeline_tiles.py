@@ -54,8 +54,10 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def _planned(memory: int | None = None, model: type[Classes] = Classes, **options: Any) -> PipelinePlan:
-    said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "memory_conventions": "tensors", **options}
-    plan = autopar.plan(model(), Mesh({"pp": 2, "dp": 2}, hardware="h100"), _batch(0), **by_flag(memory=memory, **said))
+    specified: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "memory_conventions": "tensors", **options}
+    plan = autopar.plan(
+        model(), Mesh({"pp": 2, "dp": 2}, hardware="h100"), _batch(0), **by_flag(memory=memory, **specified)
+    )
     assert isinstance(plan, PipelinePlan)
     return plan
 
@@ -74,8 +76,8 @@ def test_without_a_limit_that_binds_the_loss_stays_in_one_piece() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_limit_that_leaves_nothing_takes_tiles_on_the_last_stage(schedule: str | None) -> None:
     limit = int(0.6 * _planned().peak_bytes)
-    said: dict[str, Any] = {} if schedule else {"schedule": None, "microbatches": None}
-    plan = _planned(limit, **said)
+    specified: dict[str, Any] = {} if schedule else {"schedule": None, "microbatches": None}
+    plan = _planned(limit, **specified)
     assert _takes_tiles(plan)[-1] and not any(_takes_tiles(plan)[:-1])
     assert plan.peak_bytes <= limit
     assert PipelinePlan.from_json(plan.to_json()) == plan
@@ -88,9 +90,9 @@ def test_in_one_piece_nothing_fits_and_says_so() -> None:
 
 
 def test_a_limit_that_costs_time_takes_tiles_where_they_are_faster() -> None:
-    said: dict[str, Any] = {"model": Wide, "split_points": ["layers.1"]}
-    limit = int(0.9 * _planned(**said).peak_bytes)
-    as_it_is, plan = _planned(limit, loss_tiles="none", **said), _planned(limit, **said)
+    specified: dict[str, Any] = {"model": Wide, "split_points": ["layers.1"]}
+    limit = int(0.9 * _planned(**specified).peak_bytes)
+    as_it_is, plan = _planned(limit, loss_tiles="none", **specified), _planned(limit, **specified)
     assert set(as_it_is.stages[1].plan.recompute.values()) != {"none"}
     assert _takes_tiles(plan) == [False, True] and plan.seconds < as_it_is.seconds
     assert plan.peak_bytes <= limit
@@ -100,9 +102,9 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
 def _trained(shape: tuple[int, ...], memory: int | None, saved: str | None) -> tuple[list[bool], Trained]:
-    said: dict[str, Any] = {"memory": memory} if saved is None else {"plan": PipelinePlan.from_json(saved)}
+    specified: dict[str, Any] = {"memory": memory} if saved is None else {"plan": PipelinePlan.from_json(saved)}
     on = mesh(shape, ("pp", "dp")[: len(shape)])
-    module = autopar.compile(Classes(), on, _batch(0), microbatches=4, **by_flag(schedule="1f1b", **said))
+    module = autopar.compile(Classes(), on, _batch(0), microbatches=4, **by_flag(schedule="1f1b", **specified))
     assert isinstance(module, PipelineModule)
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4), []
     for step in range(STEPS):
@@ -132,10 +134,10 @@ def _alone() -> Trained:
 @pytest.mark.parametrize(("shape", "is_saved"), [((2,), False), ((2, 2), False), ((2, 2), True)])
 def test_a_last_stage_in_tiles_trains_as_one_process(ranks: Ranks, shape: tuple[int, ...], is_saved: bool) -> None:
     sizes: dict[str, int] = dict(zip(("pp", "dp"), shape, strict=False))
-    said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
+    specified: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
 
     def plan(memory: int | None) -> PipelinePlan:
-        found = autopar.plan(Classes(), Mesh(sizes, hardware="cpu"), _batch(0), **by_flag(memory=memory, **said))
+        found = autopar.plan(Classes(), Mesh(sizes, hardware="cpu"), _batch(0), **by_flag(memory=memory, **specified))
         assert isinstance(found, PipelinePlan)
         return found
 

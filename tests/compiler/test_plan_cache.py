@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_else_is_asked_for_is_planned(folder: Path, name: str) -> None:
+def test_whatever_else_is_requested_is_planned(folder: Path, name: str) -> None:
     before = len(_files(folder))
     _, solved = _planned(folder, **CHANGES[name])
     assert solved and len(_files(folder)) == before + 1

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.export import capture, skeleton
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.compiler.arguments import defaults, plan_request
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
@@ -28,7 +28,7 @@ from tests.support.ranks import Ranks
 
 def test_every_option_has_its_place_in_the_request() -> None:
     model = autopar.annotate(nn.Linear(2, 2), "*", dp="data")
-    said: dict[str, Any] = {
+    specified: dict[str, Any] = {
         "mode": "manual",
         "strategy": "zero3",
         "memory": Memory("1GB", recompute="full", prefetch=2, offload="auto", host_limit="3GB", conventions="megatron"),
@@ -44,14 +44,16 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "capture": Capture(["model.py:12=True"]),
         "training": True,  # without it most others are refused
     }
-    assert said.keys() == defaults().keys()
-    request, plain = plan_request(model, **said), PlanRequest()
+    assert specified.keys() == defaults().keys()
+    request, plain = plan_request(model, **specified), PlanRequest()
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
     # The implementations are those of a plan that is attached, and tiles are chosen by the search: no options.
     assert alike == ["training", "implementations", "chosen_tiles"]
     for name in ("pipeline", "experts", "capture"):
-        assert getattr(request, name) is said[name]
-    assert request.settings == Settings(said["memory"], said["search"]) and request.memory is said["memory"]
+        assert getattr(request, name) is specified[name]
+    assert (
+        request.settings == Settings(specified["memory"], specified["search"]) and request.memory is specified["memory"]
+    )
     assert request.memory.host_limit_bytes == 3 * 10**9
     assert not plan_request(model, training=False).training
 

@@ -66,7 +66,7 @@ def test_a_search_after_estimates_without_a_plan_says_so() -> None:
         assert notes_of(Stack(12))[1] == (f"{EXACT}no candidate that was estimated has a plan",)
 
 
-def test_a_model_that_is_captured_whole_for_further_batches_is_said() -> None:
+def test_a_model_that_is_captured_whole_for_further_batches_is_stated() -> None:
     plan, notes = notes_of(Stack(12, by_number=True), pipeline="pp")
     (note,) = notes
     assert note.startswith("the whole model was captured for ") and "does not run with fewer layers" in note

@@ -91,10 +91,10 @@ def searches(in_full: bool = False) -> Iterator[list[str]]:
     ended: list[str] = []
 
     def within(*args: Any) -> Answer:
-        *asked, settings = args
+        *requested, settings = args
         cutoff, search = settings.cutoff, cast(Any, best_within)
         try:
-            found = search(*asked, replace(settings, cutoff=math.inf) if in_full else settings)
+            found = search(*requested, replace(settings, cutoff=math.inf) if in_full else settings)
         except CutOffError as error:
             ended.append(CUT_OFF if cutoff else MEMORY_COSTS_TIME)
             assert error.seconds >= cutoff
@@ -175,10 +175,10 @@ def test_where_only_tiles_fit_no_refusal_is_worked_out() -> None:
 
 
 def test_where_the_time_is_over_no_model_in_tiles_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, asked, made = int(0.95 * planned().peak_bytes), plan_cache.plan_as_memory_asks, []
+    limit, requested, made = int(0.95 * planned().peak_bytes), plan_cache.plan_as_memory_asks, []
 
     def noted(request: Any, space: Any, spaces: Any, storage: Any) -> Plan:
-        return asked(request, space, lambda wanted: made.append(wanted) or spaces(wanted), storage)
+        return requested(request, space, lambda wanted: made.append(wanted) or spaces(wanted), storage)
 
     def late(*given: Any) -> Answer:
         raise TimeLimitError("the time limit passed")
@@ -209,7 +209,7 @@ def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [returning_logits, smoothed])
-def test_nothing_is_said_of_losses_that_cannot_be_taken_so(loss: Any) -> None:
+def test_nothing_is_stated_of_losses_that_cannot_be_taken_so(loss: Any) -> None:
     model = Reader(CLASSES, SIZE, loss=loss)
     limit = int(0.3 * planned(model).peak_bytes)
     with warnings.catch_warnings():
@@ -220,9 +220,9 @@ def test_nothing_is_said_of_losses_that_cannot_be_taken_so(loss: Any) -> None:
 
 def test_where_tiles_do_not_fit_either_the_refusal_is_that_of_the_model_as_it_is() -> None:
     texts = []
-    for asked in ("auto", "none"):
+    for requested in ("auto", "none"):
         with pytest.raises(InfeasibleError) as caught:
-            planned(memory=1000, loss_tiles=asked)
+            planned(memory=1000, loss_tiles=requested)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
 
@@ -278,7 +278,7 @@ def planned_mlps(**options: Any) -> Plan:
     return autopar.plan(Gated(16, 512), autopar.Mesh({"dp": 2}), {"x": x}, **by_flag(**options))
 
 
-def test_mlps_are_taken_in_tiles_where_the_limit_leaves_no_other_plan_and_that_is_asked_for() -> None:
+def test_mlps_are_taken_in_tiles_where_the_limit_leaves_no_other_plan_and_that_is_requested() -> None:
     free = planned_mlps(mlp_tiles="auto")
     assert MLP not in free.choices
     assert planned_mlps(memory=free.peak_bytes, mlp_tiles="auto").choices == free.choices

@@ -72,7 +72,7 @@ def test_an_error_in_a_stage_comes_through(monkeypatch: pytest.MonkeyPatch) -> N
         raise ValueError("inside")
 
 
-def test_work_without_an_end_shows_what_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_without_an_end_shows_what_is_stated_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch)
     monkeypatch.setattr(shown, "DELAY_SECONDS", 1e-9)
     monkeypatch.setattr(shown, "MIN_INTERVAL_SECONDS", 0.0)

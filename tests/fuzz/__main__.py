@@ -33,13 +33,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seconds", type=float, default=120.0, help="that a case may take")
     parser.add_argument("--shrink", type=int, default=5, help="of how many causes the first case is made smaller")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     logging.disable(logging.WARNING)
 
     start, counts = time.monotonic(), Counter()
     causes: defaultdict[str, list[tuple[int, Outcome]]] = defaultdict(list)
     refusals: Counter[str] = Counter()
-    for seed, outcome in run_campaign(range(asked.seed, asked.seed + asked.cases), asked.jobs, asked.seconds):
+    for seed, outcome in run_campaign(
+        range(requested.seed, requested.seed + requested.cases), requested.jobs, requested.seconds
+    ):
         counts[outcome.kind] += 1
         if outcome.is_bad:
             causes[outcome.cause].append((seed, outcome))
@@ -55,14 +57,14 @@ def main() -> int:
     rows = [(kind, counts[kind], f"{counts[kind] / total:.1%}", MEANING[kind]) for kind in (*GOOD, *BAD)]
     print(tabulate.tabulate(rows, ("outcome", "cases", "share", "")))
     print(f"refused by {', '.join(f'{name} {count}' for name, count in refusals.most_common()) or 'none'}")
-    print(f"seeds {asked.seed} to {asked.seed + asked.cases - 1} in {time.monotonic() - start:.0f} s")
+    print(f"seeds {requested.seed} to {requested.seed + requested.cases - 1} in {time.monotonic() - start:.0f} s")
     for number, (cause, found) in enumerate(sorted(causes.items(), key=lambda each: -len(each[1]))):
         print(f"\n{cause}: {len(found)} cases, seeds {', '.join(str(seed) for seed, _ in found[:8])}")
         seed, outcome = found[0]
         print("\n".join(outcome.details.splitlines()[-6:]))
-        if number < asked.shrink and outcome.kind != "hang":
-            small = shrink(draw_case(seed), lambda case, kind=outcome.kind: judge(case, asked.seconds).kind == kind)
-            print(f"{judge(small, asked.seconds).text}\n{small!r}")
+        if number < requested.shrink and outcome.kind != "hang":
+            small = shrink(draw_case(seed), lambda case, kind=outcome.kind: judge(case, requested.seconds).kind == kind)
+            print(f"{judge(small, requested.seconds).text}\n{small!r}")
     return int(bool(causes))
 
 

@@ -115,6 +115,6 @@ def _annotation(chance: random.Random, program: Program, mesh: tuple[int, ...]) 
         ["*", "*", "layers.0", "layers.0*", chance.choice(OPERATIONS), *map("*.{}".format, program.parameters)]
     )
     if chance.random() < 0.3:
-        said: dict[str, Any] = {"storage": tuple(chance.sample(axes, chance.randint(1, len(axes))))}
-        return pattern, said | ({"regather": chance.random() < 0.5} if chance.random() < 0.4 else {})
+        specified: dict[str, Any] = {"storage": tuple(chance.sample(axes, chance.randint(1, len(axes))))}
+        return pattern, specified | ({"regather": chance.random() < 0.5} if chance.random() < 0.4 else {})
     return pattern, {axis: chance.choice(ROLES) for axis in chance.sample(axes, chance.randint(1, len(axes)))}

@@ -220,7 +220,7 @@ def judge_sample(sample: Sample, chance: random.Random | None = None, seconds: f
 def _at_random(space: Space, chance: random.Random) -> Pins:
     pins = {}
     for number, decision in enumerate(space.decisions):
-        strategies = decision.menu.strategies
+        strategies = decision.candidates.strategies
         splitting = [i for i, s in enumerate(strategies) if any(p.is_split for layout in s.outputs for p in layout)]
         pins[number] = np.zeros(len(strategies), dtype=bool)
         pins[number][chance.choice(splitting or range(len(strategies)))] = True

@@ -22,8 +22,8 @@ def judge(case: Case, seconds: float = 120.0) -> Outcome:
 
     def on_ranks() -> Training:
         model = case.program.build()
-        for pattern, said in case.annotations:
-            autopar.annotate(model, pattern, **said)
+        for pattern, specified in case.annotations:
+            autopar.annotate(model, pattern, **specified)
         mesh = dict(zip(case.axes, case.mesh, strict=True))
         options = {"time_limit": PLANNING_SECONDS, **case.options}
         return train_on_ranks(model, steps, mesh, options, lambda space, pins: _forced(case, space, pins))
@@ -36,7 +36,7 @@ def _forced(case: Case, space: Space, pins: Pins) -> Pins:
     forced = dict(pins)
     for number, decision in enumerate(space.decisions):
         chance = random.Random(f"{case.seed} {decision.name}")
-        allowed = pins[number] if number in pins else np.ones(len(decision.menu.strategies), dtype=bool)
+        allowed = pins[number] if number in pins else np.ones(len(decision.candidates.strategies), dtype=bool)
         if chance.random() < case.forced:
             forced[number] = np.zeros(len(allowed), dtype=bool)
             forced[number][chance.choice(np.flatnonzero(allowed).tolist())] = True

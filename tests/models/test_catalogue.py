@@ -72,7 +72,7 @@ def test_every_name_gives_a_loss_of_the_inputs_made_for_it(name: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["mixtral-dense", "t5-large", "vit-h"])
-def test_the_layers_asked_for_are_captured(name: str) -> None:
+def test_the_layers_requested_are_captured(name: str) -> None:
     shallow, deep = (
         capture(model, inputs, {}) for model, inputs in (built_in(name, 2, 16, num_layers=n) for n in (1, 2))
     )

@@ -143,17 +143,17 @@ def test_clipping_and_scaling_find_gradients_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_beside_the_backward_are_those_behind_it(dtype: torch.dtype) -> None:
+def test_steps_next_to_the_backward_are_those_behind_it(dtype: torch.dtype) -> None:
     ours, theirs = _model(dtype), _model(dtype)
-    said: dict[str, Any] = {**SETTINGS, "master_copies": True, "gradients": "host"}
-    optimizer = OffloadedAdamW(_groups(ours), **said)
+    specified: dict[str, Any] = {**SETTINGS, "master_copies": True, "gradients": "host"}
+    optimizer = OffloadedAdamW(_groups(ours), **specified)
     handles = optimizer.step_in_backward()
     before = ours.head.weight.detach().clone()
     ours(_batch(0, dtype)).backward()
     assert not torch.equal(before, ours.head.weight) and optimizer.state[ours.head.weight]["step"] == 1
     optimizer.step()  # which has nothing left to do
     found = _train(ours, optimizer, range(1, STEPS))
-    other = OffloadedAdamW(_groups(theirs), **said)
+    other = OffloadedAdamW(_groups(theirs), **specified)
     torch.testing.assert_close(found, _train(theirs, other), rtol=0, atol=0)
     for handle in handles:
         handle.remove()
@@ -177,7 +177,7 @@ def test_the_host_steps_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPat
     assert waited == [True]
 
 
-def test_what_fails_beside_the_backward_fails_it_and_the_next_goes_on() -> None:
+def test_what_fails_next_to_the_backward_fails_it_and_the_next_goes_on() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4)[:, :2])
     other = nn.Parameter(torch.ones(2))
     optimizer = OffloadedAdamW([parameter, other], gradients="host")
@@ -202,7 +202,7 @@ def test_a_backward_that_fails_leaves_the_next_one_to_wait_for_its_steps() -> No
         assert optimizer.state[early]["step"] == count and optimizer.state[late]["step"] >= count
 
 
-def test_steps_beside_the_backward_need_gradients_on_the_host() -> None:
+def test_steps_next_to_the_backward_need_gradients_on_the_host() -> None:
     with pytest.raises(InputError, match=r'step_in_backward .* wait on the device; make it with gradients="host"'):
         OffloadedAdamW(_model().parameters()).step_in_backward()
 

@@ -149,14 +149,14 @@ def _measured(strategy: str, gradients: Any) -> tuple[int, int]:
     """Bytes on the device at the highest moment of the second step, and those of the plan."""
     model, inputs = named("tiny-llama", 8, 64)
     assert isinstance(inputs, tuple)
-    asked = autopar.Optimizer(gradients=gradients)
+    requested = autopar.Optimizer(gradients=gradients)
     compiled = autopar.compile(
         model,
         mesh((2,), ("dp",)),
         inputs,
         strategy=strategy,
         memory=autopar.Memory(offload="optimizer"),
-        optimizer=asked,
+        optimizer=requested,
     )
     compiled.to_empty(device="cpu")
     for each in (*compiled.parameters(), *compiled.buffers()):

@@ -34,15 +34,15 @@ def squares(device: str = "cpu") -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, False, device) for _ in range(4)))
 
 
-def asked(kind: str, **options: Any) -> dict[str, Any]:
+def requested(kind: str, **options: Any) -> dict[str, Any]:
     rank = {"rank": RANK} if kind == "galore" else {}
     return {"optimizer": autopar.Optimizer(kind, **rank, **options), "strategy": "data_parallel", "outputs": "full"}
 
 
 def planned(kind: str, memory: int | None = None, in_backward: bool = False) -> Plan:
     on, inputs = autopar.Mesh({"dp": 2}, hardware="h100"), (torch.zeros(SAMPLES, WIDTH),)
-    said = {**asked(kind, in_backward=in_backward), "memory": memory, "memory_conventions": "tensors"}
-    found = autopar.plan(squares("meta"), on, inputs, **by_flag(**said))
+    specified = {**requested(kind, in_backward=in_backward), "memory": memory, "memory_conventions": "tensors"}
+    found = autopar.plan(squares("meta"), on, inputs, **by_flag(**specified))
     assert isinstance(found, Plan)
     return found
 
@@ -100,7 +100,9 @@ def measured(kind: str, strategy: str, in_backward: bool) -> tuple[int, int]:
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(
         *(squares(), mesh((2,), ("dp",)), (x,)),
-        **by_flag(**dict[str, Any]({"hardware": "h100", **asked(kind, in_backward=in_backward), "strategy": strategy})),
+        **by_flag(
+            **dict[str, Any]({"hardware": "h100", **requested(kind, in_backward=in_backward), "strategy": strategy})
+        ),
     )
     named = list(model.named_parameters())
     optimizer = Muon(named) if kind == "muon" else GaLoreAdamW(named, rank=RANK, update_proj_gap=1)

@@ -24,7 +24,7 @@ from autopar.planning.formulation import Formulation
 from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings, context_of
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from autopar.views.report.html import page
 from tests.support.options import by_flag
 from tests.support.towers import tower
@@ -38,8 +38,8 @@ DOWN, UP = "device to host", "host to device"
 def _planned(mesh: dict[str, int] | None = None, depth: int = 6, **options: Any) -> Plan:
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
     inputs = (torch.zeros(4096, 64),)
-    asked: dict[str, Any] = {"optimizer": "sgd", "hardware": "h100", "memory_conventions": "tensors", **options}
-    return autopar.plan(tower(depth, 64, "meta"), on, inputs, **by_flag(**asked))
+    requested: dict[str, Any] = {"optimizer": "sgd", "hardware": "h100", "memory_conventions": "tensors", **options}
+    return autopar.plan(tower(depth, 64, "meta"), on, inputs, **by_flag(**requested))
 
 
 @functools.cache
@@ -86,10 +86,10 @@ def test_the_cheapest_is_taken_of_itself() -> None:
 
 def test_where_nothing_is_computed_again_a_slow_link_is_better_than_no_plan() -> None:
     limit = int(0.6 * _peak())
-    said: dict[str, Any] = {"strategy": "zero3", "memory": limit, "recompute": "none", "hardware": SLOW_LINK}
+    specified: dict[str, Any] = {"strategy": "zero3", "memory": limit, "recompute": "none", "hardware": SLOW_LINK}
     with pytest.raises(InfeasibleError):
-        _planned(**said)
-    found = _planned(**said, offload="activations")
+        _planned(**specified)
+    found = _planned(**specified, offload="activations")
     assert set(found.recompute.values()) == {"none", OFFLOAD} and found.peak_bytes <= limit
 
 
@@ -99,18 +99,18 @@ def test_where_nothing_is_computed_again_a_slow_link_is_better_than_no_plan() ->
 def test_the_modes_are_the_best_of_all_combinations(hardware: str, share: float) -> None:
     free = context_of(_planned(depth=3, strategy="zero3", hardware=hardware))
     pins = {
-        number: np.arange(len(decision.menu.strategies)) == choice
+        number: np.arange(len(decision.candidates.strategies)) == choice
         for number, (decision, choice) in enumerate(zip(free.space.decisions, free.choices, strict=True))
     }
     kept, _ = make_plan(free.space, pins, Settings(Memory(prefetch=0)))
     limit = int(share * kept.peak_bytes)
-    plan, choices = make_plan(free.space, pins, Settings(Memory(limit, prefetch=0), activations="may leave"))
+    plan, choices = make_plan(free.space, pins, Settings(Memory(limit, prefetch=0), activations="may_offload"))
     memory = context_of(plan).memory_model
     costs = {}
     for combination in itertools.product(MODES, repeat=len(memory.lifetimes.segments)):
         modes = dict(zip(memory.lifetimes.segments, combination, strict=True))
         if memory_use(memory, choices, modes)[0] <= limit:
-            costs[combination] = parts_of(memory, choices, modes).seconds
+            costs[combination] = step_seconds_of(memory, choices, modes).seconds
     assert plan.seconds == pytest.approx(min(costs.values()), rel=1e-9)
     assert costs[tuple(plan.recompute.values())] == pytest.approx(plan.seconds, rel=1e-9)
     assert len(costs) < len(MODES) ** 3 and any(OFFLOAD in each for each in costs)
@@ -126,7 +126,7 @@ def test_sum_formula_and_rows_agree(mesh: dict[str, int], hardware: Any) -> None
     assert again.memory["memory"] == plan.peak_bytes
 
 
-def test_the_timeline_has_the_copies_beside_what_computes() -> None:
+def test_the_timeline_has_the_copies_next_to_what_computes() -> None:
     keeps = _planned(strategy="zero3", hardware=FAST_LINK).timeline()
     fast = _planned(strategy="zero3", offload="activations", hardware=FAST_LINK).timeline()
     assert fast.seconds == pytest.approx(keeps.seconds, rel=1e-3)
@@ -161,7 +161,7 @@ def test_what_is_sent_has_left_before_the_layer_after_the_next() -> None:
 
 def test_on_a_host_that_is_the_device_copies_are_computed() -> None:
     keeps, away = (_planned(strategy="zero3", offload=each, hardware="cpu") for each in ("none", "activations"))
-    assert not any(each.task.beside for each in away.timeline().events)
+    assert not any(each.task.overlapped for each in away.timeline().events)
     link = load("cpu").host_link_bytes_per_s
     assert away.seconds - keeps.seconds == pytest.approx(2 * away.host_bytes / link, rel=1e-6)
     assert away.timeline().seconds - keeps.timeline().seconds == pytest.approx(2 * away.host_bytes / link, rel=1e-6)
@@ -192,42 +192,42 @@ def test_both_are_on_the_host() -> None:
 
 
 def test_host_memory_is_that_of_all_devices_of_a_host() -> None:
-    said: dict[str, Any] = {"strategy": "zero3", "offload": "activations"}
-    needed = 2 * _planned(**said).host_bytes
-    assert _planned(**said, host_memory=needed).host_bytes == needed // 2
+    specified: dict[str, Any] = {"strategy": "zero3", "offload": "activations"}
+    needed = 2 * _planned(**specified).host_bytes
+    assert _planned(**specified, host_memory=needed).host_bytes == needed // 2
     with pytest.raises(InfeasibleError, match=rf"takes .* per device, and .* \({needed} bytes\) for the 2 that share"):
-        _planned(**said, host_memory=needed // 7)  # what one of six layers keeps is more
+        _planned(**specified, host_memory=needed // 7)  # what one of six layers keeps is more
     limit = int(0.75 * _peak())
     free: dict[str, Any] = {"strategy": "zero3", "memory": limit, "hardware": FAST_LINK, "optimizer": "adamw"}
     assert _planned(**free, offload="auto", host_memory=1).offload == "none"
 
 
 def test_fewer_layers_leave_where_a_host_has_no_room_for_all() -> None:
-    said: dict[str, Any] = {"strategy": "zero3", "offload": "activations"}
-    everything = _planned(**said)
+    specified: dict[str, Any] = {"strategy": "zero3", "offload": "activations"}
+    everything = _planned(**specified)
     room = everything.host_bytes  # of two devices: half of it for each
-    found = _planned(**said, host_memory=room)
+    found = _planned(**specified, host_memory=room)
     assert list(found.recompute.values()) == [OFFLOAD] * 3 + ["none"] * 3
     assert 0.9 * room < 2 * found.host_bytes <= room and found.verify().ok
     (*_, note) = [each for each in found.notes if "the host has room" in each]
     assert note == "the host has room for what 3 layers save, the first ones"
     assert everything.peak_bytes < found.peak_bytes < _peak()
     small = replace(load("h100"), host_memory_bytes=room)
-    assert _planned(**said, hardware=small).recompute == found.recompute
+    assert _planned(**specified, hardware=small).recompute == found.recompute
 
 
 @pytest.mark.slow
-def test_a_limit_of_both_memories_is_met_by_computing_again() -> None:
+def test_a_limit_of_both_memories_is_visited_by_computing_again() -> None:
     limit = int(0.6 * _peak())
-    said: dict[str, Any] = {"strategy": "zero3", "memory": limit, "offload": "activations", "hardware": FAST_LINK}
-    free = _planned(**said)
+    specified: dict[str, Any] = {"strategy": "zero3", "memory": limit, "offload": "activations", "hardware": FAST_LINK}
+    free = _planned(**specified)
     host = free.host_bytes  # of two devices: half of what the plan would have there
-    found = _planned(**said, host_memory=host)
+    found = _planned(**specified, host_memory=host)
     assert 0 < 2 * found.host_bytes <= host and found.peak_bytes <= limit and found.seconds > free.seconds
     assert {"selective", "full"} & set(found.recompute.values()) and found.verify().ok
-    assert _planned(**said, host_memory=1).offload == "none"
+    assert _planned(**specified, host_memory=1).offload == "none"
     with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With more on the host: .* host_limit=…. is"):
-        _planned(**said, recompute="none", host_memory=host)
+        _planned(**specified, recompute="none", host_memory=host)
 
 
 def test_layers_alone_leave_what_they_alone_use() -> None:
@@ -247,11 +247,11 @@ def test_a_profile_without_its_host_plans_nothing_for_it() -> None:
 
 
 def test_the_command_line_offloads_activations(capsys: pytest.CaptureFixture[str]) -> None:
-    said = ["plan", "tiny-llama", "--mesh", "dp=2", "--offload", "activations"]
-    assert main([*said]) == 0
+    specified = ["plan", "tiny-llama", "--mesh", "dp=2", "--offload", "activations"]
+    assert main([*specified]) == 0
     told = capsys.readouterr().out
     assert "saved on the host for the backward: decoder.model.layers.0-1" in told
-    assert main([*said, "--host-memory", "1kB"]) != 0
+    assert main([*specified, "--host-memory", "1kB"]) != 0
     assert "raise --host-memory" in capsys.readouterr().err
 
 
@@ -266,7 +266,7 @@ def test_the_problem_is_in_seconds_and_bytes_what_is_told_of_its_choices(mesh: t
     for _ in range(3):
         modes = {name: MODES[rng.integers(len(MODES))] for name in memory.lifetimes.segments}
         taken = bytes_by_moment(memory, context.choices, modes)
-        told = parts_of(memory, context.choices, modes).seconds
+        told = step_seconds_of(memory, context.choices, modes).seconds
         for moment in rng.choice(np.flatnonzero(taken), 8).tolist():
             problem = Formulation(context.space, memory).problem(
                 {}, MemoryRow(((moment, 1),)), None, dict.fromkeys(modes, "")

@@ -56,7 +56,7 @@ class RandomModel(nn.Module):
 
 def _combinations(space: Space, pins: dict[int, np.ndarray]) -> list[tuple[int, ...]]:
     allowed = [
-        np.flatnonzero(pins.get(number, np.ones(len(decision.menu.strategies), dtype=bool))).tolist()
+        np.flatnonzero(pins.get(number, np.ones(len(decision.candidates.strategies), dtype=bool))).tolist()
         for number, decision in enumerate(space.decisions)
     ]
     assume(math.prod(map(len, allowed)) <= MOST)
@@ -68,9 +68,9 @@ def _seconds(space: Space, combinations: list[tuple[int, ...]]) -> dict[tuple[in
     columns = np.array(combinations).T
     total = np.zeros(len(combinations))
     for each, column in zip(space.decisions, columns, strict=True):
-        total = total + each.menu.seconds[column]
-    for wire in space.wires:
-        total = total + space.reshard_seconds(wire)[columns[wire.source], columns[wire.target]]
+        total = total + each.candidates.seconds[column]
+    for edge in space.edges:
+        total = total + space.reshard_seconds(edge)[columns[edge.source], columns[edge.target]]
     return dict(zip(combinations, total.tolist(), strict=True))
 
 
@@ -90,7 +90,7 @@ def test_a_plan_is_the_best_of_all_combinations(
     space = space_of(RandomModel(operations, width), (torch.ones(batch, width),), hardware)
     rng = np.random.default_rng(seed)
     pins = {
-        number: rng.random(len(decision.menu.strategies)) < 0.7
+        number: rng.random(len(decision.candidates.strategies)) < 0.7
         for number, decision in enumerate(space.decisions)
         if rng.random() < 0.3
     }

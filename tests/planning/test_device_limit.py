@@ -25,7 +25,7 @@ from tests.support.options import by_flag
 INPUTS = (torch.zeros(64, 64),)
 MESH = {"dp": 2, "tp": 2}
 GPU = MemoryConventions(1.25, 10_000, 2_000, 4_000)
-BESIDE = Reserved(1.25, 10_000, 6_000, 4_000)
+RESERVED = Reserved(1.25, 10_000, 6_000, 4_000)
 
 
 class Layers(nn.Module):
@@ -41,16 +41,16 @@ class Layers(nn.Module):
 
 def _planned(mesh: Any = MESH, **options: Any) -> Any:
     on: Any = mesh if isinstance(mesh, str) else autopar.Mesh(mesh)
-    asked: dict[str, Any] = {"memory_conventions": GPU, **options}
-    return autopar.plan(Layers(), on, INPUTS, **by_flag(**asked))
+    requested: dict[str, Any] = {"memory_conventions": GPU, **options}
+    return autopar.plan(Layers(), on, INPUTS, **by_flag(**requested))
 
 
 def test_a_limit_on_the_device_is_the_one_on_tensors_that_it_leaves() -> None:
     free = _planned()
-    assert free.reserved == BESIDE and free.reserved_bytes == BESIDE.on_device(free.peak_bytes) > free.peak_bytes
+    assert free.reserved == RESERVED and free.reserved_bytes == RESERVED.on_device(free.peak_bytes) > free.peak_bytes
     limit = int(0.8 * free.reserved_bytes)
     found = _planned(memory=limit)
-    alone = _planned(memory=BESIDE.tensors_within(limit), memory_conventions="tensors")
+    alone = _planned(memory=RESERVED.tensors_within(limit), memory_conventions="tensors")
     assert found.choices == alone.choices and found.recompute == alone.recompute != free.recompute
     assert found.memory_limit == limit >= found.reserved_bytes and alone.reserved == NOTHING
     assert found.verify().ok and found.attach(Layers(), INPUTS).verify().ok
@@ -67,8 +67,8 @@ def test_a_plan_over_the_limit_on_the_device_is_refused_though_its_tensors_are_w
 
 @pytest.mark.parametrize("mesh", [MESH, {"pp": 2, "tp": 2}], ids=["whole", "pipeline"])
 def test_tables_and_files_say_both_numbers_and_the_parts(mesh: dict[str, int]) -> None:
-    said: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b"} if "pp" in mesh else {}
-    plan = _planned(mesh, **said)
+    specified: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b"} if "pp" in mesh else {}
+    plan = _planned(mesh, **specified)
     words = " ".join(str(plan).split())
     assert re.search(r"memory \S+ \wB \(\S+ \wB of tensors\) per device", words)
     parts = "CUDA context 10.00 kB, NCCL buffers 6.00 kB, cuBLAS workspaces 4.00 kB"
@@ -78,21 +78,21 @@ def test_tables_and_files_say_both_numbers_and_the_parts(mesh: dict[str, int]) -
         "bytes": plan.reserved_bytes, "allocator_factor": 1.25, "context_bytes": 10_000, "communicator_bytes": 6_000,
         "workspace_bytes": 4_000,
     }  # fmt: skip
-    assert type(plan).from_json(plan.to_json()).reserved == BESIDE
+    assert type(plan).from_json(plan.to_json()).reserved == RESERVED
     if isinstance(plan, Plan):
         assert all(name in page(plan) for name in ("allocator", "CUDA context", "NCCL buffers", "cuBLAS workspaces"))
 
 
-def test_nothing_besides_tensors_is_said_of_a_host() -> None:
+def test_nothing_besides_tensors_is_stated_of_a_host() -> None:
     plan = autopar.plan(Layers(), autopar.Mesh(MESH), INPUTS)
     assert plan.reserved == NOTHING and plan.reserved_bytes == plan.peak_bytes
     assert "tensors" not in str(plan)
 
 
 def test_stages_share_what_tensors_may_take_of_a_device() -> None:
-    said: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b"}
-    limit = int(0.95 * _planned({"pp": 2}, **said).reserved_bytes)
-    found = _planned({"pp": 2}, memory=limit, **said)
+    specified: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b"}
+    limit = int(0.95 * _planned({"pp": 2}, **specified).reserved_bytes)
+    found = _planned({"pp": 2}, memory=limit, **specified)
     assert isinstance(found, PipelinePlan) and found.memory_limit == limit
     assert found.reserved == Reserved(1.25, 10_000, 2_000, 4_000)
     assert all(found.reserved.on_device(found.rank_bytes(rank)) <= limit for rank in range(2))
@@ -129,9 +129,9 @@ def test_explanations_say_both_numbers() -> None:
 
 @pytest.mark.parametrize("mesh", [MESH, "auto"], ids=str)
 def test_a_limit_below_what_is_no_tensor_is_refused(mesh: Any) -> None:
-    said = {"devices": 4} if mesh == "auto" else {}
+    specified = {"devices": 4} if mesh == "auto" else {}
     with pytest.raises(InfeasibleError, match=r"are no tensors: CUDA context 10\.00 kB"):
-        _planned(mesh, memory=12_000, **said)
+        _planned(mesh, memory=12_000, **specified)
 
 
 def test_one_device_has_no_communicators_and_counts_the_rest() -> None:

@@ -53,8 +53,8 @@ def test_a_plan_says_its_capacity_and_is_none_of_a_model_with_another() -> None:
     plan = autopar.plan(
         WithExperts(), MESH, INPUTS, experts=autopar.Experts(capacity_factor=1.25)
     )  # of 4 positions, 2 of 4 experts each
-    said = "each of 4 experts takes at most 3 of the 8 rows of each sample (capacity_factor=1.25)"
-    assert any(note.startswith(said) for note in plan.notes) and said in " ".join(str(plan).split())
+    specified = "each of 4 experts takes at most 3 of the 8 rows of each sample (capacity_factor=1.25)"
+    assert any(note.startswith(specified) for note in plan.notes) and specified in " ".join(str(plan).split())
     assert plan.attach(WithExperts(), INPUTS, experts=autopar.Experts(capacity_factor=1.25)).verify().ok
     for other, here in ((None, "absent here"), (1.5, r"\(capacity_factor=1.5\) .* here")):
         with pytest.raises(PlanError, match=rf"within_capacity \(capacity_factor=1.25\) .* in the plan and .*{here}"):

@@ -82,7 +82,7 @@ def test_grouped_products_take_as_many_times_as_long_as_there_are_rows(imbalance
 
 def _pinned_to(space: Space, made: tuple[int, ...]) -> dict[int, np.ndarray]:
     return {
-        number: np.arange(len(decision.menu.strategies)) == choice
+        number: np.arange(len(decision.candidates.strategies)) == choice
         for number, (decision, choice) in enumerate(zip(space.decisions, made, strict=True))
     }
 
@@ -153,17 +153,17 @@ def _all_choices(hardware: Hardware) -> tuple[Space, np.ndarray]:
     """All choices, in rows, that move nothing that cannot be moved."""
     space = _uneven(space_of(OneProduct(), (torch.ones(4, 8),), hardware, ep=2), 1.5)
     tried = np.zeros((1, len(space.decisions)), dtype=int)
-    ends = [{wire.source, wire.target} for wire in space.wires]
+    ends = [{edge.source, edge.target} for edge in space.edges]
     left = set(range(len(space.decisions)))
     while left:  # next what is tied most to what is chosen: fewer choices are left at once
         number = max(left, key=lambda number: sum(number in each and not each & (left - {number}) for each in ends))
         left.remove(number)
-        count = len(space.decisions[number].menu.strategies)
+        count = len(space.decisions[number].candidates.strategies)
         tried = np.repeat(tried, count, axis=0)
         tried[:, number] = np.tile(np.arange(count), len(tried) // count)
-        for wire in space.wires:
-            if number in (wire.source, wire.target) and not {wire.source, wire.target} & left:
-                tried = tried[np.isfinite(space.reshard_seconds(wire)[tried[:, wire.source], tried[:, wire.target]])]
+        for edge in space.edges:
+            if number in (edge.source, edge.target) and not {edge.source, edge.target} & left:
+                tried = tried[np.isfinite(space.reshard_seconds(edge)[tried[:, edge.source], tried[:, edge.target]])]
     return space, tried
 
 
@@ -171,10 +171,10 @@ def _seconds(space: Space, tried: np.ndarray) -> np.ndarray:
     """Return the seconds of each row of choices: every operation, and every move between two of them."""
     total = np.zeros(len(tried))
     for number, decision in enumerate(space.decisions):
-        total += decision.menu.seconds[tried[:, number]] * _shares(space, number, tried)
-    for wire in space.wires:
-        moving = space.reshard_seconds(wire)[tried[:, wire.source], tried[:, wire.target]]
-        total += moving * _shares(space, wire.target if wire.tensor.ragged else 0, tried)
+        total += decision.candidates.seconds[tried[:, number]] * _shares(space, number, tried)
+    for edge in space.edges:
+        moving = space.reshard_seconds(edge)[tried[:, edge.source], tried[:, edge.target]]
+        total += moving * _shares(space, edge.target if edge.tensor.ragged else 0, tried)
     return total
 
 
@@ -192,7 +192,9 @@ def _shares(space: Space, number: int, tried: np.ndarray) -> np.ndarray:
 def _divided_by_expert(space: Space) -> tuple[int, np.ndarray]:
     """The dispatch of a block, and which of its strategies divide experts."""
     (dispatch,) = (n for n, d in enumerate(space.decisions) if d.kind == "call" and d.node.target is DISPATCH)
-    return dispatch, np.array(["x" in strategy.choices[0] for strategy in space.decisions[dispatch].menu.strategies])
+    return dispatch, np.array(
+        ["x" in strategy.choices[0] for strategy in space.decisions[dispatch].candidates.strategies]
+    )
 
 
 def test_where_rows_are_uneven_enough_tokens_are_divided_and_experts_are_not() -> None:
@@ -204,7 +206,7 @@ def test_where_rows_are_uneven_enough_tokens_are_divided_and_experts_are_not() -
     assert made == {1.0: "a0+x", 2.0: "a0"}
 
 
-def test_what_a_limit_survives_is_said() -> None:
+def test_what_a_limit_survives_is_stated() -> None:
     space = _space((2,), Form(), SLOW_LINKS)
     free, made = _planned(space, "t+x")
     most = memory_use(MemoryModel(_uneven(space, 2.0)), made, {})[0]
@@ -221,13 +223,13 @@ def test_what_a_limit_survives_is_said() -> None:
     assert "the memory limit holds for any routing." in _planned(space, "t+x", memory=Memory(most))[0].notes
 
 
-def test_a_plan_says_what_is_expected_of_balanced_routing_and_of_what_was_asked_for() -> None:
+def test_a_plan_says_what_is_expected_of_balanced_routing_and_of_what_was_requested() -> None:
     balanced, made = _planned(_space(), "t+x")
     plan = make_plan(_uneven(_space(), 1.5), _pinned_to(_space(), made))[0]
     (note,) = plan.notes
     assert BALANCED in balanced.notes and plan.imbalance == 1.5
-    for said in (balanced, plan):
-        assert f"{format_seconds(said.seconds)} and {format_bytes(said.peak_bytes)} where" in note
+    for specified in (balanced, plan):
+        assert f"{format_seconds(specified.seconds)} and {format_bytes(specified.peak_bytes)} where" in note
     assert "the busiest has 1.5 times its share, which is planned for." in note
     assert plan.seconds > balanced.seconds and plan.peak_bytes > balanced.peak_bytes
 
@@ -240,7 +242,7 @@ def test_formulas_say_what_uneven_rows_cost_on_this_mesh_and_on_others(names: tu
     assert again.seconds == pytest.approx(plan.seconds, rel=1e-9) and again.memory["memory"] == plan.peak_bytes
     wider = _uneven(_space((4, 2), EIGHT), 3.0)
     same = [
-        [str(strategy) for strategy in there.menu.strategies].index(str(here.menu.strategies[choice]))
+        [str(strategy) for strategy in there.candidates.strategies].index(str(here.candidates.strategies[choice]))
         for here, there, choice in zip(space.decisions, wider.decisions, made, strict=True)
     ]
     fresh = make_plan(wider, _pinned_to(wider, tuple(same)), Settings(Memory(recompute="full")))[0]

@@ -219,28 +219,28 @@ def test_with_a_pipeline_every_length_of_it_is_compared_and_the_best_is_found_ag
     assert found.seconds == steps[found.mesh]
 
 
-def test_a_pipeline_that_is_asked_for_by_its_schedule_is_found_and_planned_again() -> None:
-    asked = {"hardware": SLOW_DEVICES, "pipeline": "pp", "schedule": "1f1b", "microbatches": 4}
-    found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **by_flag(**asked))
+def test_a_pipeline_that_is_requested_by_its_schedule_is_found_and_planned_again() -> None:
+    requested = {"hardware": SLOW_DEVICES, "pipeline": "pp", "schedule": "1f1b", "microbatches": 4}
+    found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **by_flag(**requested))
     assert isinstance(found, PipelinePlan) and found.schedule.name == "1f1b"
     assert f"{found.mesh}".replace(" × ", ",") + " --microbatches 4 --schedule 1f1b" in compared_text(found)
     assert "Pipeline(schedule='1f1b') is given, but no axis of the mesh dp=4" in compared_text(found)
-    again = autopar.plan(Layers(), found.mesh, (X_64_16,), **by_flag(**asked))
+    again = autopar.plan(Layers(), found.mesh, (X_64_16,), **by_flag(**requested))
     assert replace(found, notes=(), comparison=None) == replace(again, notes=())
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_its_micro_batches_do() -> None:
-    example, asked = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
+    example, requested = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
     whole, half = (
-        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **by_flag(**asked))
+        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **by_flag(**requested))
         for count in (None, 2)
     )
     memory = (whole.peak_bytes + half.peak_bytes) // 2
     with pytest.raises(InfeasibleError):
-        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), **by_flag(memory=memory, **asked))
-    found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **asked))
+        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), **by_flag(memory=memory, **requested))
+    found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **requested))
     assert "dp=2 --microbatches 2" in compared_text(found) and "give microbatches=2" in found.notes[-1]
-    again = autopar.plan(Layers(), found.mesh, (example,), microbatches=2, **by_flag(memory=memory, **asked))
+    again = autopar.plan(Layers(), found.mesh, (example,), microbatches=2, **by_flag(memory=memory, **requested))
     assert replace(found, notes=(), comparison=None) == replace(again, notes=()) and found.peak_bytes <= memory
     assert isinstance(found, Plan)
     parts = step_parts(found)
@@ -328,22 +328,23 @@ def test_within_a_limit_the_search_on_a_mesh_ends_where_it_is_proven_to_be_no_be
         return best_within(*arguments)
 
     memory = int(0.9 * autopar.plan(Layers(), Mesh({"dp": 4}), (X_64_16,), hardware=SLOW_DEVICES).peak_bytes)
-    asked = {"hardware": SLOW_DEVICES, "memory": memory}
+    requested = {"hardware": SLOW_DEVICES, "memory": memory}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "best_within", within)
-        found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **by_flag(**asked))
+        found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **by_flag(**requested))
     first, *later = cutoffs
     assert first >= sys.float_info.max and later and max(later) < 1
     each = [
-        autopar.plan(Layers(), mesh, (X_64_16,), **by_flag(**asked)) for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2)
+        autopar.plan(Layers(), mesh, (X_64_16,), **by_flag(**requested))
+        for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2)
     ]
     assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS)
 
 
 def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    example, asked = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
+    example, requested = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
     few, many = (
-        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **by_flag(**asked))
+        autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **by_flag(**requested))
         for count in (16, 32)
     )
     captured = []
@@ -354,7 +355,7 @@ def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypat
 
     monkeypatch.setattr("autopar.planning.request.trace", counting)
     memory = (few.peak_bytes + many.peak_bytes) // 2
-    found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **asked))
+    found = autopar.plan(Layers(), "auto", (example,), devices=2, **by_flag(memory=memory, **requested))
     assert "give microbatches=32" in found.notes[-1] and found.peak_bytes <= memory
     assert captured[0] == 4096 and captured[-1] == 128 and 2048 not in captured
 
@@ -368,14 +369,14 @@ def test_as_many_pipelines_are_planned_as_are_worth_their_time() -> None:
     assert f"left out: {MOST_PIPELINES} pipelines that may be faster were planned" in table(found)
 
 
-def test_where_nothing_fits_the_nearest_is_said_with_the_limit_that_would_do() -> None:
-    asked = {"hardware": SLOW_DEVICES, "microbatches": 1, "max_axes": 1}
+def test_where_nothing_fits_the_nearest_is_stated_with_the_limit_that_would_do() -> None:
+    requested = {"hardware": SLOW_DEVICES, "microbatches": 1, "max_axes": 1}
     with pytest.raises(InfeasibleError) as raised:
-        autopar.plan(Layers(), "auto", (X_64_16,), devices=2, **by_flag(memory=1000, **asked))
+        autopar.plan(Layers(), "auto", (X_64_16,), devices=2, **by_flag(memory=1000, **requested))
     found = re.search(r"What came nearest is dp=2, with .* per device: memory=(\d+) would do", str(raised.value))
     assert found is not None and raised.value.least_bytes is None
     assert autopar.plan(
-        Layers(), "auto", (X_64_16,), devices=2, **by_flag(memory=int(found[1]), **asked)
+        Layers(), "auto", (X_64_16,), devices=2, **by_flag(memory=int(found[1]), **requested)
     ).peak_bytes == int(found[1])
 
 
@@ -384,11 +385,11 @@ def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.Mo
         raise InfeasibleError("it does not fit in one piece", 123)
 
     monkeypatch.setattr(OfflinePlanner, "on", on)
-    asked = {"devices": 2, "hardware": SLOW_DEVICES, "microbatches": 2}
-    found = autopar.plan(Layers(), "auto", (X_64_16,), **by_flag(memory="1MB", **asked))
+    requested = {"devices": 2, "hardware": SLOW_DEVICES, "microbatches": 2}
+    found = autopar.plan(Layers(), "auto", (X_64_16,), **by_flag(memory="1MB", **requested))
     assert isinstance(found, PipelinePlan) and str(found.mesh) == "pp=2" and found.peak_bytes <= 10**6
     with pytest.raises(InfeasibleError, match="does not fit in one piece") as raised:  # so little, no pipeline fits
-        autopar.plan(Layers(), "auto", (X_64_16,), **by_flag(memory=1000, **asked))
+        autopar.plan(Layers(), "auto", (X_64_16,), **by_flag(memory=1000, **requested))
     assert "In stages" not in str(raised.value)
 
 

@@ -23,7 +23,7 @@ from tests.support.meshes import any_plan, candidate, plans_of, table
 from tests.support.parity import SLOW_DEVICES
 
 
-def test_what_the_time_limit_leaves_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_time_limit_leaves_is_not_tried_and_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, now = plans_of((1.0, 100), (0.5, 100), (0.2, 100)), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     given = []
@@ -186,8 +186,8 @@ def test_that_memory_costs_time_is_no_bound_of_a_model_that_is_then_planned_with
         raise CutOffError(next(bounds))
 
     monkeypatch.setattr(PlanRequest, "plan", plan)
-    asked = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(Memory(10**6), cutoff=1.0))
-    planner = OfflinePlanner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), asked, PlanCache())
+    requested = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(Memory(10**6), cutoff=1.0))
+    planner = OfflinePlanner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), requested, PlanCache())
     with pytest.raises(CutOffError) as raised:
         planner.on(Mesh({"dp": 2}))
     assert raised.value.seconds == at_least and next(bounds, None) is None

@@ -36,8 +36,8 @@ def _model() -> nn.Module:
 
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Plan:
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
-    asked: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", **options}
-    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **by_flag(**asked))
+    requested: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", **options}
+    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **by_flag(**requested))
 
 
 def _least(**options: Any) -> int:
@@ -72,14 +72,14 @@ def test_gradients_that_leave_in_the_backward_are_on_the_host(strategy: str) -> 
     assert again.memory["memory"] == there.peak_bytes
 
 
-def test_their_copies_run_beside_the_backward() -> None:
+def test_their_copies_run_next_to_the_backward() -> None:
     """Down is the gradient of each parameter as soon as it is there, in the order in which they are made."""
     timeline = _planned(strategy="zero3", offload="optimizer", optimizer=GRADIENTS).timeline()
     downs = [each for each in timeline.events if each.task.stream == "device to host"]
     early, late = ([each for each in downs if each.task.phase == phase] for phase in ("backward", "optimizer"))
     assert len(early) == len(late) == 8  # in the step comes the weight, of which there is no master copy
     assert [each.task.row[:3] for each in early[::2]] == ["p_3", "p_2", "p_1", "p_0"]
-    behind = max(each.end for each in timeline.events if each.task.phase == "backward" and not each.task.beside)
+    behind = max(each.end for each in timeline.events if each.task.phase == "backward" and not each.task.overlapped)
     assert early[0].end < behind
     reductions = [each for each in timeline.events if each.task.name == "reduce_scatter"]
     assert all(copy.start >= sent.end for copy, sent in zip(early[::2], reductions, strict=True))
@@ -87,13 +87,13 @@ def test_their_copies_run_beside_the_backward() -> None:
     assert all(hosts[each.task.row].start >= each.end for each in early)
     there = _planned(strategy="zero3", offload="optimizer", optimizer=GRADIENTS, hardware="cpu").timeline()
     assert sum(each.task.name == "device to host" for each in there.events) == 8
-    assert not any(each.task.beside for each in there.events)
+    assert not any(each.task.overlapped for each in there.events)
 
 
-def test_steps_of_the_host_run_beside_the_backward_that_they_are_in() -> None:
-    asked = autopar.Optimizer(gradients="host", in_backward=True)
-    said = {"strategy": "zero3", "offload": "optimizer", "hardware": SLOW_HOST}
-    stepping, behind = (_planned(optimizer=each, **said) for each in (asked, GRADIENTS))
+def test_steps_of_the_host_run_next_to_the_backward_that_they_are_in() -> None:
+    requested = autopar.Optimizer(gradients="host", in_backward=True)
+    specified = {"strategy": "zero3", "offload": "optimizer", "hardware": SLOW_HOST}
+    stepping, behind = (_planned(optimizer=each, **specified) for each in (requested, GRADIENTS))
     assert (stepping.peak_bytes, stepping.host) == (behind.peak_bytes, behind.host)
     assert stepping.device_seconds == behind.device_seconds
     early, late = (each.timeline() for each in (stepping, behind))
@@ -122,13 +122,13 @@ def test_sum_formula_and_timeline_agree(mesh: dict[str, int]) -> None:
     assert again.memory["memory"] == plan.peak_bytes
     timeline = plan.timeline()
     assert {"device to host", "host", "host to device"} <= set(timeline.streams)
-    waited = sum(each.waited for each in timeline.events if each.task.beside)
+    waited = sum(each.waited for each in timeline.events if each.task.overlapped)
     rows = [row for row in plan.rows if row.kind == "parameter"]
     assert waited == pytest.approx(sum(row.seconds for row in rows), rel=0.1)
     assert timeline.seconds == pytest.approx(timeline.computing + timeline.waiting + timeline.launching)
 
 
-def test_copies_run_beside_steps_of_other_parameters() -> None:
+def test_copies_run_next_to_steps_of_other_parameters() -> None:
     timeline = _planned(strategy="zero3", offload="optimizer").timeline()
     hosts = [each for each in timeline.events if each.task.stream == "host"]
     downs = [each for each in timeline.events if each.task.stream == "device to host"]
@@ -144,7 +144,7 @@ def test_copies_run_beside_steps_of_other_parameters() -> None:
 
 def test_a_host_that_is_the_device_steps_in_the_place_of_the_device() -> None:
     timeline = _planned(strategy="zero3", offload="optimizer", hardware="cpu").timeline()
-    assert not any(each.task.beside for each in timeline.events)
+    assert not any(each.task.overlapped for each in timeline.events)
 
 
 def test_without_a_limit_nothing_is_offloaded_of_itself() -> None:
@@ -172,14 +172,14 @@ def test_state_goes_to_the_host_where_nothing_fits_without_that() -> None:
 @pytest.mark.slow
 def test_the_faster_plan_is_kept_where_both_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second search ends where it finds nothing faster than the first."""
-    cut, against = [], offloading._against
+    cut, against = [], offloading._request_on_host
 
     def seen(*args: Any) -> Any:
         found = against(*args)
         cut.append(found.settings.cutoff)
         return found
 
-    monkeypatch.setattr(offloading, "_against", seen)
+    monkeypatch.setattr(offloading, "_request_on_host", seen)
     limit = int(1.02 * _least())
     slow = _planned(memory=limit, offload="auto", hardware=SLOW_HOST)
     fast = _planned(memory=limit, offload="auto", hardware=FAST_HOST)
@@ -222,9 +222,9 @@ def test_a_plan_says_what_is_where_and_is_saved(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.host == plan.host and loaded.offload == "optimizer"
-    said = [line for line in str(loaded).splitlines() if line.startswith("  host ")]
-    assert said == [line for line in str(plan).splitlines() if line.startswith("  host ")]
-    assert len(said) == 1 and "per device: optimizer" in said[0] and "staging" in said[0]
+    specified = [line for line in str(loaded).splitlines() if line.startswith("  host ")]
+    assert specified == [line for line in str(plan).splitlines() if line.startswith("  host ")]
+    assert len(specified) == 1 and "per device: optimizer" in specified[0] and "staging" in specified[0]
     assert "of its memory per device" in page(plan)
     loaded.to_trace(tmp_path / "loaded.json")
     plan.to_trace(tmp_path / "trace.json")
@@ -250,8 +250,13 @@ def test_a_plan_says_what_is_where_and_is_saved(tmp_path: Path) -> None:
 def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
     inputs = (torch.zeros(16, 64),)
     mesh = autopar.Mesh({"pp": 2, "dp": 2}, hardware="h100")
-    said: dict[str, Any] = {"strategy": "zero3", "microbatches": 2, "schedule": "1f1b", "memory_conventions": "tensors"}
-    plan: Any = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", **said))
+    specified: dict[str, Any] = {
+        "strategy": "zero3",
+        "microbatches": 2,
+        "schedule": "1f1b",
+        "memory_conventions": "tensors",
+    }
+    plan: Any = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", **specified))
     assert plan.offload == "optimizer"
     assert plan.host_bytes == max(stage.plan.host_bytes for stage in plan.stages) > 0
     assert "of its memory per device" in str(plan)
@@ -261,24 +266,26 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
         assert context_of(stage.plan).space.optimizer.offload == Offload(4)
     with pytest.raises(InfeasibleError, match="for the 4 that share a host"):
         autopar.plan(
-            _model(), mesh, inputs, **by_flag(offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
+            _model(), mesh, inputs, **by_flag(offload="optimizer", host_memory=4 * plan.host_bytes - 1, **specified)
         )
-    within = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", memory=plan.peak_bytes, **said))
+    within = autopar.plan(_model(), mesh, inputs, **by_flag(offload="optimizer", memory=plan.peak_bytes, **specified))
     assert any("the optimizer's state is on the host" in note for note in within.notes)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])
 def test_a_word_without_a_limit_is_planned_once(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, made = [], offloading._made
+    requested, made = [], offloading._made
 
     def seen(request: Any, plans: Any) -> Any:
-        asked.append(request.memory.offload)
+        requested.append(request.memory.offload)
         return made(request, plans)
 
     monkeypatch.setattr(offloading, "_made", seen)
-    said = {"microbatches": 2, "schedule": "1f1b"} if "pp" in mesh else {}
-    plan = _planned(mesh, offload="optimizer", **said)
-    assert asked == ["optimizer"] and plan.offload == "optimizer" and not any("on the host" in n for n in plan.notes)
+    specified = {"microbatches": 2, "schedule": "1f1b"} if "pp" in mesh else {}
+    plan = _planned(mesh, offload="optimizer", **specified)
+    assert (
+        requested == ["optimizer"] and plan.offload == "optimizer" and not any("on the host" in n for n in plan.notes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,12 +327,12 @@ def test_a_profile_without_its_host_plans_nothing_for_it() -> None:
 
 def test_meshes_are_compared_with_state_on_the_host() -> None:
     limit, inputs = int(1.05 * _least(offload="optimizer")), (torch.zeros(16, 64),)
-    said: dict[str, Any] = {"devices": 2, "hardware": "h100", "memory_conventions": "tensors"}
-    found = autopar.plan(_model(), "auto", inputs, **by_flag(memory=limit, offload="auto", **said))
+    specified: dict[str, Any] = {"devices": 2, "hardware": "h100", "memory_conventions": "tensors"}
+    found = autopar.plan(_model(), "auto", inputs, **by_flag(memory=limit, offload="auto", **specified))
     assert found.offload == "optimizer" and found.peak_bytes <= limit
 
 
 def test_the_command_line_offloads(capsys: pytest.CaptureFixture[str]) -> None:
-    said = ["plan", "tiny-mlp", "--mesh", "dp=2", "--strategy", "zero3", "--offload", "optimizer"]
-    assert main([*said, "--host-memory", "1kB"]) != 0
+    specified = ["plan", "tiny-mlp", "--mesh", "dp=2", "--strategy", "zero3", "--offload", "optimizer"]
+    assert main([*specified, "--host-memory", "1kB"]) != 0
     assert "raise --host-memory" in capsys.readouterr().err

@@ -41,12 +41,12 @@ HARDWARE = pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("
 def every_choice(space: Space, peaks: bool = False) -> dict[tuple[int, ...], tuple[float, int]]:
     """Return (seconds, bytes at the peak if requested) of every combination of strategies, without the solver."""
     decisions, memory = space.decisions, MemoryModel(space)
-    nodes = [decision.menu.seconds for decision in decisions]
-    wires = [(wire.source, wire.target, space.reshard_seconds(wire)) for wire in space.wires]
+    nodes = [decision.candidates.seconds for decision in decisions]
+    edges = [(edge.source, edge.target, space.reshard_seconds(edge)) for edge in space.edges]
     found = {}
-    for choices in itertools.product(*(range(len(decision.menu.strategies)) for decision in decisions)):
+    for choices in itertools.product(*(range(len(decision.candidates.strategies)) for decision in decisions)):
         seconds = sum(float(each[c]) for each, c in zip(nodes, choices, strict=True))
-        seconds += sum(float(pairs[choices[a], choices[b]]) for a, b, pairs in wires)
+        seconds += sum(float(pairs[choices[a], choices[b]]) for a, b, pairs in edges)
         found[choices] = seconds, memory_use(memory, choices, {})[0] if peaks else 0
     return found
 
@@ -85,7 +85,7 @@ def test_no_choice_of_strategies_within_the_memory_is_better_than_the_plan(hardw
 
 
 def test_a_layer_with_a_bias_and_a_residual_connection_is_planned_as_well_as_by_brute_force() -> None:
-    class Residual(nn.Module):
+    class RemainingProblem(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8, bias=False)
@@ -95,8 +95,8 @@ def test_a_layer_with_a_bias_and_a_residual_connection_is_planned_as_well_as_by_
             y_BD = x_BD * self.scale
             return y_BD + self.linear(y_BD)
 
-    space = space_of(Residual(), (X_BD,), load("cpu"))
-    problem = [len(decision.menu.strategies) for decision in space.decisions]
+    space = space_of(RemainingProblem(), (X_BD,), load("cpu"))
+    problem = [len(decision.candidates.strategies) for decision in space.decisions]
     assert math.prod(problem) < 300_000
     best = min(seconds for seconds, _ in every_choice(space).values())
     assert make_plan(space, {})[0].seconds == pytest.approx(best, rel=1e-9)
@@ -111,7 +111,7 @@ def test_both_solvers_find_plans_of_the_same_seconds(hardware: Hardware, post_no
 
 
 @HARDWARE
-def test_the_seconds_of_a_plan_are_those_of_its_nodes_and_wires(hardware: Hardware) -> None:
+def test_the_seconds_of_a_plan_are_those_of_its_nodes_and_edges(hardware: Hardware) -> None:
     space = space_of(Attention(post_norm=True), (IDS_BS,), hardware, dp=2, tp=2)
     plan, choices = make_plan(space, {})
     assert evaluate(space, choices) == pytest.approx(plan.seconds, rel=1e-9)
@@ -303,10 +303,10 @@ def test_zero_3_gathers_every_weight_twice_and_scatters_its_gradient_once() -> N
 
 def test_zero_2_gathers_every_weight_once_and_scatters_its_gradient_once() -> None:
     """Rajbhandari et al., ZeRO (2020), section 7.2.1: twice the parameters' bytes."""
-    asked, free = (by_parameter(data_parallel("dp", regather)) for regather in (False, None))
-    assert asked == free  # without a memory limit nothing speaks for gathering twice
+    requested, free = (by_parameter(data_parallel("dp", regather)) for regather in (False, None))
+    assert requested == free  # without a memory limit nothing speaks for gathering twice
     for name, num_bytes in BYTES.items():
-        assert Counter(asked[name]) == Counter(
+        assert Counter(requested[name]) == Counter(
             [Transfer("all_gather", "dp", num_bytes), Transfer("reduce_scatter", "dp", num_bytes, backward=True)]
         )
 
@@ -335,8 +335,8 @@ def test_a_pin_forbids_every_other_strategy() -> None:
     free = planned(space, model)
     number = space.index["linear_default"]
     decision = space.decisions[number]
-    for strategy in range(len(decision.menu.strategies)):
-        mask = np.arange(len(decision.menu.strategies)) == strategy
+    for strategy in range(len(decision.candidates.strategies)):
+        mask = np.arange(len(decision.candidates.strategies)) == strategy
         plan, choices = make_plan(space, {number: mask})
         assert choices[number] == strategy
         assert plan.seconds >= free.plan.seconds
@@ -345,7 +345,7 @@ def test_a_pin_forbids_every_other_strategy() -> None:
 def test_pins_that_cannot_hold_together_are_an_error() -> None:
     model = TwoLinears()
     space = space_of(model, (X_BD,))
-    nothing = np.zeros(len(space.decisions[space.index["linear_default"]].menu.strategies), dtype=bool)
+    nothing = np.zeros(len(space.decisions[space.index["linear_default"]].candidates.strategies), dtype=bool)
     with pytest.raises(InfeasibleError):
         make_plan(space, {space.index["linear_default"]: nothing})
 

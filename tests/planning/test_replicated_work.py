@@ -68,7 +68,7 @@ def _warned(*args: Any, word: str, **options: Any) -> list[str]:
     return [str(each.message) for each in found if word in str(each.message)]
 
 
-def _said(
+def _specified(
     model: nn.Module, inputs: tuple[Tensor, ...], strategy: str, axes: dict[str, int], **options: Any
 ) -> list[str]:
     return _warned(model, Mesh(axes), inputs, strategy=strategy, word="replicated", **options)
@@ -122,29 +122,29 @@ def test_on_one_device_nothing_is_replicated() -> None:
 
 
 def test_a_product_without_a_rule_is_named_with_its_share() -> None:
-    (text,) = _said(Unruled(), (torch.ones(4, 16),), "data_parallel", {"dp": 2})
+    (text,) = _specified(Unruled(), (torch.ones(4, 16),), "data_parallel", {"dp": 2})
     assert "strategy='data_parallel' leaves 75% of the FLOPs replicated over dp: project" in text
     assert "which has no rule. Each of its devices computes them whole" in text
 
 
 def test_convolutions_that_megatron_leaves_whole_are_named() -> None:
     model, inputs = built_in("tiny-cnn", 8, 8)
-    (text,) = _said(model, inputs, "megatron", {"dp": 2, "tp": 2})
+    (text,) = _specified(model, inputs, "megatron", {"dp": 2, "tp": 2})
     assert "of the FLOPs replicated over tp: conv2d in blocks.0.conv" in text
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero3", "megatron", "fully_replicated"])
-def test_nothing_is_said_where_the_main_computation_is_split_or_meant_to_be_whole(name: str, strategy: str) -> None:
+def test_nothing_is_stated_where_the_main_computation_is_split_or_meant_to_be_whole(name: str, strategy: str) -> None:
     model, inputs = built_in(name, 8, 16)
-    assert not _said(model, inputs, strategy, {"dp": 2, "tp": 2})
+    assert not _specified(model, inputs, strategy, {"dp": 2, "tp": 2})
 
 
 @pytest.mark.slow
 def test_the_stages_of_a_pipeline_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = built_in("tiny-llama", 8, 16)
-    assert not _said(model, inputs, "data_parallel", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)
+    assert not _specified(model, inputs, "data_parallel", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)
     monkeypatch.setattr(replicated_work, "MEANT", ())
-    (text,) = _said(model, inputs, "fully_replicated", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)
+    (text,) = _specified(model, inputs, "fully_replicated", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)
     assert "leaves 100% of the FLOPs replicated over dp" in text

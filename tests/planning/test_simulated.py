@@ -32,8 +32,8 @@ FAR = 0.02  # of the step, 0.014 of it the share that the loss's sum takes: hidd
 
 
 def _plan(hardware: Hardware = HIDING, strategy: str = "zero3", **options: object) -> Plan:
-    asked: Any = {"hardware": hardware, "strategy": strategy, **by_flag(**options)}
-    return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, **asked)
+    requested: Any = {"hardware": hardware, "strategy": strategy, **by_flag(**options)}
+    return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, **requested)
 
 
 def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
@@ -111,16 +111,16 @@ def test_of_several_micro_batches_the_step_of_all_is_told() -> None:
     assert plan.workload.seconds == simulated_seconds(plan) > 2 * plan.step_seconds
 
 
-SLOW_WIRE = replace(HIDING, flops={"float32": 1e9}, links=(Link("wire", None, 1e-6, 1e8),))
+SLOW_LINK = replace(HIDING, flops={"float32": 1e9}, links=(Link("wire", None, 1e-6, 1e8),))
 
 
-def _beside_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
+def _overlapped_by_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
     """A plan before its costs are those of its step, what it leads to, and the next ones, which split nothing."""
-    plan = _plan(SLOW_WIRE)
+    plan = _plan(SLOW_LINK)
     context = context_of(plan)
     first = replace(plan, waits={}, context=replace(context, space=context.space.waiting_for({})))
     splits_nothing = {
-        number: np.array([all(choice == "-" for choice in each.choices) for each in decision.menu.strategies])
+        number: np.array([all(choice == "-" for choice in each.choices) for each in decision.candidates.strategies])
         for number, decision in enumerate(context.space.decisions)
         if decision.kind == "call"
     }
@@ -134,8 +134,8 @@ def _beside_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
 
 
 def test_a_next_plan_whose_step_is_longer_is_not_taken() -> None:
-    plan = _plan(SLOW_WIRE)
-    first, found, (other,) = _beside_a_longer_one()
+    plan = _plan(SLOW_LINK)
+    first, found, (other,) = _overlapped_by_a_longer_one()
     assert other.waits and found.waits == other.waits
     assert found.choices == first.choices and found.seconds == pytest.approx(plan.seconds)
     assert found.bound == other.bound, "of the last search, under the same costs"
@@ -145,9 +145,9 @@ def test_a_next_plan_whose_step_is_longer_is_not_taken() -> None:
 def test_costs_whose_cheapest_moves_make_the_step_longer_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def longer(plan: Plan) -> Timeline:
         found = timeline_of(plan)
-        return replace(found, seconds=2 * found.seconds) if context_of(plan).space.beside.waited else found
+        return replace(found, seconds=2 * found.seconds) if context_of(plan).space.overlapped.waited else found
 
     monkeypatch.setattr(simulated, "timeline_of", longer)
-    first, found, nexts = _beside_a_longer_one()
-    assert nexts and not found.waits and not context_of(found).space.beside.waited
+    first, found, nexts = _overlapped_by_a_longer_one()
+    assert nexts and not found.waits and not context_of(found).space.overlapped.waited
     assert found.simulated == timeline_of(found).seconds == timeline_of(first).seconds

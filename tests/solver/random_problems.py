@@ -18,7 +18,7 @@ def random_rows(seed: int, shape: str, num_rows: int, num_nodes: int = 8) -> lis
     ends = _ends(rng, shape, num_nodes)
     is_equal = shape in ("repeated", "parts")
     sizes = [3] * num_nodes if is_equal else rng.integers(2, 4, num_nodes).tolist()
-    menus = {number % 2 if is_equal else number: rng.random(sizes[number]) for number in range(num_nodes)}
+    candidate_lists = {number % 2 if is_equal else number: rng.random(sizes[number]) for number in range(num_nodes)}
     tables: dict[object, np.ndarray] = {}
     for one, other in ends:
         kind = (one % 2, other % 2) if is_equal else (one, other)
@@ -27,10 +27,10 @@ def random_rows(seed: int, shape: str, num_rows: int, num_nodes: int = 8) -> lis
             tables[kind] = np.where(rng.random(table.shape) < 0.05, np.inf, table)
     problems = []
     for _ in range(num_rows):
-        held = {key: rng.integers(0, 40, len(menu)) for key, menu in menus.items()}
+        row_bytes = {key: rng.integers(0, 40, len(candidates)) for key, candidates in candidate_lists.items()}
         moved = {key: rng.integers(0, 9, table.shape) for key, table in tables.items()}
         nodes = tuple(
-            Node(str(number), menus[key], held[key])
+            Node(str(number), candidate_lists[key], row_bytes[key])
             for number, key in ((number, number % 2 if is_equal else number) for number in range(num_nodes))
         )
         keys = [(one % 2, other % 2) if is_equal else (one, other) for one, other in ends]

@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import low_treewidth as narrow
+from autopar.solver import low_treewidth as low
 from autopar.solver.bounds import core
 from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import bucket_elimination as buckets
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.low_treewidth import EXACT, Enough
+from autopar.solver.low_treewidth import EXACT, Tolerances
 from autopar.solver.memory_rows import several_rows
 from autopar.solver.memory_rows.priced_rows import Rows
 from autopar.solver.memory_rows.several_rows import solve_rows
@@ -27,21 +27,23 @@ from autopar.solver.presolve.reduction import prune_each, reduce_problem, with_f
 from autopar.solver.problem import Problem
 from autopar.solver.remaining import labels
 from autopar.solver.remaining.labels import best_labels
-from autopar.solver.remaining.remaining_choices import Residual
+from autopar.solver.remaining.remaining_choices import RemainingProblem
 from autopar.solver.solve import bound_at, solve
 from tests.solver.random_problems import SHAPES, random_rows, reference, without_limit
 
 CLOSE = 1e-7  # of the seconds: the reference counts in rounded units
 seeds, shapes = st.integers(0, 2**31 - 1), st.sampled_from(SHAPES)
-prices, rooms = st.sampled_from([0.003, 0.02]), st.sampled_from([1.001, 1.1, 3.0])
+prices, budgets = st.sampled_from([0.003, 0.02]), st.sampled_from([1.001, 1.1, 3.0])
 lefts = st.sampled_from([0, 100, 10**9])  # entries of an elimination that is made of what is left
-ends = st.sampled_from([EXACT, Enough(0.05, 0.05), Enough(cutoff=1.0), Enough(0.01, 0.01, widely=0.2)])
-enoughs = st.sampled_from([EXACT, Enough(0.1, 0.1), Enough(0.05, math.inf)])
+ends = st.sampled_from([EXACT, Tolerances(0.05, 0.05), Tolerances(cutoff=1.0), Tolerances(0.01, 0.01, wide_gap=0.2)])
+enoughs = st.sampled_from([EXACT, Tolerances(0.1, 0.1), Tolerances(0.05, math.inf)])
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=seeds, shape=shapes, enough=enoughs)
-def test_a_bound_is_no_more_and_an_answer_no_less_than_the_optimum(seed: int, shape: str, enough: Enough) -> None:
+@given(seed=seeds, shape=shapes, tolerances=enoughs)
+def test_a_bound_is_no_more_and_an_answer_no_less_than_the_optimum(
+    seed: int, shape: str, tolerances: Tolerances
+) -> None:
     (problem,) = random_rows(seed, shape, 1)
     best, free = reference([problem]), reference([without_limit(problem)])
     with warnings.catch_warnings():
@@ -50,59 +52,75 @@ def test_a_bound_is_no_more_and_an_answer_no_less_than_the_optimum(seed: int, sh
             with pytest.raises(InfeasibleError):
                 solve(problem)
             return
-        found = solve(problem, enough=enough)
+        found = solve(problem, tolerances=tolerances)
     assert found.bound <= best * (1 + CLOSE) and best <= found.seconds * (1 + CLOSE)
     assert problem.fits(problem.bytes_of(found.choices))
-    if enough == EXACT:
+    if tolerances == EXACT:
         assert found.gap == 0
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    seed=seeds, shape=shapes, num_rows=st.integers(1, 3), enough=enoughs, is_dear=st.booleans(), room=st.none() | rooms
+    seed=seeds,
+    shape=shapes,
+    num_rows=st.integers(1, 3),
+    tolerances=enoughs,
+    is_expensive=st.booleans(),
+    room=st.none() | budgets,
 )
 def test_with_several_rows_too(
-    seed: int, shape: str, num_rows: int, enough: Enough, is_dear: bool, room: float | None
+    seed: int, shape: str, num_rows: int, tolerances: Tolerances, is_expensive: bool, room: float | None
 ) -> None:
     problems = random_rows(seed, shape, num_rows)
     best = reference(problems)
     if reference([without_limit(problems[0])]) == math.inf:
         return
     limit = math.inf if room is None or best == math.inf else room * best - 0.05
-    met = [solve(without_limit(problems[0])).choices, (0,) * 8, (1,) * 8] if is_dear else []  # some may be forbidden
+    visited = (
+        [solve(without_limit(problems[0])).choices, (0,) * 8, (1,) * 8] if is_expensive else []
+    )  # some may be forbidden
     with pytest.MonkeyPatch.context() as patch:
-        if is_dear:
+        if is_expensive:
             patch.setattr(several_rows, "CHEAP_WORK", 0)
-        found = solve_rows(problems, [0.01] * num_rows, math.inf, 60.0, enough=enough, met=met, limit=limit)
+        found = solve_rows(
+            problems, [0.01] * num_rows, math.inf, 60.0, tolerances=tolerances, visited=visited, limit=limit
+        )
     assert found is not None and found.bound <= best * (1 + CLOSE)
     if found.choices is not None:
         assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
         assert best <= problems[0].seconds_of(found.choices) * (1 + CLOSE)
-    elif enough == EXACT and limit < math.inf:
+    elif tolerances == EXACT and limit < math.inf:
         assert found.bound >= min(limit, best) * (1 - CLOSE), "all below the limit was looked at"
 
 
 @settings(deadline=None, max_examples=20)
 @given(
-    seed=seeds, shape=shapes, num_rows=st.integers(1, 3), price=prices, is_known=st.booleans(), left=lefts, enough=ends
+    seed=seeds,
+    shape=shapes,
+    num_rows=st.integers(1, 3),
+    price=prices,
+    is_known=st.booleans(),
+    left=lefts,
+    tolerances=ends,
 )
 def test_nor_where_the_graph_is_wide(
-    seed: int, shape: str, num_rows: int, price: float, is_known: bool, left: int, enough: Enough
+    seed: int, shape: str, num_rows: int, price: float, is_known: bool, left: int, tolerances: Tolerances
 ) -> None:
     problems = random_rows(seed, shape, num_rows)
     best = reference(problems)
     if reference([without_limit(problems[0])]) == math.inf:
         return
-    known = [solve(without_limit(problems[0])).choices, (0,) * 8, (1,) * 8]  # these may be forbidden, or fit
-    met = known if is_known else []
+    incumbent = [solve(without_limit(problems[0])).choices, (0,) * 8, (1,) * 8]  # these may be forbidden, or fit
+    visited = incumbent if is_known else []
     start = [0.0 if is_known else price] * num_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(several_rows, "LEFT_WORK", left)
-        patch.setattr(several_rows, "HELD_BAG", 9)
-        patch.setattr(several_rows, "HELD_ENTRIES", 0)
+        patch.setattr(several_rows, "FIXED_BAG", 9)
+        patch.setattr(several_rows, "FIXED_ENTRIES", 0)
         patch.setattr(core, "MAX_BAG", 9)
         one, other = (
-            solve_rows(problems, start, math.inf, 60.0, enough=enough, met=met, is_wide=True) for _ in range(2)
+            solve_rows(problems, start, math.inf, 60.0, tolerances=tolerances, visited=visited, is_wide=True)
+            for _ in range(2)
         )
     assert one == other and one.bound <= best * (1 + CLOSE)
     if one.choices is not None:
@@ -113,16 +131,16 @@ def test_nor_where_the_graph_is_wide(
 @pytest.mark.parametrize("share", [math.inf, 1.01, 0.99])
 def test_prices_of_what_is_left_prove_the_rest_of_a_wide_graph(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = random_rows(14, "hub", 2)
-    best, met = reference(problems), [solve(without_limit(problems[0])).choices]
+    best, visited = reference(problems), [solve(without_limit(problems[0])).choices]
     monkeypatch.setattr(core, "MAX_BAG", 9)
-    found = solve_rows(problems, [0.0, 0.0], math.inf, 60.0, met=met, is_wide=True, limit=share * best)
+    found = solve_rows(problems, [0.0, 0.0], math.inf, 60.0, visited=visited, is_wide=True, limit=share * best)
     assert min(share, 1.0) * best * (1 - CLOSE) <= found.bound <= best * (1 + CLOSE)
     if share > 1:
         assert found.choices is not None and problems[0].seconds_of(found.choices) == pytest.approx(best, rel=CLOSE)
 
 
 @settings(deadline=None, max_examples=50)
-@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), few=st.booleans(), price=prices, room=rooms)
+@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), few=st.booleans(), price=prices, room=budgets)
 @example(seed=530, shape="tree", num_rows=1, few=False, price=0.003, room=1.001)  # all of it is forbidden
 def test_what_labels_prove_is_no_more_than_the_optimum(
     seed: int, shape: str, num_rows: int, few: bool, price: float, room: float
@@ -136,7 +154,7 @@ def test_what_labels_prove_is_no_more_than_the_optimum(
             patch.setattr(labels, "PER_WHOLE", 3)
             patch.setattr(labels, "PER_STEP", 20)
             patch.setattr(labels, "MAX_JOINED", 60)
-        found = best_labels(Residual(problems, [price] * num_rows, limit, math.inf))
+        found = best_labels(RemainingProblem(problems, [price] * num_rows, limit, math.inf))
     assert found.bound <= min(best, limit) * (1 + CLOSE)
     if found.choices is not None:
         assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
@@ -149,11 +167,11 @@ def test_what_labels_prove_is_no_more_than_the_optimum(
 
 def test_a_smaller_limit_leaves_the_choices_of_a_problem_that_is_made_with_it() -> None:
     problems = random_rows(3, "skips", 1)
-    wide, narrower = (Residual(problems, [0.01], limit, math.inf) for limit in (20.0, 3.0))
-    left = wide.below(3.0)
+    high, narrower = (RemainingProblem(problems, [0.01], limit, math.inf) for limit in (20.0, 3.0))
+    left = high.below(3.0)
     assert [each.tolist() for each, _ in left.choices] == [each.tolist() for each, _ in narrower.choices]
-    assert sum(len(each) for each, _ in left.choices) < sum(len(each) for each, _ in wide.choices)
-    assert left.margin == pytest.approx(narrower.margin) and wide.is_small
+    assert sum(len(each) for each, _ in left.choices) < sum(len(each) for each, _ in high.choices)
+    assert left.margin == pytest.approx(narrower.margin) and high.is_small
 
 
 def test_what_is_left_is_counted_only_where_that_is_soon_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +179,8 @@ def test_what_is_left_is_counted_only_where_that_is_soon_done(monkeypatch: pytes
     monkeypatch.setattr(labels, "PER_WHOLE", 1)
     monkeypatch.setattr("autopar.solver.remaining.remaining_choices.FEW", 0)
     counted: list[object] = []
-    monkeypatch.setattr(narrow, "best_counts", lambda *asked: counted.append(asked))
-    found = solve(problem, enough=Enough(counted=1.0))
+    monkeypatch.setattr(low, "best_counts", lambda *requested: counted.append(requested))
+    found = solve(problem, tolerances=Tolerances(counted=1.0))
     assert not counted and found.bound <= reference([problem]) * (1 + CLOSE)
 
 
@@ -206,7 +224,7 @@ def test_what_is_made_of_a_sound_problem_is_sound(seed: int, shape: str, share: 
     rows = Rows.of([each.problem for each in contracted], NEVER, math.inf)
     assert rows is not None
     left = rows.within((0.01, 0.01), share)
-    held = with_fixed(problems[0], {0: 0})
-    made = [*(each.problem for each in (*pruned, *contracted, *left)), held, held.in_bytes()]
+    row_bytes = with_fixed(problems[0], {0: 0})
+    made = [*(each.problem for each in (*pruned, *contracted, *left)), row_bytes, row_bytes.in_bytes()]
     for each in (*made, reduce_problem(problems[0]).problem):
         Problem(each.nodes, each.edges, each.budget)

@@ -11,7 +11,7 @@ import pytest
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import counting_ilp
 from autopar.solver.remaining.counting_ilp import best_counts
-from autopar.solver.remaining.remaining_choices import Counted, Residual
+from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem
 
 
 def _problem() -> Problem:
@@ -30,13 +30,13 @@ def test_what_a_short_count_finds_leaves_less_for_the_whole_one(
     counted, whole = [], counting_ilp._Counting.solve
 
     def solve(self: counting_ilp._Counting, tolerance: float, effort: float) -> Counted:
-        counted.append((sum(len(entries) for entries, _ in self.residual.choices), effort))
+        counted.append((sum(len(entries) for entries, _ in self.remaining_problem.choices), effort))
         if len(counted) == 1:  # it ends with something, or with nothing
             return Counted(None if place is None else fitting[place][1], -math.inf, False)
         return whole(self, tolerance, effort)
 
     monkeypatch.setattr(counting_ilp._Counting, "solve", solve)
-    found = best_counts(Residual((problem,), (0.05,), 9.0, math.inf), 1e-9)
+    found = best_counts(RemainingProblem((problem,), (0.05,), 9.0, math.inf), 1e-9)
     best, choices = fitting[0]
     assert found.is_proven and found.choices == choices and found.bound == pytest.approx(best)
     assert [effort for _, effort in counted] == [counting_ilp.FIRST_EFFORT, math.inf]
@@ -47,9 +47,9 @@ def test_a_bound_as_high_as_the_limit_is_a_proof_though_the_search_has_not_ended
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem, solved = _problem(), counting_ilp.solved
-    best = best_counts(Residual((problem,), (0.05,), 9.0, math.inf), 1e-9)
+    best = best_counts(RemainingProblem((problem,), (0.05,), 9.0, math.inf), 1e-9)
     assert best.choices is not None
     monkeypatch.setattr(counting_ilp, "solved", lambda *of: solved(*of) and counting_ilp.cp_model.FEASIBLE)
     for limit, is_proven in ((9.0, False), (best.bound - 1e-6, True)):
-        found = counting_ilp._Counting(Residual((problem,), (0.05,), limit, math.inf)).solve(1e-9, math.inf)
+        found = counting_ilp._Counting(RemainingProblem((problem,), (0.05,), limit, math.inf)).solve(1e-9, math.inf)
         assert found.choices is not None and found.is_proven is is_proven

@@ -29,17 +29,17 @@ def _layers(seed: int, share: float) -> list[Problem]:
     edges = tuple(Edge((layer, layer + 1), change) for layer in range(LAYERS - 1))
     rows = []
     for first in (0, LAYERS // 2):
-        held = [num_bytes if layer >= first else np.zeros_like(num_bytes) for layer in range(LAYERS)]
-        nodes = tuple(Node(str(layer), seconds, each) for layer, each in enumerate(held))
-        most = int(sum(each.max() for each in held))
+        row_bytes = [num_bytes if layer >= first else np.zeros_like(num_bytes) for layer in range(LAYERS)]
+        nodes = tuple(Node(str(layer), seconds, each) for layer, each in enumerate(row_bytes))
+        most = int(sum(each.max() for each in row_bytes))
         rows.append(Problem(nodes, edges, int(share * most)))
     return rows
 
 
 @pytest.mark.parametrize("share", [0.4, 0.8])
-@pytest.mark.parametrize("met", [((0,) * LAYERS, (2,) * LAYERS), ((0,) * LAYERS, (1,) * LAYERS, (2,) * LAYERS)])
-def test_what_is_made_is_the_best_of_what_was_met(
-    share: float, met: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("visited", [((0,) * LAYERS, (2,) * LAYERS), ((0,) * LAYERS, (1,) * LAYERS, (2,) * LAYERS)])
+def test_what_is_made_is_the_best_of_what_was_visited(
+    share: float, visited: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crossing, "MARGINS", WIDE)
     gained = []
@@ -48,16 +48,16 @@ def test_what_is_made_is_the_best_of_what_was_met(
         rows = Rows.of(problems, NEVER, np.inf)
         assert rows is not None
         bound, _ = rows.at((0.0, 0.0))
-        made = crossed(rows, met, (0.0, 0.0), bound, np.inf, 0.0)
+        made = crossed(rows, visited, (0.0, 0.0), bound, np.inf, 0.0)
         assert made is not None and all(each.fits(each.bytes_of(made)) for each in problems)
-        ways = [sorted({choices[layer] for choices in met}) for layer in range(LAYERS)]
-        assert all(choice in each for choice, each in zip(made, ways, strict=True))
-        fitting = (x for x in itertools.product(*ways) if all(each.fits(each.bytes_of(x)) for each in problems))
+        labels = [sorted({choices[layer] for choices in visited}) for layer in range(LAYERS)]
+        assert all(choice in each for choice, each in zip(made, labels, strict=True))
+        fitting = (x for x in itertools.product(*labels) if all(each.fits(each.bytes_of(x)) for each in problems))
         best = min(map(problems[0].seconds_of, fitting))
         assert problems[0].seconds_of(made) == pytest.approx(best, rel=1e-12)
-        alone = min(problems[0].seconds_of(x) for x in met if all(each.fits(each.bytes_of(x)) for each in problems))
+        alone = min(problems[0].seconds_of(x) for x in visited if all(each.fits(each.bytes_of(x)) for each in problems))
         gained.append(alone - best)
-        assert crossed(rows, met, (0.0, 0.0), bound, best, 0.0) is None, "known already"
+        assert crossed(rows, visited, (0.0, 0.0), bound, best, 0.0) is None, "known already"
     assert max(gained) > 0, "one of them is always best: the test says nothing"
 
 
@@ -65,11 +65,11 @@ def test_of_one_solution_or_of_too_many_nothing_is_made(monkeypatch: pytest.Monk
     rows = Rows.of(_layers(0, 0.5), NEVER, np.inf)
     assert rows is not None
     monkeypatch.setattr(crossing, "MARGINS", WIDE)
-    met, bound = ((0,) * LAYERS, (2,) * LAYERS), rows.at((0.0, 0.0))[0]
-    assert crossed(rows, met[:1], (0.0, 0.0), bound, np.inf, 0.0) is None
-    assert crossed(rows, met, (0.0, 0.0), bound, np.inf, 0.0) is not None
+    visited, bound = ((0,) * LAYERS, (2,) * LAYERS), rows.at((0.0, 0.0))[0]
+    assert crossed(rows, visited[:1], (0.0, 0.0), bound, np.inf, 0.0) is None
+    assert crossed(rows, visited, (0.0, 0.0), bound, np.inf, 0.0) is not None
     monkeypatch.setattr(crossing, "MAX_WORK", 1)
-    assert crossed(rows, met, (0.0, 0.0), bound, np.inf, 0.0) is None
+    assert crossed(rows, visited, (0.0, 0.0), bound, np.inf, 0.0) is None
 
 
 def test_nodes_that_take_the_same_keep_one_array() -> None:

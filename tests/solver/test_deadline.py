@@ -29,7 +29,7 @@ from autopar.solver.deadline import (
 from autopar.solver.elimination.bucket_elimination import compile_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
-from autopar.solver.elimination.min_marginals import excesses
+from autopar.solver.elimination.min_marginals import reduced_costs
 from autopar.solver.problem import Edge, Node, Problem
 
 
@@ -112,7 +112,7 @@ def test_every_step_of_an_elimination_looks_at_the_clock(monkeypatch: pytest.Mon
     shown = _clock(monkeypatch, 1.0)
     for search in (
         lambda until: evaluate(elimination, tables.weighted(0.0), until),
-        lambda until: excesses(problem, elimination, evaluated, deadline=until),
+        lambda until: reduced_costs(problem, elimination, evaluated, deadline=until),
         lambda until: lower_bound(problem, 0.0, until),
     ):
         until = shown[0] + 10.0

@@ -16,7 +16,7 @@ from autopar.solver.elimination import bucket_elimination as buckets
 from autopar.solver.infeasibility import Conflict, MemoryLimitError, describe_conflict, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining.counting_ilp import best_counts
-from autopar.solver.remaining.remaining_choices import Residual
+from autopar.solver.remaining.remaining_choices import RemainingProblem
 from autopar.solver.solve import smallest_bytes, solve
 from tests.solver.certificate import verify
 
@@ -80,18 +80,18 @@ def test_pins_beyond_the_named_ones_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_reason_is_worked_out_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Problem] = []
+    requested: list[Problem] = []
 
     def noted(problem: Problem, deadline: float) -> Conflict:
-        asked.append(problem)
+        requested.append(problem)
         return find_conflict(problem, deadline)
 
     monkeypatch.setattr(infeasibility, "find_conflict", noted)
     with pytest.raises(MemoryLimitError) as caught:
         solve(Problem((_pinned("up", 0),), (), GB))
-    assert not asked
+    assert not requested
     assert str(caught.value) == str(caught.value)
-    assert len(asked) == 1 and caught.value.conflict.nodes == (0,)
+    assert len(requested) == 1 and caught.value.conflict.nodes == (0,)
 
 
 @settings(deadline=None, max_examples=60)
@@ -168,7 +168,7 @@ def test_counted_choices_equal_brute_force(seed: int, budget: int, price: float)
     problem = _random_problem(np.random.default_rng(seed), 4, budget)
     every = itertools.product(*(range(node.num_strategies) for node in problem.nodes))
     best = min((problem.seconds_of(x) for x in every if problem.fits(problem.bytes_of(x))), default=math.inf)
-    found = best_counts(Residual((problem,), (price,), 100.0, math.inf), 1e-9)
+    found = best_counts(RemainingProblem((problem,), (price,), 100.0, math.inf), 1e-9)
     assert found.is_proven and (found.choices is None) == (best == math.inf)
     if found.choices is not None:
         assert problem.seconds_of(found.choices) == pytest.approx(best)

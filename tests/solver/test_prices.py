@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.solver import deadline, lagrangian, solve
-from autopar.solver.low_treewidth import unsaid
+from autopar.solver.low_treewidth import without_warnings
 from autopar.solver.prepared import Prepared
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.solve import smallest_bytes, solve_narrow, solve_prepared
@@ -69,10 +69,10 @@ def test_where_there_is_no_time_for_an_elimination_the_wide_way_finds_something(
     needed = solve.FIRST_EVALUATIONS - deadline.GRACE  # seconds, at one evaluation each
     assert solve_narrow(prepared, time_limit=0.99 * needed) is None
     assert not evaluated
-    with unsaid():
+    with without_warnings():
         found = solve_prepared(prepared, time_limit=0.99 * needed)
     assert problem.budget is not None and found.num_bytes <= problem.budget
     assert found.bound <= best.seconds * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
-    with unsaid():
+    with without_warnings():
         assert solve_narrow(prepared, time_limit=needed) is not None
         assert solve_narrow(prepared, time_limit=0.0) is not None, "what is known takes no time"

@@ -17,15 +17,18 @@ CLOSE = 1e-7  # of the seconds: the ILP counts in rounded units
 def _chain_with_skips(rng: np.random.Generator, num_blocks: int, num_axes: int) -> Problem:
     """Blocks that repeat, each with a skip and a node of modes; strategies are places along `num_axes` axes."""
     k = num_axes + 2
-    menus = [(rng.random(k), rng.integers(0, 50, k)) for _ in range(2)]
+    candidate_lists = [(rng.random(k), rng.integers(0, 50, k)) for _ in range(2)]
     along, skip = rng.random((k, k)), rng.random((k, k))
-    modes, held = rng.random((3, k, k)), rng.integers(0, 30, (3, k, k))
+    modes, row_bytes = rng.random((3, k, k)), rng.integers(0, 30, (3, k, k))
     nodes, edges = [Node("input", rng.random(k), np.zeros(k, dtype=np.int64))], []
     for block in range(num_blocks):
         first = len(nodes)
-        nodes += [Node(f"{block}.{i}", *menu) for i, menu in enumerate(menus)]
+        nodes += [Node(f"{block}.{i}", *candidates) for i, candidates in enumerate(candidate_lists)]
         nodes.append(Node(f"{block}.mode", np.zeros(3), np.zeros(3, dtype=np.int64)))
-        edges += [Edge((first - 2 if block else 0, first), along), Edge((first + 2, first, first + 1), modes, held)]
+        edges += [
+            Edge((first - 2 if block else 0, first), along),
+            Edge((first + 2, first, first + 1), modes, row_bytes),
+        ]
         edges.append(Edge((first - 2 if block else 0, first + 1), skip))
     for place in rng.choice(len(nodes), rng.integers(0, 3), replace=False):
         node = nodes[place]

@@ -21,7 +21,7 @@ from autopar.solver.elimination import evaluation
 from autopar.solver.elimination.bucket_elimination import compile_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
-from autopar.solver.elimination.min_marginals import excesses
+from autopar.solver.elimination.min_marginals import reduced_costs
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.prepared import Prepared
 from autopar.solver.presolve import reduction as reduction_module
@@ -29,7 +29,7 @@ from autopar.solver.presolve.reduced_cost_fixing import remaining
 from autopar.solver.presolve.reduction import prune, reduce_problem
 from autopar.solver.problem import Edge, Node, Parts, Problem
 from autopar.solver.remaining.counting_ilp import best_counts
-from autopar.solver.remaining.remaining_choices import Counted, Residual
+from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem
 from autopar.solver.solve import smallest_bytes, solve, solve_narrow
 
 CLOSE = 1e-7  # of the seconds
@@ -58,8 +58,8 @@ def _random_problem(rng: np.random.Generator, forbidden: float, budget: int | No
         count = 3 if len(sizes) > 2 and rng.random() < 0.3 else 2
         ends = tuple(map(int, rng.choice(len(sizes), count, replace=count == 2)))
         shape = tuple(sizes[end] for end in ends)
-        held = rng.integers(0, 9, shape) if rng.random() < 0.4 else None
-        edges.append(Edge(ends, costs(*shape), held))
+        row_bytes = rng.integers(0, 9, shape) if rng.random() < 0.4 else None
+        edges.append(Edge(ends, costs(*shape), row_bytes))
     return Problem(nodes, tuple(edges), budget)
 
 
@@ -67,7 +67,7 @@ def _layered_problem(seed: int, num_layers: int, k: int, distinct: bool = False)
     """Return a chain of blocks with skips over them and a parameter next to every block."""
     rng = np.random.default_rng(seed)
     skip, into, across, load = (rng.random((k, k)) for _ in range(4))
-    menu, parameter = rng.random(k), 0.5 * rng.random(k)
+    candidates, parameter = rng.random(k), 0.5 * rng.random(k)
     num_bytes = rng.integers(1, 50, k)
     nodes, edges = [Node("input", rng.random(k), np.zeros(k, dtype=np.int64))], []
     for layer in range(num_layers):
@@ -75,8 +75,8 @@ def _layered_problem(seed: int, num_layers: int, k: int, distinct: bool = False)
         noise = 0.1 * rng.random(k) if distinct else np.zeros(k)
         nodes += [
             Node(f"{layer}.weight", parameter + noise, num_bytes * 1000),
-            Node(f"{layer}.op", menu, num_bytes),
-            Node(f"{layer}.add", menu, np.zeros(k, dtype=np.int64)),
+            Node(f"{layer}.op", candidates, num_bytes),
+            Node(f"{layer}.add", candidates, np.zeros(k, dtype=np.int64)),
         ]
         edges += [
             Edge((first, first + 1), load),
@@ -144,17 +144,17 @@ def test_a_graph_too_wide_for_elimination_equals_brute_force(seed: int, forbidde
 
 
 @pytest.mark.parametrize("budget", [None, 60])
-def test_only_a_narrow_graph_is_solved_where_that_is_asked_for(budget: int | None) -> None:
+def test_only_a_narrow_graph_is_solved_where_that_is_requested(budget: int | None) -> None:
     problem = _random_problem(np.random.default_rng(3), 0.0, budget)
-    narrow = solve_narrow(Prepared.of(problem, NEVER))
-    assert narrow is not None and narrow.seconds == solve(problem).seconds
+    low = solve_narrow(Prepared.of(problem, NEVER))
+    assert low is not None and low.seconds == solve(problem).seconds
     with _everything_too_wide():
         assert solve_narrow(Prepared.of(problem, NEVER)) is None
 
 
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, forbidden=shares, balanced=st.booleans())
-def test_excesses_equal_brute_force(seed: int, forbidden: float, balanced: bool) -> None:
+def test_reduced_costs_equal_brute_force(seed: int, forbidden: float, balanced: bool) -> None:
     problem = _random_problem(np.random.default_rng(seed), forbidden, None)
     found = list(_feasible(problem))
     tables = Tables(problem)
@@ -164,12 +164,12 @@ def test_excesses_equal_brute_force(seed: int, forbidden: float, balanced: bool)
     assert optimum(elimination, evaluated) == pytest.approx(least)
     if not found:
         return
-    excess = excesses(problem, elimination, evaluated)
+    reduced_cost = reduced_costs(problem, elimination, evaluated)
     for i, node in enumerate(problem.nodes):
         for k in range(node.num_strategies):
             exact = min((seconds for seconds, x in found if x[i] == k), default=np.inf) - least
-            assert excess.of_node[i][k] == pytest.approx(exact, abs=1e-9)
-    for edge, array in zip(problem.edges, excess.of_edge, strict=True):
+            assert reduced_cost.of_node[i][k] == pytest.approx(exact, abs=1e-9)
+    for edge, array in zip(problem.edges, reduced_cost.of_edge, strict=True):
         for place, value in np.ndenumerate(array):
             pairs = (seconds for seconds, x in found if tuple(x[end] for end in edge.ends) == place)
             assert value == pytest.approx(min(pairs, default=np.inf) - least, abs=1e-9)
@@ -196,7 +196,7 @@ def test_every_choice_below_the_limit_remains_with_its_cost(
     tables = Tables(pruned)
     elimination = compile_elimination(pruned, tables, balanced=True)
     limit = share * (max(costs) - min(costs)) + CLOSE
-    found = excesses(pruned, elimination, evaluate(elimination, tables.weighted(0.0)), limit)
+    found = reduced_costs(pruned, elimination, evaluate(elimination, tables.weighted(0.0)), limit)
     limited = Problem(pruned.nodes, pruned.edges, budget)
     left = remaining(limited, found, limit)
     good = {choices for seconds, choices in _feasible(limited) if seconds <= min(costs) + limit - CLOSE / 2}
@@ -222,7 +222,7 @@ def test_costs_among_some_nodes_and_at_the_others_are_those_of_all(seed: int, wh
     some = np.array([bool(which >> number & 1) for number in range(len(problem.nodes))])
     twice = replace(problem, nodes=tuple(replace(n, num_bytes=2 * n.num_bytes) for n in problem.nodes))
     parts = Parts((problem, twice))
-    (found, (held, more)), at = parts.cost_of(choices, among=some), set(parts.edges_at(~some))
+    (found, (row_bytes, more)), at = parts.cost_of(choices, among=some), set(parts.edges_at(~some))
     expected = [part for part, wanted in zip(problem.nodes, some, strict=True) if wanted], problem.edges
     seconds = sum(n.seconds[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
     num_bytes = sum(n.num_bytes[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
@@ -232,7 +232,7 @@ def test_costs_among_some_nodes_and_at_the_others_are_those_of_all(seed: int, wh
             index = tuple(choices[end] for end in edge.ends)
             seconds += edge.seconds[index]
             num_bytes += 0 if edge.num_bytes is None else edge.num_bytes[index]
-    assert (found, held) == (pytest.approx(seconds), num_bytes)
+    assert (found, row_bytes) == (pytest.approx(seconds), num_bytes)
     of_nodes = sum(n.num_bytes[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
     assert more == num_bytes + of_nodes
     assert parts.cost_of(choices) == (problem.seconds_of(choices), [problem.bytes_of(choices), twice.bytes_of(choices)])
@@ -260,8 +260,8 @@ def test_what_reductions_make_is_bounded_and_equal_layers_share_it(monkeypatch: 
     """A ring of stars: every second node of the ring, of no bytes, leaves a table between its two neighbours."""
     k, num_layers = 5, 6
     rng = np.random.default_rng(0)
-    menu, nothing, held = rng.random(k), np.zeros(k, dtype=np.int64), rng.integers(1, 9, k)
-    nodes = [Node(str(i), menu, nothing if i % 2 else held) for i in range(2 * num_layers)]
+    candidates, nothing, row_bytes = rng.random(k), np.zeros(k, dtype=np.int64), rng.integers(1, 9, k)
+    nodes = [Node(str(i), candidates, nothing if i % 2 else row_bytes) for i in range(2 * num_layers)]
     table = rng.random((k, k))
     edges = [Edge((i, (i + 1) % len(nodes)), table) for i in range(len(nodes))]
     edges += [Edge((2 * i, (2 * i + 4) % len(nodes)), table) for i in range(num_layers)]
@@ -343,10 +343,10 @@ def test_a_node_with_everything_forbidden_is_named() -> None:
 def _chain(pins: dict[int, int], length: int) -> Problem:
     """Nodes of two strategies that must all choose the same one; `pins` fixes some of them."""
     same = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
-    menus = [np.zeros(2) for _ in range(length)]
+    candidate_lists = [np.zeros(2) for _ in range(length)]
     for node, choice in pins.items():
-        menus[node][1 - choice] = np.inf
-    nodes = tuple(Node(f"n{i}", menu, np.ones(2, dtype=np.int64)) for i, menu in enumerate(menus))
+        candidate_lists[node][1 - choice] = np.inf
+    nodes = tuple(Node(f"n{i}", candidates, np.ones(2, dtype=np.int64)) for i, candidates in enumerate(candidate_lists))
     return Problem(nodes, tuple(Edge((i, i + 1), same) for i in range(length - 1)))
 
 
@@ -392,12 +392,12 @@ def test_a_conflict_is_minimal(seed: int) -> None:
         assert not np.isfinite(problem.nodes[nodes[0]].seconds).any()
         return
 
-    def possible(held: set[int]) -> bool:
-        menus = tuple(
-            node if i in held else Node(node.name, np.zeros(node.num_strategies), node.num_bytes)
+    def possible(row_bytes: set[int]) -> bool:
+        candidate_lists = tuple(
+            node if i in row_bytes else Node(node.name, np.zeros(node.num_strategies), node.num_bytes)
             for i, node in enumerate(problem.nodes)
         )
-        return next(_feasible(Problem(menus, problem.edges)), None) is not None
+        return next(_feasible(Problem(candidate_lists, problem.edges)), None) is not None
 
     assert not possible(set(nodes))
     assert all(possible(set(nodes) - {node}) for node in nodes)
@@ -446,4 +446,4 @@ def test_a_solution_in_time_gives_no_warning() -> None:
 
 
 def test_where_nothing_is_left_to_count_the_choice_is_empty() -> None:
-    assert best_counts(Residual((Problem((), (), 10),), (0.5,), 1.0, np.inf), 1e-12) == Counted((), 0.0, True)
+    assert best_counts(RemainingProblem((Problem((), (), 10),), (0.5,), 1.0, np.inf), 1e-12) == Counted((), 0.0, True)

@@ -17,7 +17,7 @@ from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.moments import FORWARD
 from autopar.costs.memory.peak import bytes_by_moment
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.menu import Menu
+from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
@@ -63,8 +63,8 @@ def planned(
     model: nn.Module, positions: int = 16, strategy: str | None = NAME, samples: int = 4, **options: object
 ) -> Plan:
     """A plan on two ranks; plain collectives of one sample copy nothing, and those of several may be avoided."""
-    asked = {"hardware": SLOW_DEVICES, **options}
-    return autopar.plan(model, Mesh({"tp": 2}), batch(positions, samples), strategy=strategy, **by_flag(**asked))
+    requested = {"hardware": SLOW_DEVICES, **options}
+    return autopar.plan(model, Mesh({"tp": 2}), batch(positions, samples), strategy=strategy, **by_flag(**requested))
 
 
 def space_of(request: PlanRequest, mesh: dict[str, int], model: nn.Module | None = None) -> Space:
@@ -72,19 +72,19 @@ def space_of(request: PlanRequest, mesh: dict[str, int], model: nn.Module | None
     return request.space(program, Mesh(mesh))
 
 
-def menu_of(space: Space, number: int = 0) -> Menu:
-    return space.decisions[space.index["linear_default" + (f"_{number}" if number else "")]].menu
+def candidates_of(space: Space, number: int = 0) -> Candidates:
+    return space.decisions[space.index["linear_default" + (f"_{number}" if number else "")]].candidates
 
 
-def names(menu: Menu) -> list[str]:
-    return [str(each) for each in menu.strategies]
+def names(candidates: Candidates) -> list[str]:
+    return [str(each) for each in candidates.strategies]
 
 
-def test_they_stand_in_the_menu_only_where_they_are_asked_for() -> None:
+def test_they_stand_among_candidates_only_where_they_are_requested() -> None:
     request = PlanRequest(hardware=SLOW_DEVICES)
-    before = names(menu_of(space_of(request, {"tp": 2})))
+    before = names(candidates_of(space_of(request, {"tp": 2})))
     assert not any(NAME in each for each in before)
-    after = names(menu_of(space_of(request.running(frozenset({NAME})), {"tp": 2})))
+    after = names(candidates_of(space_of(request.running(frozenset({NAME})), {"tp": 2})))
     assert [each for each in after if NAME not in each] == before and {COLUMN, ROW} <= set(after)
 
 
@@ -98,24 +98,24 @@ def test_the_preset_has_them_move_what_plain_products_move() -> None:
 
 def test_an_axis_within_that_splits_rows_leaves_nothing_to_gather_alone() -> None:
     request = PlanRequest(hardware=SLOW_DEVICES).running(frozenset({NAME}))
-    found = names(menu_of(space_of(request, {"tp": 2, "cp": 2})))
+    found = names(candidates_of(space_of(request, {"tp": 2, "cp": 2})))
     both = f"...1+o via {NAME}".replace("...1+o", "...1 ...1+o"), f"...1+o ...1 via {NAME}"
     assert both[0] in found and both[1] not in found
     assert not any(each.startswith("...1+o ...1+") for each in found)  # one axis gathers
 
 
 def test_calls_that_share_an_input_gather_it_together_or_not_at_all() -> None:
-    def asked(**said: str) -> nn.Module:
+    def requested(**specified: str) -> nn.Module:
         model = Layer()
-        for name, way in said.items():
+        for name, way in specified.items():
             autopar.annotate(model, f"{name}.linear", tp=f"factor:{way}")
         return model
 
     with pytest.raises(InfeasibleError, match=r"linear_default of q' and 'linear_default_1 of k' exclude each other"):
-        planned(asked(q=COLUMN, k="o"), strategy=None)
-    plan = planned(asked(q=COLUMN), strategy=None)
+        planned(requested(q=COLUMN, k="o"), strategy=None)
+    plan = planned(requested(q=COLUMN), strategy=None)
     assert [plan.choices[f"linear_default{end}"] for end in ("", "_1", "_2")] == [COLUMN] * 3
-    assert plan.choices["rms_norm_default/hub"] == "S(1) together"
+    assert plan.choices["rms_norm_default/reshard"] == "S(1) together"
 
 
 def test_a_preset_trains_as_one_process_does() -> None:
@@ -129,7 +129,7 @@ def test_a_plan_that_has_them_is_loaded_attached_and_run(tmp_path: Path) -> None
     planned(Layer().double()).save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     attached = plan.attach(Layer().double(), batch(), hardware=SLOW_DEVICES)
-    assert COLUMN in names(menu_of(context_of(attached).space))
+    assert COLUMN in names(candidates_of(context_of(attached).space))
     steps = Steps([batch()])
     found = train_on_ranks(Layer().double(), steps, {"tp": 2}, {"plan": plan})
     assert fault_of(found, train_alone(Layer().double(), steps)) == ""
@@ -191,17 +191,17 @@ class Products(nn.Module):
         return self.last(self.down(self.up(self.norm(x)))).square().mean()
 
 
-def of_products(hardware: Hardware, asked: frozenset[str] = frozenset({NAME})) -> tuple[PlanRequest, Space]:
+def of_products(hardware: Hardware, requested: frozenset[str] = frozenset({NAME})) -> tuple[PlanRequest, Space]:
     program = capture(Products(), (torch.empty(8, 1024, 1024, device="meta"),), {}, training=True)
-    request = PlanRequest(hardware=hardware).running(asked)
+    request = PlanRequest(hardware=hardware).running(requested)
     return request, request.space(program, Mesh({"tp": 4}))
 
 
 def test_a_chunk_travels_while_another_is_multiplied() -> None:
     _, space = of_products(OVERLAPPING)
-    menu = menu_of(space)
-    number = names(menu).index(COLUMN)
-    strategy, forward = menu.strategies[number], menu.forward_seconds[number]
+    candidates = candidates_of(space)
+    number = names(candidates).index(COLUMN)
+    strategy, forward = candidates.strategies[number], candidates.forward_seconds[number]
     flops = 2 * 8 * 1024 * 1024 * 4096 / 4
     assert forward == pytest.approx(flops / 1e12 + MOST_CHUNKS * OVERLAPPING.op_latency_s)
     chunk = 8 * 1024 * 1024 * 4 // MOST_CHUNKS
@@ -214,7 +214,7 @@ def test_a_chunk_travels_while_another_is_multiplied() -> None:
     assert sum(strategy.waits) == pytest.approx(moving * (1 - (3 / 4 + 1) / 2))
     slow = replace(OVERLAPPING, name="slow links", links=(Link("wire", None, 1e-6, 1e8),))
     _, space = of_products(slow)
-    waits = sum(menu_of(space).strategies[number].waits)
+    waits = sum(candidates_of(space).strategies[number].waits)
     moving = sum(transfer_seconds(each, space.mesh, slow) for each in strategy.transfers)
     assert waits == pytest.approx(moving - 3 * forward)  # no more than what is computed
 
@@ -235,7 +235,7 @@ def test_the_solver_takes_them_where_computing_hides_what_travels() -> None:
     assert with_them < without
 
 
-def test_the_timeline_has_chunks_travel_beside_products() -> None:
+def test_the_timeline_has_chunks_travel_next_to_products() -> None:
     _, space = of_products(OVERLAPPING)
 
     def seconds(strategy: str) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
 from autopar.ir.sharding.layout import Layout, S
 from autopar.runtime.collectives.mesh_axes import record_traffic
@@ -132,24 +132,24 @@ def test_both_ends_and_all_between_make_one_choice(space: Space) -> None:
     (start,) = (n for n, each in enumerate(space.decisions) if each.kind == "call" and each.node.target is DISPATCH)
     (end,) = (n for n, each in enumerate(space.decisions) if each.kind == "call" and each.node.target is COMBINE)
     inside = between(space, start, end)
-    wires = [wire for wire in space.wires if {wire.source, wire.target} <= set(inside)]
-    allowed = {wire: np.isfinite(space.reshard_seconds(wire)) for wire in wires}
+    edges = [edge for edge in space.edges if {edge.source, edge.target} <= set(inside)]
+    allowed = {edge: np.isfinite(space.reshard_seconds(edge)) for edge in edges}
     found: dict[str, set[str]] = defaultdict(set)
     partial: list[dict[int, int]] = [{}]
     for number in inside:
-        arriving = [wire for wire in wires if wire.target == number]
+        arriving = [edge for edge in edges if edge.target == number]
         partial = [
             {**made, number: choice}
             for made in partial
-            for choice in range(len(space.decisions[number].menu.strategies))
-            if all(allowed[wire][made[wire.source], choice] for wire in arriving)
+            for choice in range(len(space.decisions[number].candidates.strategies))
+            if all(allowed[edge][made[edge.source], choice] for edge in arriving)
         ]
         # Of the ways here, one is enough of those that later calls cannot tell apart.
-        seen_later = sorted({wire.source for wire in wires if wire.target not in partial[0]} | {start, end})
+        seen_later = sorted({edge.source for edge in edges if edge.target not in partial[0]} | {start, end})
         partial = list({tuple(made.get(each) for each in seen_later): made for made in partial}.values())
 
     def name(number: int, choice: int) -> str:
-        return space.decisions[number].menu.strategies[choice].choices[0]
+        return space.decisions[number].candidates.strategies[choice].choices[0]
 
     for made in partial:
         found[name(start, made[start])].add(name(end, made[end]))
@@ -161,34 +161,34 @@ def between(space: Space, start: int, end: int) -> list[int]:
     """The decisions on any way from one to another, in order."""
     reached, reaching = {start}, {end}
     for _ in space.decisions:
-        reached |= {wire.target for wire in space.wires if wire.source in reached}
-        reaching |= {wire.source for wire in space.wires if wire.target in reaching}
+        reached |= {edge.target for edge in space.edges if edge.source in reached}
+        reaching |= {edge.source for edge in space.edges if edge.target in reaching}
     inside, order = reached & reaching, []
     while len(order) < len(inside):
         order += [
             number
             for number in inside - set(order)
-            if all(w.source in order for w in space.wires if w.target == number and w.source in inside)
+            if all(w.source in order for w in space.edges if w.target == number and w.source in inside)
         ]
     return order
 
 
-def moves(space: Space, wires: list[Wire]) -> Iterator[tuple[Layout, Layout, float]]:
+def moves(space: Space, edges: list[TensorEdge]) -> Iterator[tuple[Layout, Layout, float]]:
     """Yield every pair of layouts at the ends of some edges, with the seconds between them."""
-    assert wires
-    for wire in wires:
-        seconds = space.reshard_seconds(wire)
-        for i, source in enumerate(space.source_layouts(wire)):
-            for j, target in enumerate(space.target_layouts(wire)):
+    assert edges
+    for edge in edges:
+        seconds = space.reshard_seconds(edge)
+        for i, source in enumerate(space.source_layouts(edge)):
+            for j, target in enumerate(space.target_layouts(edge)):
                 yield source, target, seconds[i, j]
 
 
 def test_rows_are_not_moved_to_or_from_other_ranks(space: Space) -> None:
-    for source, target, seconds in moves(space, [wire for wire in space.wires if wire.tensor.ragged]):
+    for source, target, seconds in moves(space, [edge for edge in space.edges if edge.tensor.ragged]):
         if (S(0) in source) != (S(0) in target):
             assert seconds == np.inf, f"{source} → {target}"
 
 
 def test_what_says_where_rows_are_is_not_moved(space: Space) -> None:
-    for source, target, seconds in moves(space, [wire for wire in space.wires if wire.tensor.fixed]):
+    for source, target, seconds in moves(space, [edge for edge in space.edges if edge.tensor.fixed]):
         assert np.isfinite(seconds) == (source == target), f"{source} → {target}"

@@ -59,8 +59,8 @@ def by_hand(name: str, mesh: str, strategy: str) -> dict[int, Any] | None:
         columns, rows = PROJECTIONS[FAMILIES[name]]
         for role, patterns in (("column", columns), ("row", rows)):
             for pattern in patterns:
-                said: dict[str, Any] = {split: role}
-                annotate(model, pattern, **said)
+                specified: dict[str, Any] = {split: role}
+                annotate(model, pattern, **specified)
     if strategy.endswith("sequence"):
         norms: dict[str, Any] = {split: "sequence"}
         annotate(model, "*norm*" if name != "gpt2" else "*ln_*", **norms)

@@ -127,8 +127,8 @@ def ways(target: Any, *args: Any) -> list[str]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_is_split_by_samples_and_heads(slopes: tuple[int, ...] | None, causal: bool) -> None:
     given = None if slopes is None else torch.rand(slopes).double()
-    said = 0.0, 0.5, causal, -1, -1, 0.0, given, False
-    found = ways("flash_attn::_flash_attn_forward", *heads(H, G, G), *said)
+    specified = 0.0, 0.5, causal, -1, -1, 0.0, given, False
+    found = ways("flash_attn::_flash_attn_forward", *heads(H, G, G), *specified)
     assert {"b", "h"} <= set(found)
 
 
@@ -228,18 +228,18 @@ class LowerTriangularMask:
 
 
 def test_the_functions_of_flash_attention_are_split() -> None:
-    said = 0.0, None, True, (-1, -1), 0.0, None, False, False, True
-    assert {"b", "h"} <= set(ways(FLASH, *heads(H, G, G), *said))
+    specified = 0.0, None, True, (-1, -1), 0.0, None, False, False, True
+    assert {"b", "h"} <= set(ways(FLASH, *heads(H, G, G), *specified))
     q, k, v = (x.flatten(0, 1) for x in heads(H, G, G))
     ends = torch.tensor([0, 9, 12, 20, B * S], dtype=torch.int32)
-    packed = ways(PACKED, q, k, v, ends, ends, 12, 12, *said)
+    packed = ways(PACKED, q, k, v, ends, ends, 12, 12, *specified)
     assert set(packed) == {"h", "-"}
 
 
 def test_a_call_that_drops_is_left_whole() -> None:
-    said = 0.5, None, True, (-1, -1), 0.0, None, False, False, True
+    specified = 0.5, None, True, (-1, -1), 0.0, None, False, False, True
     infos = tuple(TensorInfo(tuple(x.shape), x.dtype, True) for x in heads(H, G, G))
-    arguments = {str(number): each for number, each in enumerate((*infos, *said))}
+    arguments = {str(number): each for number, each in enumerate((*infos, *specified))}
     call = Call(function_call(FLASH), infos, infos[:1], arguments)
     assert ruled(call).reason == NO_RULE
     assert not ruled(Call(function_call(FLASH), infos, infos[:1], {**arguments, "3": 0.0})).reason

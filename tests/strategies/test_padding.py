@@ -48,11 +48,11 @@ COLUMNS: dict[str, Any] = {"annotations": (("layers.0.linear", {"dp": "column"})
 
 
 @pytest.mark.parametrize(
-    ("batch", "mesh", "said"), [(3, (2,), COLUMNS), (4, (2, 2), {"options": {"strategy": "tensor_2d"}})]
+    ("batch", "mesh", "specified"), [(3, (2,), COLUMNS), (4, (2, 2), {"options": {"strategy": "tensor_2d"}})]
 )
 def test_the_root_of_features_that_do_not_divide_leaves_gradients_that_are_numbers(
-    batch: int, mesh: tuple[int, ...], said: dict[str, Any]
+    batch: int, mesh: tuple[int, ...], specified: dict[str, Any]
 ) -> None:
     program = Program((LINES,), {"x0": (batch, 5)}, {"w0": (5, 5), "w1": (7, 5)})
-    outcome = judge(Case(program, mesh, **said))
+    outcome = judge(Case(program, mesh, **specified))
     assert outcome.kind == "equal", outcome.text

@@ -75,7 +75,7 @@ def ids(batch: int = 4, positions: int = 6) -> tuple[Tensor, Tensor]:
     return ids_BS, ids_BS.clone()
 
 
-def said(strategy: str, mesh: Mesh, model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Annotation, ...]:
+def specified(strategy: str, mesh: Mesh, model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Annotation, ...]:
     return annotations_for(strategy, capture(model, inputs, {}, training=True), mesh)
 
 
@@ -93,8 +93,8 @@ def roles(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sequence", "tensor_2d", "zero3", "fsdp_megatron"])
 def test_a_preset_says_the_same_whatever_modules_are_called(strategy: str) -> None:
-    plain = said(strategy, GRID, named(), ids())
-    renamed = said(strategy, GRID, named("a", "b", "c", "d", "e"), ids())
+    plain = specified(strategy, GRID, named(), ids())
+    renamed = specified(strategy, GRID, named("a", "b", "c", "d", "e"), ids())
     old = {"embed": "a", "norm": "b", "up": "c", "down": "d", "head": "e"}
 
     def new(pattern: str) -> str:
@@ -153,7 +153,7 @@ def test_megatron_finds_the_columns_and_rows_of_a_family(name: str) -> None:
     assert dims == COLUMNS_AND_ROWS[name]
 
 
-def test_every_call_and_every_parameter_is_said_something_about() -> None:
+def test_every_call_and_every_parameter_is_stated_something_about() -> None:
     program = captured("tiny-llama")
     for strategy in ("fully_replicated", "data_parallel", "megatron", "ulysses"):
         patterns = Counter(each.pattern for each in annotations_for(strategy, program, ONE))
@@ -176,7 +176,7 @@ def test_zero3_stores_every_parameter_in_parts_and_zero2_keeps_what_it_gathers()
         plan = autopar.plan(named(), ONE, ids(), strategy=strategy)
         stored = [row for row in plan.rows if row.kind == "parameter"]
         assert all(row.layout.startswith("S(") for row in stored)
-        assert any(plan.choices[row.name].endswith(" kept") for row in stored) == kept
+        assert any(plan.choices[row.name].endswith(" saved") for row in stored) == kept
 
 
 def test_zero1_says_what_zero2_says() -> None:
@@ -201,10 +201,10 @@ def test_gradients_of_micro_batches_add_up_whole_by_zero1_and_in_parts_by_zero2(
     # Whole, and a new one is there besides; or in two parts, with those that one backward has reduced, and one layer's.
     assert first.memory.parts["gradients"] > 2 * stored > 0.75 * second.memory.parts["gradients"]
     assert second.peak_bytes < first.peak_bytes
-    said = "reduced by every micro-batch, and added up in parts"
-    assert said in str(second) and said not in str(first)
+    specified = "reduced by every micro-batch, and added up in parts"
+    assert specified in str(second) and specified not in str(first)
     second.to_html(tmp_path / "plan.html")
-    assert said in (tmp_path / "plan.html").read_text()
+    assert specified in (tmp_path / "plan.html").read_text()
     parts = [step_parts(plan) for plan in (first, second)]
     assert parts[0].once > parts[1].once and parts[0].backward < parts[1].backward
     assert parts[0].seconds == pytest.approx(parts[1].seconds)
@@ -236,10 +236,12 @@ def test_megatron_warns_where_heads_do_not_divide() -> None:
 @pytest.mark.parametrize(("size", "factor"), [(4, "h"), (8, "q")])
 @pytest.mark.filterwarnings("error")
 def test_where_heads_of_keys_do_not_divide_those_of_queries_are_split(size: int, factor: str) -> None:
-    said = {each.pattern: each.axes for each in annotations_for("megatron", captured("tiny-llama"), Mesh({"tp": size}))}
-    assert said["%scaled_dot_product_attention_default"] == (("tp", f"factor:{factor}"),)
+    specified = {
+        each.pattern: each.axes for each in annotations_for("megatron", captured("tiny-llama"), Mesh({"tp": size}))
+    }
+    assert specified["%scaled_dot_product_attention_default"] == (("tp", f"factor:{factor}"),)
     calls = [call for call in RoledProgram.of(captured("tiny-llama")).learned if call.call.name == "linear"]
-    queries, keys, values, out = (said[f"%{call.name}"] for call in calls[:4])
+    queries, keys, values, out = (specified[f"%{call.name}"] for call in calls[:4])
     kept = (("tp", "factor:o" if factor == "h" else "replicated"),)
     assert (queries, keys, values, out) == ((("tp", "factor:o"),), kept, kept, (("tp", "factor:k"),))
 
@@ -272,8 +274,8 @@ def test_in_semi_auto_a_preset_fills_in_what_the_user_leaves_open() -> None:
 def test_the_solver_decides_what_a_part_of_a_preset_leaves_open() -> None:
     """The calls as Megatron has them, and whichever storage of their parameters is fastest."""
     free = autopar.plan(named(), ONE, ids())
-    said = annotations_for("megatron", context_of(free).space.program, ONE)
-    calls = [each for each in said if not each.pattern.startswith("%p_")]
+    specified = annotations_for("megatron", context_of(free).space.program, ONE)
+    calls = [each for each in specified if not each.pattern.startswith("%p_")]
     mixed, whole = free.what_if(*calls), autopar.plan(named(), ONE, ids(), strategy="megatron")
     assert roles(mixed) == roles(whole) != roles(free)
     assert free.seconds < mixed.seconds <= whole.seconds
@@ -284,7 +286,7 @@ def test_what_if_goes_before_the_preset_of_a_plan() -> None:
     assert roles(plan.what_if("up", tp="replicated")) == roles(plan) | {"up": ("replicated",)}
 
 
-def test_a_strategy_beside_a_plan_is_refused() -> None:
+def test_a_strategy_next_to_a_plan_is_refused() -> None:
     plan = autopar.plan(named(), ONE, ids())
     with simulate(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -63,7 +63,7 @@ class Halved(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["megatron_regather", "async_tensor_parallel"])
-def test_products_gather_their_input_together_beside_adapters_behind_dropout(strategy: str) -> None:
+def test_products_gather_their_input_together_next_to_adapters_behind_dropout(strategy: str) -> None:
     config = peft.LoraConfig(r=4, target_modules=["o_proj", "gate_proj"], lora_dropout=0.1)
     model, ids = peft.get_peft_model(FAMILIES["llama"].build(), config), torch.zeros(4, 16, dtype=torch.int64)
     plan = autopar.plan(model, Mesh({"tp": 2}, "cpu"), {"input_ids": ids, "labels": ids}, strategy=strategy)
@@ -73,7 +73,7 @@ def test_products_gather_their_input_together_beside_adapters_behind_dropout(str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["megatron_regather", "async_tensor_parallel"])
-def test_products_that_gather_together_beside_adapters_train_as_on_one_process(strategy: str) -> None:
+def test_products_that_gather_together_next_to_adapters_train_as_on_one_process(strategy: str) -> None:
     model = adapted(*ATTENTION, *MLP)
     for module in model.modules():
         if hasattr(module, "lora_dropout"):

@@ -53,8 +53,8 @@ def held(layout: str, sizes: tuple[int, ...], place: tuple[int, ...], ndim: int)
             for placement, size, position in zip(layout.split(), sizes, place, strict=True)
             if placement in (f"S({dim})", f"Z({dim})")
         ]
-        deals = any(kind == "Z" for kind, *_ in axes)
-        held = string.ascii_lowercase[: math.prod(size for _, size, _ in axes) * (2 if deals else 1)]
+        zigzag_axes_of = any(kind == "Z" for kind, *_ in axes)
+        held = string.ascii_lowercase[: math.prod(size for _, size, _ in axes) * (2 if zigzag_axes_of else 1)]
         for kind, size, position in axes:
             if kind == "Z":
                 part = len(held) // (2 * size)

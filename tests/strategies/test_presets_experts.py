@@ -132,7 +132,7 @@ def test_experts_are_folded_over_the_axes_of_attention() -> None:
     program = capture(decoder(), (), token_batches(1)[0], training=True)
     operations = {node.name: node.target for node in program.graph.nodes}
 
-    def said(mesh: Mapping[str, int]) -> dict[str, tuple[object, ...]]:
+    def specified(mesh: Mapping[str, int]) -> dict[str, tuple[object, ...]]:
         found = annotations_for("expert_folded", program, Mesh(dict(mesh), "cpu"))
         return {
             operations[each.pattern.removeprefix("%")].name(): tuple(what for _, what in each.axes)
@@ -142,12 +142,12 @@ def test_experts_are_folded_over_the_axes_of_attention() -> None:
 
     everywhere = ("factor:a0+x", "factor:b0+x")
     products = ("factor:x", "factor:x")
-    assert said({"dp": 2, "tp": 2}) == {
+    assert specified({"dp": 2, "tp": 2}) == {
         "autopar::dispatch": everywhere,
         "autopar::grouped_mm": products,
         "autopar::combine": everywhere,
     }
-    assert said(CUBE) == {
+    assert specified(CUBE) == {
         "autopar::dispatch": ("factor:a0", *everywhere),
         "autopar::grouped_mm": ("factor:r", *products),
         "autopar::combine": ("factor:a0", *everywhere),

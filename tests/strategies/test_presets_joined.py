@@ -66,14 +66,14 @@ def test_experts_joined_with_other_presets_train_as_on_one_process(strategy: str
     assert fault_of(found, train_alone(decoder("sorted"), steps)) == ""
 
 
-def said(strategy: str, mesh: Mapping[str, int], batch: int = 4, positions: int = 16) -> Any:
+def specified(strategy: str, mesh: Mapping[str, int], batch: int = 4, positions: int = 16) -> Any:
     model, ids = FAMILIES["llama"].build(), torch.zeros(batch, positions, dtype=torch.int64)
     batch_of = {"input_ids": ids, "labels": ids}
     return autopar.plan(model, Mesh(dict(mesh), "cpu"), batch_of, strategy=strategy)
 
 
 def test_each_part_has_the_axis_that_its_name_tells_of() -> None:
-    plan = said("fsdp+sp+ring", DP_CP_TP)
+    plan = specified("fsdp+sp+ring", DP_CP_TP)
     by_module = {row.module.removeprefix("model.layers.0."): row for row in plan.rows if row.kind == "call"}
     assert by_module["mlp.up_proj"].roles == ("data", "sequence", "column")
     assert by_module["mlp.down_proj"].roles == ("data", "sequence", "row")
@@ -154,7 +154,7 @@ def test_a_strategy_that_cannot_be_joined_says_what_it_found_and_what_it_needs(
 
 def test_a_part_of_a_strategy_does_what_it_does_alone() -> None:
     with pytest.warns(UserWarning, match=r"zero1\+megatron: gradients of .* So this is zero2"):
-        said("zero1+tp", {"dp": 2, "tp": 2})
+        specified("zero1+tp", {"dp": 2, "tp": 2})
     model, ids = FAMILIES["llama"].build(), torch.zeros(4, 16, dtype=torch.int64)
     with pytest.raises(InputError, match=r"zero2\+megatron.* is given with training=False"):
         autopar.plan(model, Mesh({"tp": 2}, "cpu"), {"input_ids": ids}, strategy="zero2+tp", training=False)

@@ -65,7 +65,7 @@ def test_a_rule_gives_its_factors_roles_for_presets_and_annotations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("specified", "expected"),
     [
         (None, 2 * 4 * 6 * 8 * 16),
         (2, 2 * 4 * 6 * 8 * 16),
@@ -73,8 +73,8 @@ def test_a_rule_gives_its_factors_roles_for_presets_and_annotations() -> None:
         (lambda x, weight, bias: 7 * weight[0] + (bias is None), 7 * 16),
     ],
 )
-def test_flops_are_a_number_per_point_or_a_function_of_the_shapes(said: Any, expected: int) -> None:
-    autopar.register_rule(project, PROJECT, flops=said)
+def test_flops_are_a_number_per_point_or_a_function_of_the_shapes(specified: Any, expected: int) -> None:
+    autopar.register_rule(project, PROJECT, flops=specified)
     call = RoledProgram.of(capture(Own(), (batch(0),), {})).calls["project_default"]
     assert flops(call.call, call.op, call.bound) == expected
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.menu import Menu
+from autopar.costs.space.call_candidates import Candidates
 from autopar.errors import AnnotationError, StrategyError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
@@ -19,7 +19,7 @@ from tests.costs.space.test_in_order import Text, batch
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 NAME = "ring_self_attention"
-ASKED = f"s+t via {NAME}"
+REQUESTED = f"s+t via {NAME}"
 ATTENTION = "scaled_dot_product_attention"
 
 
@@ -27,30 +27,30 @@ def planned(model: nn.Module, positions: int = 16, strategy: str | None = None) 
     return autopar.plan(model, Mesh({"cp": 2}), batch(positions), strategy=strategy, hardware=SLOW_DEVICES)
 
 
-def asked(said: str) -> nn.Module:
-    return autopar.annotate(Text(), ATTENTION, cp=f"factor:{said}")
+def requested(specified: str) -> nn.Module:
+    return autopar.annotate(Text(), ATTENTION, cp=f"factor:{specified}")
 
 
-def menu_of(plan: Plan) -> Menu:
+def candidates_of(plan: Plan) -> Candidates:
     space = context_of(plan).space
-    return space.decisions[space.index[f"{ATTENTION}_default"]].menu
+    return space.decisions[space.index[f"{ATTENTION}_default"]].candidates
 
 
-def test_it_stands_in_the_menu_only_where_it_is_asked_for() -> None:
-    before = [str(each) for each in menu_of(planned(Text())).strategies]
+def test_it_stands_among_candidates_only_where_it_is_requested() -> None:
+    before = [str(each) for each in candidates_of(planned(Text())).strategies]
     assert "s+t" in before and not any(NAME in each for each in before)
-    plan = planned(asked(ASKED))
-    names = [str(each) for each in menu_of(plan).strategies]
-    assert [each for each in names if NAME not in each] == before and ASKED in names
-    assert plan.choices[f"{ATTENTION}_default"] == ASKED
-    assert planned(asked("s+t")).choices[f"{ATTENTION}_default"] == "s+t"
-    assert set(planned(Text(), strategy=NAME).choices.values()) >= {ASKED}
+    plan = planned(requested(REQUESTED))
+    names = [str(each) for each in candidates_of(plan).strategies]
+    assert [each for each in names if NAME not in each] == before and REQUESTED in names
+    assert plan.choices[f"{ATTENTION}_default"] == REQUESTED
+    assert planned(requested("s+t")).choices[f"{ATTENTION}_default"] == "s+t"
+    assert set(planned(Text(), strategy=NAME).choices.values()) >= {REQUESTED}
 
 
 def test_an_implementation_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(AnnotationError, match=r'which offers .*"factor:s", .*"factor:s[+]t" on axis cp. Name one of'):
-        planned(asked("s+t via a_gather"))
-    both = autopar.annotate(asked(ASKED), f"%{ATTENTION}_default", cp="factor:s+t via a_gather")
+        planned(requested("s+t via a_gather"))
+    both = autopar.annotate(requested(REQUESTED), f"%{ATTENTION}_default", cp="factor:s+t via a_gather")
     with pytest.raises(
         AnnotationError, match=rf'"factor:s", .*"factor:s[+]t", "factor:s[+]t via {NAME}" on axis cp. N'
     ):
@@ -69,7 +69,7 @@ def test_it_trains_as_one_process_does(mesh: dict[str, int], causal: bool, posit
     trained = train_on_ranks(Text(causal).double(), steps, mesh, {"strategy": NAME})
     assert fault_of(trained, expected) == ""
     assert trained.plan is not None
-    assert trained.plan.choices[f"{ATTENTION}_default"] == ("a0 " if "dp" in mesh else "") + ASKED
+    assert trained.plan.choices[f"{ATTENTION}_default"] == ("a0 " if "dp" in mesh else "") + REQUESTED
 
 
 def test_a_plan_that_has_it_is_loaded_attached_and_run(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_plan_that_has_it_is_loaded_attached_and_run(tmp_path: Path) -> None:
     planned(model, strategy=NAME).save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     attached = plan.attach(model, batch(16), hardware=SLOW_DEVICES)
-    assert ASKED in [str(each) for each in menu_of(attached).strategies]
+    assert REQUESTED in [str(each) for each in candidates_of(attached).strategies]
     steps = Steps([batch(16)])
     trained = train_on_ranks(Text().double(), steps, {"cp": 2}, {"plan": plan})
     assert fault_of(trained, train_alone(Text().double(), steps)) == ""
@@ -85,8 +85,8 @@ def test_a_plan_that_has_it_is_loaded_attached_and_run(tmp_path: Path) -> None:
 
 def test_scores_that_go_through_memory_are_priced() -> None:
     def forward(positions: int) -> float:
-        menu = menu_of(planned(Text(), positions, NAME))
-        return float(menu.forward_seconds[[str(each) for each in menu.strategies].index(ASKED)])
+        candidates = candidates_of(planned(Text(), positions, NAME))
+        return float(candidates.forward_seconds[[str(each) for each in candidates.strategies].index(REQUESTED)])
 
     tensors, scores = 4 * 2 * 8 * 8 * 4, 2 * 2 * 8 * 16 * 4  # of half of 16 positions: 2 samples of 2 heads
     assert forward(16) == pytest.approx((tensors + 6 * scores) / SLOW_DEVICES.product_bytes_per_s)

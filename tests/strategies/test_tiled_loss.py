@@ -28,11 +28,11 @@ def test_its_dims_have_the_roles_that_annotations_name() -> None:
     assert RoledProgram.of(program).calls[NAME].roles == {"a": "data", "b": "sequence", "o": "column"}
 
 
-def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
+def test_positions_that_attention_shards_by_zigzag_stay_zigzag() -> None:
     family = LOSS_ALONE["llama_loss"]
     mesh = autopar.Mesh({"cp": 2})
     plan = autopar.plan(family.build(), mesh, family.inputs(0)[1], strategy="ring", memory=autopar.Memory(loss_tiles=2))
     space = context_of(plan).space
     decision = space.decisions[space.index[NAME]]
-    strategy = next(each for each in decision.menu.strategies if str(each) == plan.choices[NAME])
+    strategy = next(each for each in decision.candidates.strategies if str(each) == plan.choices[NAME])
     assert [str(layout) for layout in strategy.inputs] == ["Z(1)", "R", "Z(1)"]

@@ -65,7 +65,7 @@ def test_a_preset_leaves_no_axis_without_work(strategy: str, axes: tuple[str, ..
     assert autopar.plan(Gated(), mesh, x, strategy=strategy, memory=autopar.Memory(mlp_tiles=2)).choices[NAME] == choice
 
 
-def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
+def test_positions_that_attention_shards_by_zigzag_stay_zigzag() -> None:
     family = LOSS_ALONE["llama_loss"]
     plan = autopar.plan(
         family.build(),
@@ -76,7 +76,7 @@ def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
     )
     space = context_of(plan).space
     decision = space.decisions[space.index[NAME]]
-    strategy = next(each for each in decision.menu.strategies if str(each) == plan.choices[NAME])
+    strategy = next(each for each in decision.candidates.strategies if str(each) == plan.choices[NAME])
     assert [str(layout) for layout in strategy.inputs] == ["Z(1)", "R", "R", "R"]
 
 

@@ -78,12 +78,12 @@ def between(axes: dict[str, int] | None = None, model: nn.Module | None = None) 
     return sum(least) // 2
 
 
-def test_they_stand_in_the_menu_only_where_they_are_asked_for() -> None:
+def test_they_stand_among_candidates_only_where_they_are_requested() -> None:
     program = capture(Wide(), (), INPUTS, training=True)
 
     def names(request: PlanRequest) -> list[str]:
         space = request.space(program, Mesh({"dp": 2}))
-        return [str(each) for each in space.decisions[space.index["linear_default"]].menu.strategies]
+        return [str(each) for each in space.decisions[space.index["linear_default"]].candidates.strategies]
 
     request = PlanRequest(settings=Settings(Memory(10**9)), hardware=SLOW_DEVICES)
     before, after = names(request), names(request.with_memory(replace(request.memory, weight_tiles=True)))

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.dealing import is_worth_another_search
+from autopar.costs.space.zigzag_axes import is_worth_another_search
 from autopar.errors import AnnotationError, StrategyError
 from autopar.ir.sharding.layout import Z
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import request
 from autopar.planning.settings import context_of
 from autopar.strategies.roles import RoledProgram
-from autopar.strategies.zigzag import Dealt, dealt
+from autopar.strategies.zigzag import ZigzagDims, zigzag_dims
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 POSITIONS, WIDTH, TOKENS = 16, 16, 32
@@ -58,10 +58,10 @@ def batch(samples: int = 2) -> dict[str, Tensor]:
     return {"x": ids, "y": ids.roll(-1, 1)}
 
 
-def found(model: nn.Module, sizes: tuple[int, ...] = (4,)) -> tuple[Dealt, RoledProgram]:
+def found(model: nn.Module, sizes: tuple[int, ...] = (4,)) -> tuple[ZigzagDims, RoledProgram]:
     given = batch()
     graph = RoledProgram.of(capture(model, (given["x"], given["y"]), {}))
-    return dealt(graph, sizes), graph
+    return zigzag_dims(graph, sizes), graph
 
 
 def names(model: nn.Module) -> set[str]:
@@ -69,7 +69,7 @@ def names(model: nn.Module) -> set[str]:
     return {name for (name, _), held in dims.dims.items() if held}
 
 
-def test_positions_are_dealt_from_tokens_to_logits_and_features_are_not() -> None:
+def test_positions_are_zigzag_from_tokens_to_logits_and_features_are_not() -> None:
     dims, graph = found(Text())
     logits = [name for name, call in graph.calls.items() if call.call.name == "linear"][-1]
     assert dims.of(("embedding_default", 0)) == dims.of((logits, 0)) == {1}
@@ -100,7 +100,7 @@ def test_positions_that_are_classes_stay_in_order() -> None:
 @pytest.mark.parametrize(
     ("before_loss", "dropout", "strategy"), [("mean", 0.0, "ring"), ("sum before", 0.2, "gather_kv")]
 )
-def test_dealt_positions_train_as_one_process_does(before_loss: str, dropout: float, strategy: str) -> None:
+def test_zigzag_positions_train_as_one_process_does(before_loss: str, dropout: float, strategy: str) -> None:
     steps = Steps([batch(), batch()])
     expected = train_alone(Text(before_loss, dropout).double(), steps)
     trained = train_on_ranks(Text(before_loss, dropout).double(), steps, {"cp": 4}, {"strategy": strategy})
@@ -110,12 +110,12 @@ def test_dealt_positions_train_as_one_process_does(before_loss: str, dropout: fl
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"cp": 2, "tp": 2}, {"tp": 2, "cp": 2}], ids=" ".join)
-def test_an_axis_that_divides_heads_has_positions_in_order_beside_one_that_deals_them(axes: dict[str, int]) -> None:
+def test_an_axis_that_divides_heads_has_positions_in_order_next_to_one_that_shards_them(axes: dict[str, int]) -> None:
     steps, options = Steps([batch(), batch()]), {"strategy": "megatron_sequence+ring"}
     expected = train_alone(Text("mean", 0.2).double(), steps)
     trained = train_on_ranks(Text("mean", 0.2).double(), steps, axes, options)
     assert fault_of(trained, expected) == ""
-    assert trained.plan is not None and trained.plan.dealing == ("cp",)
+    assert trained.plan is not None and trained.plan.zigzag_axes == ("cp",)
     layouts = " ".join(row.layout for row in trained.plan.rows)
     assert ("Z(1) S(1)" if next(iter(axes)) == "cp" else "S(1) Z(1)") in layouts, "both split positions between blocks"
 
@@ -128,7 +128,7 @@ def test_positions_are_in_order_where_attention_divides_heads(strategy: str | No
         for name, role in {"qkv": "column", "o": "row", "head": "sequence"}.items():
             autopar.annotate(model, name, cp=role)
     plan = autopar.plan(model, Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy=strategy)
-    assert plan.dealing == () and not any("Z(" in row.layout for row in plan.rows)
+    assert plan.zigzag_axes == () and not any("Z(" in row.layout for row in plan.rows)
     assert any("S(1)" in row.layout for row in plan.rows)
 
 
@@ -136,26 +136,28 @@ def test_positions_are_in_order_where_attention_divides_heads(strategy: str | No
 def test_a_plan_without_positions_is_searched_once_where_each_device_has_many_samples(
     samples: int, searches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    monkeypatch.setattr(request, "is_worth_another_search", lambda *args: asked.append(worth(*args)) or asked[-1])
+    requested = []
+    monkeypatch.setattr(
+        request, "is_worth_another_search", lambda *args: requested.append(worth(*args)) or requested[-1]
+    )
     worth = is_worth_another_search
     plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(samples))
     assert not any("Z(" in row.layout or "S(1)" in row.layout for row in plan.rows if row.kind == "call")
-    assert asked == [searches == 2]
+    assert requested == [searches == 2]
 
 
-def test_a_plan_that_is_read_again_deals_as_it_says() -> None:
+def test_a_plan_that_is_read_again_shards_as_it_says() -> None:
     for strategy in ("ring", "ulysses"):
         plan = Plan.from_json(autopar.plan(Text(), Mesh({"cp": 4}), batch(), strategy=strategy).to_json())
-        assert plan.dealing == (("cp",) if strategy == "ring" else ())
-        assert context_of(plan.attach(Text(), batch())).space.dealing == plan.dealing
+        assert plan.zigzag_axes == (("cp",) if strategy == "ring" else ())
+        assert context_of(plan.attach(Text(), batch())).space.zigzag_axes == plan.zigzag_axes
 
 
-def test_a_plan_says_what_is_dealt() -> None:
+def test_a_plan_says_what_is_zigzag() -> None:
     plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy="ring")
     space, choices = context_of(plan).space, context_of(plan).choices
     number = space.index["scaled_dot_product_attention_default"]
-    chosen = space.decisions[number].menu.strategies[choices[number]]
+    chosen = space.decisions[number].candidates.strategies[choices[number]]
     assert str(chosen) == "s+t" and chosen.zigzag == {"s", "t"} and chosen.outputs == ((Z(2),),)
 
 
@@ -167,8 +169,8 @@ def test_what_a_ring_sends_is_hidden_as_far_as_a_device_computes() -> None:
         plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(), hardware=hardware, strategy="ring")
         space, choices = context_of(plan).space, context_of(plan).choices
         number = space.index["scaled_dot_product_attention_default"]
-        menu = space.decisions[number].menu
-        return float(menu.seconds[choices[number]]), sum(menu.strategies[choices[number]].waits)
+        candidates = space.decisions[number].candidates
+        return float(candidates.seconds[choices[number]]), sum(candidates.strategies[choices[number]].waits)
 
     with_all, waits = seconds(1.0, 1e12)
     assert waits == 0

@@ -149,7 +149,7 @@ def forced(wanted: Wanted) -> Callable[[Space, Pins], Pins]:
             allowed = wanted.get(decision.node.target) if decision.kind == "call" else None
             if allowed is not None:
                 seen.add(decision.node.target)
-                mask = np.array([strategy.choices in allowed for strategy in decision.menu.strategies])
+                mask = np.array([strategy.choices in allowed for strategy in decision.candidates.strategies])
                 assert mask.any(), f"{decision.name}: none of {allowed}"
                 found[number] = mask
         assert seen == set(wanted), f"the graph has no {set(wanted) - seen}"

@@ -29,7 +29,7 @@ class End:
     printed: str
 
     @property
-    def said(self) -> str:
+    def specified(self) -> str:
         return self.raised or self.printed
 
 

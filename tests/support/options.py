@@ -24,10 +24,10 @@ def by_flag(**flat: Any) -> dict[str, Any]:
         if name in _PLACES and not isinstance(value, GROUPS.get(name, ())):
             option, field = _PLACES[name]
             fields.setdefault(option, {})[field] = value
-    for option, said in fields.items():
+    for option, specified in fields.items():
         given: Any = flat.get(option)
         group = GROUPS[option]
-        found[option] = replace(cast(Any, given), **said) if isinstance(given, group) else group(**said)
+        found[option] = replace(cast(Any, given), **specified) if isinstance(given, group) else group(**specified)
     found |= {name: flat[name] for name in GROUPS if name not in found and isinstance(flat.get(name), GROUPS[name])}
     if "master_copies" in flat:
         optimizer = flat.get("optimizer", "adamw")

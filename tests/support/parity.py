@@ -57,8 +57,8 @@ class Case:
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.mesh))
-        said = "+".join(f"{p}:{','.join(f'{k}={v}' for k, v in keys.items())}" for p, keys in self.annotations)
-        return f"{self.family}-{shape}-{said or 'auto'}"
+        specified = "+".join(f"{p}:{','.join(f'{k}={v}' for k, v in keys.items())}" for p, keys in self.annotations)
+        return f"{self.family}-{shape}-{specified or 'auto'}"
 
 
 @dataclass(slots=True)

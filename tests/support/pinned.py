@@ -73,7 +73,7 @@ def left(space: Space, pins: dict[int, np.ndarray]) -> dict[str, set[str]]:
         parameter = decision.kind == "parameter"
         name = decision.name if parameter else f"{decision.node.meta['module']}:{decision.node.target.__name__}"  # type: ignore[union-attr]
         found[name.removesuffix(".default")] = {
-            str(decision.menu.strategies[i].outputs[0])
+            str(decision.candidates.strategies[i].outputs[0])
             if parameter
             else "/".join(decision.role(int(i), axis) for axis in range(space.mesh.ndim))
             for i in mask.nonzero()[0]

@@ -94,7 +94,7 @@ class WithLoss(nn.Module):
         return self._loss(self.model(x))
 
 
-class Residual(nn.Module):
+class RemainingProblem(nn.Module):
     """A linear layer plus its input, so that the inputs of a tower of them still matter at its top."""
 
     def __init__(self, dropout: float) -> None:
@@ -108,7 +108,7 @@ class Residual(nn.Module):
 
 def _tower(dropout: float) -> nn.Module:
     """Enough layers for one with parameters on each of eight stages."""
-    return WithLoss(nn.Sequential(*(Residual(dropout) for _ in range(12))), FAMILIES["mlp"].loss)
+    return WithLoss(nn.Sequential(*(RemainingProblem(dropout) for _ in range(12))), FAMILIES["mlp"].loss)
 
 
 def build(case: PipelineCase) -> nn.Module:
@@ -216,7 +216,7 @@ def check(ranks: Ranks, case: PipelineCase, rtol: float = 1e-4, atol: float = 1e
     expected = train_alone(case)
     found = ranks.run(parallel, case, world_size=case.world_size, timeout=180)
     for training in found:
-        parity.compare(training, held_by(training, expected), rtol, atol, floor)
+        parity.compare(training, stage_bytes_of(training, expected), rtol, atol, floor)
     hold_all(found, expected)
     if "pp" in case.axes:
         assert any(each.parameters.keys() != expected.parameters.keys() for each in found), "nothing was cut"
@@ -227,14 +227,14 @@ def check_rounding(ranks: Ranks, case: PipelineCase) -> None:
     precise = train_alone(replace(case, dtype=torch.float32))
     alone = train_alone(case)
     for training in ranks.run(parallel, case, world_size=case.world_size, timeout=180):
-        measure = distance(held_by(training, alone), held_by(training, precise))
-        for kind, far in distance(training, held_by(training, precise)).items():
+        measure = distance(stage_bytes_of(training, alone), stage_bytes_of(training, precise))
+        for kind, far in distance(training, stage_bytes_of(training, precise)).items():
             # The few losses of one process may be nearer to float32's than rounding lets one expect, by chance.
             known = max(measure[kind], torch.finfo(case.dtype).eps ** 2)
             assert far <= 2 * known, f"{kind}: {far:.3g} from float32, one process {measure[kind]:.3g}"
 
 
-def held_by(found: Training, expected: Training) -> Training:
+def stage_bytes_of(found: Training, expected: Training) -> Training:
     """Restrict the results of one process to the tensors that a rank has."""
 
     def of(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

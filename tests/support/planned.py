@@ -16,7 +16,7 @@ from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.build import build_space
-from autopar.costs.space.menu import Menu, menu_of
+from autopar.costs.space.call_candidates import Candidates, candidates_of
 from autopar.costs.space.space import Space
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import Call
@@ -88,9 +88,9 @@ class Planned:
         """(source, target, collective) of everything that the plan moves between its decisions."""
         names = [decision.name for decision in self.space.decisions]
         return [
-            (names[wire.source], names[wire.target], transfer)
-            for wire in self.space.wires
-            for transfer in self.space.path(wire, self.choices).transfers
+            (names[edge.source], names[edge.target], transfer)
+            for edge in self.space.edges
+            for transfer in self.space.path(edge, self.choices).transfers
         ]
 
     def counts(self) -> Counter[tuple[str, bool, int]]:
@@ -99,7 +99,7 @@ class Planned:
 
     def strategy(self, name: str) -> str:
         number = self.space.index[name]
-        return str(self.space.decisions[number].menu.strategies[self.choices[number]])
+        return str(self.space.decisions[number].candidates.strategies[self.choices[number]])
 
 
 def space_of(
@@ -116,11 +116,11 @@ def planned(space: Space, model: nn.Module, memory: int | None = None, solver: S
     return Planned(space, *make_plan(space, pins, Settings(Memory(memory), Search(solver=solver))))
 
 
-def call_menu(
+def call_candidates(
     node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware, weight_only: bool = False
-) -> Menu:
+) -> Candidates:
     """Return the candidates of a call_function node.
 
     `padded` says for each tensor input which dims may be padded, `weight_only` that all are made of parameters alone.
     """
-    return menu_of(ruled(Call.of(node)), tuple(padded), mesh, hardware, weight_only)
+    return candidates_of(ruled(Call.of(node)), tuple(padded), mesh, hardware, weight_only)

@@ -161,7 +161,7 @@ class _Counted:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.said = [str(each.message) for each in self._found if "captured and planned" in str(each.message)]
+        self.specified = [str(each.message) for each in self._found if "captured and planned" in str(each.message)]
         self.plans = self._plan.call_count
         self._warnings.__exit__(*raised)
         self._stack.__exit__(*raised)
@@ -183,8 +183,8 @@ def _compiled(
         autopar.annotate(model, pattern, dp=role)
     shape, names = more.pop("shape", (2,)), more.pop("names", ("dp",))
     inputs = {"x_BD": more.pop("x_BD", X_BD).to(dtype), **numbers}
-    said: dict[str, Any] = {"hardware": SLOW_DEVICES, **options, **more}
-    return autopar.compile(model, mesh(shape, names), inputs, **by_flag(**said))
+    specified: dict[str, Any] = {"hardware": SLOW_DEVICES, **options, **more}
+    return autopar.compile(model, mesh(shape, names), inputs, **by_flag(**specified))
 
 
 def _served(name: str, layout: str, dtype: torch.dtype) -> tuple[int, list[str]]:
@@ -202,7 +202,7 @@ def _served(name: str, layout: str, dtype: torch.dtype) -> tuple[int, list[str]]
     assert_close(found, expected, **tolerance)
     for one, other in evaluated:
         assert_close(one, other, **tolerance)
-    return counted.plans, counted.said
+    return counted.plans, counted.specified
 
 
 @pytest.mark.sample(2)
@@ -221,8 +221,8 @@ def _served(name: str, layout: str, dtype: torch.dtype) -> tuple[int, list[str]]
 def test_a_number_that_changes_is_planned_once_more(
     name: str, layout: str, dtype: torch.dtype, plans: int, ranks: Ranks
 ) -> None:
-    (found, said), _ = ranks.run(_served, name, layout, dtype)
-    assert not said
+    (found, specified), _ = ranks.run(_served, name, layout, dtype)
+    assert not specified
     assert found == plans, "two, one more as another number changes later, and one for evaluation"
 
 
@@ -234,15 +234,15 @@ def _refused(name: str) -> list[str]:
         found = _trained(model, steps, X_BD)
     assert_close(found, _trained(Net(loss), steps, X_BD))
     assert len(model._known) == len(set(values))
-    return counted.said
+    return counted.specified
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_number_that_no_tensor_can_stand_for_is_planned_for_each_value_and_named(name: str, ranks: Ranks) -> None:
     *_, why = REFUSED[name]
-    for said in ranks.run(_refused, name):
-        assert len(said) == 1 and re.search(f"as the number n changed .*: .*{why}", said[0]), said
+    for specified in ranks.run(_refused, name):
+        assert len(specified) == 1 and re.search(f"as the number n changed .*: .*{why}", specified[0]), specified
 
 
 def _in_bf16() -> None:
@@ -251,10 +251,10 @@ def _in_bf16() -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "strategy": "data_parallel"}
     with _Counted() as counted:
         found = _trained(_compiled(loss, steps[0], **options), steps[:3], X_BD)
-    assert counted.plans <= 2 and not counted.said
+    assert counted.plans <= 2 and not counted.specified
     with mock.patch("autopar.runtime.numbers.changing.ATTEMPTS", 0), _Counted() as counted:
         expected = _trained(_compiled(loss, steps[0], **options), steps[:3], X_BD)
-    assert len(counted.said) == 1
+    assert len(counted.specified) == 1
     assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -281,7 +281,7 @@ def _in_parts(step: str, options: dict[str, Any]) -> list[str]:
     for (one, mine), (other, theirs) in zip(found[:-1], halves, strict=True):
         assert_close(one, other)
         assert_close(mine, {name: theirs[name] for name in mine})
-    return counted.said
+    return counted.specified
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def _of_two_kinds() -> None:
         with _Counted() as counted:
             for value in values:
                 assert_close(model(x_BD, temperature=value), alone(x_BD, temperature=value))
-        assert not counted.said
+        assert not counted.specified
         return counted.plans
 
     first = torch.distributed.get_rank() == 0
@@ -379,7 +379,7 @@ def one_goes_on(rank: int) -> None:
 @pytest.mark.slow
 def test_a_rank_that_goes_on_with_another_number_is_named(tmp_path: Path) -> None:
     for end in ends_of(one_goes_on, tmp_path, 2):
-        assert "rank 0 with items: 5; rank 1 with items: 4. A number is one for the whole batch" in end.said, end
+        assert "rank 0 with items: 5; rank 1 with items: 4. A number is one for the whole batch" in end.specified, end
 
 
 class Counting(LanguageModel):
@@ -399,7 +399,7 @@ def _bucketed() -> None:
         options: dict[str, Any] = {"hardware": SLOW_DEVICES, "buckets": autopar.Buckets((8,))}
         model = autopar.compile(copy.deepcopy(alone), mesh((2,), ("dp",)), inputs[0], **by_flag(**options))
         assert_close([model(**each) for each in inputs], [alone(**each) for each in inputs])
-    assert counted.plans <= 2 and not counted.said
+    assert counted.plans <= 2 and not counted.specified
 
 
 @pytest.mark.slow
@@ -426,10 +426,10 @@ def _of_transformers() -> tuple[int, list[str]]:
             found = model(**mine, num_items_in_batch=items)["loss"]
             expected = alone(input_ids=ids_BS, labels=ids_BS, num_items_in_batch=items)["loss"]
             assert_close(found, expected)
-    return counted.plans, counted.said
+    return counted.plans, counted.specified
 
 
 @pytest.mark.slow
 def test_a_model_of_transformers_takes_a_count_of_tokens(ranks: Ranks) -> None:
-    (plans, said), _ = ranks.run(_of_transformers)
-    assert plans == 2 and not said
+    (plans, specified), _ = ranks.run(_of_transformers)
+    assert plans == 2 and not specified

@@ -100,15 +100,15 @@ def _trained(model: nn.Module, x: Tensor) -> tuple[list[float], list[Tensor]]:
 
 
 def _refused() -> dict[str, str]:
-    said = {}
+    specified = {}
     for how in NAMED:
         with pytest.raises(CaptureError) as found:
             autopar.compile(Contrastive(how, mesh((2,), ("dp",))), mesh((2,), ("dp",)), (X_BH,))
-        said[how] = str(found.value)
+        specified[how] = str(found.value)
     wrapped = nn.Sequential(DistributedDataParallel(nn.Linear(4, 4)), nn.Linear(4, 4))
     with pytest.raises(CaptureError) as found:
         autopar.compile(wrapped, mesh((2,), ("dp",)), (X_BH,))
-    return said | {"wrapped": str(found.value)}
+    return specified | {"wrapped": str(found.value)}
 
 
 def _without() -> list[tuple[list[float], list[Tensor]]]:
@@ -123,12 +123,12 @@ def _without() -> list[tuple[list[float], list[Tensor]]]:
 
 
 def test_collectives_and_ranks_in_forward_are_refused_by_name_and_never_wait(ranks: Ranks) -> None:
-    for said in ranks.run(_refused, world_size=2):
+    for specified in ranks.run(_refused, world_size=2):
         for how, name in NAMED.items():
-            assert f"the forward calls {name} (" in said[how] and "test_collectives.py:" in said[how]
-            assert "sees the batch of all ranks" in said[how]
-        assert said["wrapped"].startswith("0 is wrapped already (DistributedDataParallel)")
-        assert "use its .module" in said["wrapped"]
+            assert f"the forward calls {name} (" in specified[how] and "test_collectives.py:" in specified[how]
+            assert "sees the batch of all ranks" in specified[how]
+        assert specified["wrapped"].startswith("0 is wrapped already (DistributedDataParallel)")
+        assert "use its .module" in specified["wrapped"]
 
 
 def test_without_the_call_the_loss_is_that_of_one_process_and_sync_batch_norm_needs_no_change(ranks: Ranks) -> None:

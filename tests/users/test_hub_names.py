@@ -159,7 +159,7 @@ def _layers(names: list[str]) -> set[int]:
         ("qwen3_moe", {"dp": 2}, "zero3"),
     ],
 )
-def test_ranks_read_their_own_experts_from_a_checkpoint_of_the_hub(
+def test_ranks_read_their_own_experts_from_a_checkpoint_of_hugging_face(
     ranks: Ranks, tmp_path: Path, kind: str, axes: dict[str, int], strategy: str
 ) -> None:
     _built(kind).save_pretrained(tmp_path, max_shard_size="4KB")
@@ -170,7 +170,7 @@ def test_ranks_read_their_own_experts_from_a_checkpoint_of_the_hub(
 
 
 @pytest.mark.slow
-def test_a_stage_reads_its_own_layers_from_a_checkpoint_of_the_hub(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_stage_reads_its_own_layers_from_a_checkpoint_of_hugging_face(ranks: Ranks, tmp_path: Path) -> None:
     _built("mixtral").save_pretrained(tmp_path)
     first, second = ranks.run(_loads, "mixtral", str(tmp_path), {"pp": 2}, None, timeout=240)
     assert (_layers(first), _layers(second)) == ({0}, {1})
@@ -264,7 +264,7 @@ def _refused(folder: str) -> None:
     compiled.load_safetensors(f"{folder}/own")
 
 
-def test_checkpoints_of_the_hub_that_do_not_fit_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_of_hugging_face_that_do_not_fit_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     model = _built("mixtral")
     model.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path / "own", save_original_format=False)

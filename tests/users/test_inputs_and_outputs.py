@@ -81,7 +81,7 @@ def test_a_dataclass_that_is_known_goes_in_and_comes_out(ranks: Ranks) -> None:
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_packed_positions_that_a_cache_would_hide_are_said_at_the_line_of_the_user() -> None:
+def test_packed_positions_that_a_cache_would_hide_are_stated_at_the_line_of_the_user() -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -89,9 +89,11 @@ def test_packed_positions_that_a_cache_would_hide_are_said_at_the_line_of_the_us
     model = LlamaForCausalLM(config).train()
     ids = torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "position_ids": torch.arange(4).repeat(2, 2), "labels": ids}
-    with pytest.warns(UserWarning, match=r"use_cache=False, .* packed texts.*Set model\.config\.use_cache") as said:
+    with pytest.warns(
+        UserWarning, match=r"use_cache=False, .* packed texts.*Set model\.config\.use_cache"
+    ) as specified:
         autopar.plan(model, Mesh({"dp": 2}), batch)
-    assert any(each.filename == __file__ for each in said if "use_cache" in str(each.message))
+    assert any(each.filename == __file__ for each in specified if "use_cache" in str(each.message))
     model.config.use_cache = False
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*use_cache")

@@ -103,11 +103,11 @@ def _first_batch() -> None:
     with pytest.raises(StrategyError, match=r"zero3 splits the batch into 2 parts over dp; found a batch of 3\."):
         autopar.compile(language_model(), mesh((2,), ("dp",)), TEXTS[3, 8], strategy="zero3")
     model = autopar.compile(language_model(), mesh((2,), ("dp",)), TEXTS[4, 8], strategy="zero3", hardware=SLOW_DEVICES)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as specified:
         warnings.simplefilter("always")
         model(**TEXTS[3, 8])
         model(**TEXTS[3, 8])
-    found = [str(each.message) for each in said if "replicated over dp" in str(each.message)]
+    found = [str(each.message) for each in specified if "replicated over dp" in str(each.message)]
     # The first rank plans for all.
     assert len(found) == (not dist.get_rank())
     assert all("give a batch and a length that the axis divides" in each for each in found)

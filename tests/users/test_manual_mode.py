@@ -62,7 +62,7 @@ def test_operations_between_a_column_and_a_row_follow_their_input() -> None:
     assert moved == {("all_reduce", False), ("all_reduce", True)}
 
 
-def test_parameters_that_nothing_was_said_about_are_whole() -> None:
+def test_parameters_that_nothing_was_stated_about_are_whole() -> None:
     for axes in ({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2}):
         plan = planned(nn.Sequential(Blocks()) if "tp" not in axes else by_hand(), **axes)
         split = {row.name for row in plan.rows if row.kind == "parameter" and "S" in row.layout}

@@ -84,7 +84,7 @@ def _reads_nothing_then_logits() -> None:
     torch.testing.assert_close(_gradients(model), _gradients(eager))
 
 
-def test_logits_that_nobody_reads_beside_a_loss_are_not_gathered(ranks: Ranks) -> None:
+def test_logits_that_nobody_reads_next_to_a_loss_are_not_gathered(ranks: Ranks) -> None:
     ranks.run(_reads_nothing_then_logits)
 
 
@@ -114,7 +114,7 @@ def _uses_of_logits() -> None:
 
 
 @pytest.mark.slow
-def test_logits_beside_a_loss_do_what_plain_tensors_do(ranks: Ranks) -> None:
+def test_logits_next_to_a_loss_do_what_plain_tensors_do(ranks: Ranks) -> None:
     ranks.run(_uses_of_logits)
 
 
@@ -142,8 +142,10 @@ def _learns_unchecked() -> None:
 
 @pytest.mark.slow
 def test_whole_outputs_of_which_ranks_compute_different_losses_are_refused(ranks: Ranks) -> None:
-    said = r"rank \d with other values of the gradient of the output than rank \d\. .*compile with inputs=\"local\""
-    with pytest.raises(RankError, match=said):
+    specified = (
+        r"rank \d with other values of the gradient of the output than rank \d\. .*compile with inputs=\"local\""
+    )
+    with pytest.raises(RankError, match=specified):
         ranks.run(_learns_from_own_samples)
     ranks.run(_learns_unchecked)
 

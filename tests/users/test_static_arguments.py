@@ -67,22 +67,22 @@ def _on_ranks(strategy: str | None) -> tuple[Any, int, list[str]]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trained = _trained(model)
-    said = [str(each.message) for each in found if "static argument" in str(each.message)]
-    return trained, len(model._known), said
+    specified = [str(each.message) for each in found if "static argument" in str(each.message)]
+    return trained, len(model._known), specified
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", "megatron"])
 def test_it_trains_on_ranks_as_on_one_process_and_other_values_are_planned_anew(ranks: Ranks, strategy: str) -> None:
     expected = _trained(Packed())
-    for found, num_plans, said in ranks.run(_on_ranks, strategy):
+    for found, num_plans, specified in ranks.run(_on_ranks, strategy):
         assert found[0] == pytest.approx(expected[0], rel=1e-4)
         for ours, theirs in zip(found[1:], expected[1:], strict=True):
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
         assert num_plans == 3
-        assert len(said) == 1
-        assert "planned 3 times, as the values of the static argument ends changed" in said[0]
+        assert len(specified) == 1
+        assert "planned 3 times, as the values of the static argument ends changed" in specified[0]
 
 
 def _with_other_values(inputs: str) -> str:
@@ -137,7 +137,7 @@ def _with_buckets() -> None:
         autopar.compile(Packed(), mesh((1,), ("dp",)), **by_flag(buckets="auto", **STATIC))
 
 
-def test_buckets_are_refused_as_they_would_pad_beside_the_values(ranks: Ranks) -> None:
+def test_buckets_are_refused_as_they_would_pad_next_to_the_values(ranks: Ranks) -> None:
     ranks.run(_with_buckets, world_size=1)
 
 

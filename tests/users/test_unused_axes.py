@@ -61,10 +61,10 @@ class Odd(nn.Module):
 def planned(
     model: nn.Module, mesh: Mesh | str, *shape: int, **options: object
 ) -> tuple[Plan, list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as specified:
         warnings.simplefilter("always")
         plan = autopar.plan(model, mesh, (torch.ones(shape),), **by_flag(**options))  # type: ignore[arg-type]
-    return plan, said
+    return plan, specified
 
 
 @pytest.mark.parametrize(
@@ -78,24 +78,24 @@ def planned(
 def test_an_axis_that_nothing_can_use_is_named_with_the_reason(
     model: type[nn.Module], shape: tuple[int, ...], size: int, why: str
 ) -> None:
-    plan, said = planned(model(), Mesh({"dp": size}, "cpu"), *shape)
+    plan, specified = planned(model(), Mesh({"dp": size}, "cpu"), *shape)
     (note,) = [each for each in plan.notes if each.startswith("axis dp splits nothing")]
     assert why in note
-    (warning,) = said
+    (warning,) = specified
     assert note in str(warning.message) and f"mesh dp={size}" in str(warning.message)
     assert Path(warning.filename) == Path(__file__)
 
 
 def test_a_batch_that_the_message_asks_for_uses_the_axis() -> None:
-    plan, said = planned(Odd(), Mesh({"dp": 2}, "cpu"), 4 * 1024, 129)
-    assert not said and not any("splits nothing" in note for note in plan.notes)
+    plan, specified = planned(Odd(), Mesh({"dp": 2}, "cpu"), 4 * 1024, 129)
+    assert not specified and not any("splits nothing" in note for note in plan.notes)
 
 
 def test_meshes_that_are_compared_warn_once_and_of_the_one_that_is_taken() -> None:
-    plan, said = planned(Recurrent(), "auto", 8, 5, 16, devices=4, hardware="cpu")
-    (text,) = {str(each.message) for each in said}
-    assert len(said) == 1 and f"mesh {plan.mesh}" in text
-    assert Path(said[0].filename) == Path(__file__)
+    plan, specified = planned(Recurrent(), "auto", 8, 5, 16, devices=4, hardware="cpu")
+    (text,) = {str(each.message) for each in specified}
+    assert len(specified) == 1 and f"mesh {plan.mesh}" in text
+    assert Path(specified[0].filename) == Path(__file__)
 
 
 def test_a_warning_of_a_mesh_that_is_not_taken_is_left_out_and_another_names_its_mesh() -> None:
@@ -106,6 +106,6 @@ def test_a_warning_of_a_mesh_that_is_not_taken_is_left_out_and_another_names_its
         plan, _ = planned(Odd(), Mesh({"dp": 1}, "cpu"), 4, 129)
         return Candidate(plan, 1.0 if mesh == fast else 2.0, 0.0)
 
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as specified:
         best_mesh(make, (slow, fast))
-    assert [str(each.message) for each in said] == [f"mesh {fast}: something about 2 axes"]
+    assert [str(each.message) for each in specified] == [f"mesh {fast}: something about 2 axes"]

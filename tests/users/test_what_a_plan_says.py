@@ -41,23 +41,25 @@ def _words(text: str) -> str:
 def test_a_plan_says_what_it_is_for_in_table_page_and_file(mesh: Mesh, tmp_path: Path) -> None:
     model, inputs = named("demo", 8, 32, 2)
     plan = autopar.plan(model, mesh, inputs, precision="bf16-mixed", microbatches=2)
-    said = plan.workload
-    assert said is not None and (said.model, said.samples, said.tokens) == ("LanguageModel", 8, 256)
-    assert (said.parameters, said.compute, said.microbatches) == ("float32", "bfloat16", 2)
-    assert said.num_parameters == sum(each.numel() for each in model.parameters())
-    assert said.tokens_per_second == pytest.approx(256 / said.seconds)
-    assert said.mfu(4) == pytest.approx(said.ideal_seconds / 4 / said.seconds) and 0 < said.mfu(4) < 1
+    specified = plan.workload
+    assert specified is not None and (specified.model, specified.samples, specified.tokens) == ("LanguageModel", 8, 256)
+    assert (specified.parameters, specified.compute, specified.microbatches) == ("float32", "bfloat16", 2)
+    assert specified.num_parameters == sum(each.numel() for each in model.parameters())
+    assert specified.tokens_per_second == pytest.approx(256 / specified.seconds)
+    assert (
+        specified.mfu(4) == pytest.approx(specified.ideal_seconds / 4 / specified.seconds) and 0 < specified.mfu(4) < 1
+    )
 
     plan.save(tmp_path / "plan.json")
     plan.to_html(tmp_path / "plan.html")
     loaded = (Plan if isinstance(plan, Plan) else PipelinePlan).load(tmp_path / "plan.json")
-    assert loaded.workload == said
+    assert loaded.workload == specified
     page = (tmp_path / "plan.html").read_text()
     for text in (str(plan), str(loaded), page):
         for words in (
             "LanguageModel, 5.22 M parameters in float32, computed in bfloat16",
             "2 micro-batches of ids int64[4, 32], labels int64[4, 32]",
-            f"{said.tokens_per_second:,.0f} tokens/s; MFU ",
+            f"{specified.tokens_per_second:,.0f} tokens/s; MFU ",
             "no recomputation",
             "without communication, ",
         ):
@@ -68,11 +70,11 @@ def test_a_plan_says_what_it_is_for_in_table_page_and_file(mesh: Mesh, tmp_path:
 def test_one_device_takes_what_a_plan_for_one_device_takes() -> None:
     model, inputs = named("demo", 8, 32, 2)
     alone = autopar.plan(model, Mesh({"dp": 1}), inputs)
-    said = autopar.plan(model, MESH, inputs, memory="30MB").workload
-    assert said is not None
-    assert said.one_device.seconds == pytest.approx(alone.seconds)
-    assert said.one_device.num_bytes == alone.peak_bytes and said.one_device.capacity == 30_000_000
-    assert not said.one_device.fits
+    specified = autopar.plan(model, MESH, inputs, memory="30MB").workload
+    assert specified is not None
+    assert specified.one_device.seconds == pytest.approx(alone.seconds)
+    assert specified.one_device.num_bytes == alone.peak_bytes and specified.one_device.capacity == 30_000_000
+    assert not specified.one_device.fits
 
 
 @pytest.mark.slow
@@ -100,8 +102,8 @@ def test_rows_that_an_annotation_pins_are_marked_and_those_of_a_preset_are_not(t
     assert pinned == {"up"} and "linear *" in str(plan) and "pinned by an annotation" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert [row.pinned for row in Plan.load(tmp_path / "plan.json").rows] == [row.pinned for row in plan.rows]
-    asked = plan.what_if("down", tp="row")
-    assert {row.module.split(".")[0] for row in asked.rows if row.pinned} == {"up", "down"}
+    requested = plan.what_if("down", tp="row")
+    assert {row.module.split(".")[0] for row in requested.rows if row.pinned} == {"up", "down"}
     plan.verify()
     preset = autopar.plan(Layers(), MESH, (torch.zeros(8, 64),), strategy="megatron")
     assert not any(row.pinned for row in preset.rows) and "pinned" not in str(preset)

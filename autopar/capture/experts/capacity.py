@@ -30,17 +30,18 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
     Raises CaptureError if the model has no known kind of experts or other kinds as well, or if tokens lie in a plain
     list, which has no samples.
     """
-    said = f"Experts(capacity_factor={capacity_factor:g}) limits the rows of sorted experts"
+    message = f"Experts(capacity_factor={capacity_factor:g}) limits the rows of sorted experts"
     unknown = [node for node in draft.calls() if str(node.target) in OTHER_GROUPED_PRODUCTS]
     if unknown:
         raise CaptureError(
-            f"{said}, and those in {where(unknown[0].meta['module'])} are written in a form that autopar does not "
+            f"{message}, and those in {where(unknown[0].meta['module'])} are written in a form that autopar does not "
             "know. docs/how-to/experts.md lists the forms that are known; write them so, or leave capacity_factor out."
         )
     sent = draft.calls(DISPATCH)
     if not sent:
         raise CaptureError(
-            f"{said}, and the model has none: dense dispatch (einsums over a capacity, every expert on all tokens) has "
+            f"{message}, and the model has none: dense dispatch (einsums over a capacity, every expert on all tokens) "
+            "has "
             "what capacity the model itself gives it. Leave capacity_factor out."
         )
     for node in sent:
@@ -48,7 +49,7 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
         assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
         if len(shape_of(index)) < 2 + max(node.meta[SLOT_DIMS], 2 if _has_a_row_for_each_slot(x) else 1):
             raise CaptureError(
-                f"{said} sample by sample, and in {where(node.meta['module'])} tokens lie in one list, of shape "
+                f"{message} sample by sample, and in {where(node.meta['module'])} tokens lie in one list, of shape "
                 f"{list(shape_of(x))}, whose samples are not known. Give the module (samples, positions, "
                 "features), of which it may make a list itself by view, reshape or flatten; one list as (1, tokens, "
                 "features) is one sample."

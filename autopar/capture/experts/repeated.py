@@ -25,14 +25,14 @@ def repeated_tokens(draft: TracedGraph) -> None:
         source = node.args[0]
         if not isinstance(source, fx.Node) or len(shape_of(node)) != len(shape_of(source)) + 1:
             continue
-        if source.target in VIEWS and _undoes(node, source):
+        if source.target in VIEWS and _restores_shape(node, source):
             draft.replace(node, source.args[0])  # type: ignore[arg-type]
         elif shape_of(node)[2:] == shape_of(source)[1:] and _repeats(source):
             with draft.graph.inserting_before(node):
-                draft.replace(node, _apart(draft, source, shape_of(node)[:2]))
+                draft.replace(node, _by_expert_and_token(draft, source, shape_of(node)[:2]))
 
 
-def _undoes(node: fx.Node, before: fx.Node) -> bool:
+def _restores_shape(node: fx.Node, before: fx.Node) -> bool:
     """Return whether a view restores the shape of a product by experts that the view `before` had flattened."""
     made = before.args[0]
     return isinstance(made, fx.Node) and made.target is aten.bmm.default and shape_of(made) == shape_of(node)
@@ -65,14 +65,14 @@ def _is_elementwise(node: fx.Node) -> bool:
     )
 
 
-def _apart(draft: TracedGraph, node: fx.Node, leading: tuple[int, ...]) -> fx.Node:
+def _by_expert_and_token(draft: TracedGraph, node: fx.Node, leading: tuple[int, ...]) -> fx.Node:
     """Return a list (E · T, ...) as (E, T, ...)."""
     module, rest = node.meta["module"], shape_of(node)[1:]
     if node.target is aten.repeat.default and _num_repeats(node) == leading[0]:
         one = draft.call(aten.unsqueeze.default, node.args[0], 0, module=module)
         return draft.call(aten.expand.default, one, [*leading, *rest], module=module)
     if _is_elementwise(node) and _repeats(node):
-        args = [_apart(draft, each, leading) if isinstance(each, fx.Node) else each for each in node.args]
+        args = [_by_expert_and_token(draft, each, leading) if isinstance(each, fx.Node) else each for each in node.args]
         return draft.call(node.target, *args, module=module, **node.kwargs)  # type: ignore[arg-type]
     source = node.args[0] if node.target in VIEWS else None
     if isinstance(source, fx.Node) and shape_of(source) == leading and rest == (1,):

@@ -84,7 +84,7 @@ def _replace(draft: TracedGraph, node: fx.Node, call: GradientCall) -> None:
     num = call.num_outputs
     tensors: list[Any] = list(node.args)
     outputs, given, inputs = tensors[:num], tensors[num : 2 * num], tensors[2 * num :]
-    between = _between(draft, outputs, inputs)
+    between = _nodes_between(draft, outputs, inputs)
     _random_numbers_apart(draft, between, call)
     found: dict[Key, fx.Node] = {}
     with draft.graph.inserting_before(node):
@@ -105,7 +105,7 @@ def _replace(draft: TracedGraph, node: fx.Node, call: GradientCall) -> None:
     draft.graph.erase_node(node)
 
 
-def _between(draft: TracedGraph, outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
+def _nodes_between(draft: TracedGraph, outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes on a differentiable path from an input to an output, both included, in order."""
     above: set[fx.Node] = set()
     left = list(outputs)

@@ -62,7 +62,7 @@ class Comparison:
             elif name in INTERNALS:
                 same = value == theirs[name]
             else:
-                same = self._same(value, theirs[name])
+                same = self._is_interchangeable(value, theirs[name])
                 if not same and _is_plain(value) and _is_plain(theirs[name]):
                     self.differing.append((one, name))
                     continue
@@ -70,7 +70,7 @@ class Comparison:
                 return False
         return True
 
-    def _same(self, one: Any, other: Any) -> bool:
+    def _is_interchangeable(self, one: Any, other: Any) -> bool:
         """Return whether a forward behaves the same no matter which of the two values it reads."""
         if isinstance(one, nn.Module):
             return id(one) in self.pairs and self.pairs[id(one)][1] is other
@@ -79,13 +79,16 @@ class Comparison:
         if isinstance(one, ATOMS):
             return bool(one == other)
         if isinstance(one, list | tuple):
-            return len(one) == len(other) and all(map(self._same, one, other))
+            return len(one) == len(other) and all(map(self._is_interchangeable, one, other))
         if isinstance(one, dict):
-            return list(one) == list(other) and all(map(self._same, one.values(), other.values()))
+            return list(one) == list(other) and all(map(self._is_interchangeable, one.values(), other.values()))
         if isinstance(one, functools.partial):
-            return all(self._same(getattr(one, part), getattr(other, part)) for part in ("func", "args", "keywords"))
+            return all(
+                self._is_interchangeable(getattr(one, part), getattr(other, part))
+                for part in ("func", "args", "keywords")
+            )
         if isinstance(one, types.MethodType):
-            return one.__func__ is other.__func__ and self._same(one.__self__, other.__self__)
+            return one.__func__ is other.__func__ and self._is_interchangeable(one.__self__, other.__self__)
         return one is other and not any(isinstance(value, nn.Module) for value in getattr(one, "__dict__", {}).values())
 
 

@@ -72,7 +72,7 @@ class EqualLayers:
         path = _path_in(tracer)
         if path is None or not all(isinstance(leaf, (*ATOMS, Tensor)) for leaf in leaves):
             return call(layer, *args, **kwargs)
-        with self._aside():
+        with self._unobserved():
             given = [*state_of(layer), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
             form = tuple(form_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
             known = self._templates.setdefault(
@@ -87,9 +87,9 @@ class EqualLayers:
             return call(layer, *args, **kwargs)
         last, held, noticed = tracer.graph._root.prev, self.recorder.held(), self.noticed()
         returned = call(layer, *args, **kwargs)
-        with self._aside():
+        with self._unobserved():
             if noticed == self.noticed() and not self.recorder.changed_since(held):
-                region = _after(last, tracer.graph)
+                region = _nodes_after(last, tracer.graph)
                 made = template_of(layer, path, given, nodes, returned, region)
                 if made is not None:
                     known.append(made)
@@ -97,7 +97,7 @@ class EqualLayers:
         return returned
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _unobserved(self) -> Iterator[None]:
         """Exclude inspection of modules and tensors inside the block from the recorded forward."""
         with self.recorder.aside(), torch._C.DisableTorchFunction():
             yield
@@ -134,7 +134,7 @@ def _modes() -> tuple[Hashable, ...]:
     return torch.is_grad_enabled(), *autocast, torch.get_default_dtype()
 
 
-def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
+def _nodes_after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
     found, node = [], last.next
     while node is not graph._root:
         found.append(node)

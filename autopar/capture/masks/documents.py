@@ -51,7 +51,7 @@ def _replace(draft: TracedGraph, node: fx.Node, made: dict[object, fx.Node]) -> 
     seen, rising = share_seen(text, vectors, *sizes)
     reach = reach_of(text, vectors, *sizes)
     # By other cumulative lengths of keys it is not known, but likely.
-    rising = rising or (sizes[0] == sizes[1] and _sees(given)[1] == 0 and reach is None)
+    rising = rising or (sizes[0] == sizes[1] and _window_of(given)[1] == 0 and reach is None)
     further = {"scale": given["scale"], "seen": seen, "rising": rising, "reach": reach}
     module = node.meta["module"]
     out = draft.call(ATTENTION_BY_MASK, *tensors, vectors, text, module=module, **further)
@@ -62,7 +62,7 @@ def _replace(draft: TracedGraph, node: fx.Node, made: dict[object, fx.Node]) -> 
     draft.graph.erase_node(node)
 
 
-def _sees(given: dict[str, Any]) -> tuple[int, int]:
+def _window_of(given: dict[str, Any]) -> tuple[int, int]:
     """Return the number of positions before and after its own that a query sees; -1 means all."""
     before, behind = given["window_size"] or (-1, -1)
     return before, 0 if given["is_causal"] else behind
@@ -83,7 +83,7 @@ class _Packed:
         positions = [self._positions(cu, size) for cu, size in zip(lengths, sizes, strict=True)]
         documents = [self._documents(cu, at) for cu, at in zip(lengths, positions, strict=True)]
         vectors, text = [self._column(documents[0]), documents[1]], "eq(v0, v1)"
-        before, behind = _sees(given)
+        before, behind = _window_of(given)
         if before < 0 and behind < 0:
             return text, vectors
         if not same:

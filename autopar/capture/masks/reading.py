@@ -94,7 +94,7 @@ class Reading:
         return Vector(len(self.vectors) - 1)
 
     def _call(self, name: str, node: fx.Node) -> Expression:
-        if name not in FUNCTIONS or any(_matters(node, *item) for item in node.kwargs.items()):
+        if name not in FUNCTIONS or any(_is_not_default(node, *item) for item in node.kwargs.items()):
             raise NotByPositionError
         given = [number_of(x) for x in node.args if not (name == "bitwise_and" and _is_true(x))]
         if len(given) < len(node.args):
@@ -171,6 +171,6 @@ def _adds_leading_dims(node: fx.Node) -> bool:
     return (1,) * (most - len(source)) + source == (1,) * (most - len(shape)) + shape
 
 
-def _matters(node: fx.Node, name: str, value: object) -> bool:
+def _is_not_default(node: fx.Node, name: str, value: object) -> bool:
     """Return whether a keyword argument differs from the operator's default."""
     return value != next(each.default_value for each in node.target._schema.arguments if each.name == name)  # type: ignore[union-attr]

@@ -67,7 +67,7 @@ def _testing(original: Callable[..., Any]) -> Callable[..., Any]:
     return test
 
 
-def _giving(original: Callable[..., Any]) -> Callable[..., Any]:
+def _watched_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def give(self: Any, *args: Any) -> Any:
         found = original(self, *args)
         if type(found) not in _KINDS:
@@ -80,7 +80,7 @@ def _giving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kind(base: type) -> type:
     methods = {name: _testing(getattr(base, name)) for name in TESTS}
-    methods |= {name: _giving(getattr(base, name)) for name in GIVING if hasattr(base, name)}
+    methods |= {name: _watched_function(getattr(base, name)) for name in GIVING if hasattr(base, name)}
     return type(base.__name__, (base,), methods)
 
 

@@ -63,7 +63,7 @@ class Casts:
     draft: TracedGraph
     region: Autocast
     made: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
-    asked: dict[object, torch.dtype | None] = field(default_factory=dict)
+    requested: dict[object, torch.dtype | None] = field(default_factory=dict)
     """The answers of autocast, by `call_key`."""
 
     def applied(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str) -> Arguments:
@@ -71,9 +71,9 @@ class Casts:
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return args, kwargs
         key = call_key(target, args, kwargs)
-        wanted = self.asked[key] if key in self.asked else self._wanted(target, args, kwargs)
+        wanted = self.requested[key] if key in self.requested else self._wanted(target, args, kwargs)
         if key is not None:
-            self.asked[key] = wanted
+            self.requested[key] = wanted
         if wanted is None:
             return args, kwargs
 
@@ -116,7 +116,7 @@ class Casts:
         device = "cuda" if self.region.key == KEYS["cuda"] else "cpu"
         try:
             with self.draft.mode, torch.no_grad(), autocasting(device, self.region.dtype, enabled):
-                args, kwargs = _on(device, values)
+                args, kwargs = _values_on(device, values)
                 found = target(*args, **kwargs)
         except (RuntimeError, ValueError):
             return None
@@ -136,7 +136,7 @@ def autocasting(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None
         torch.set_autocast_dtype(device, before[1])
 
 
-def _on(device: str, values: Any) -> Any:
+def _values_on(device: str, values: Any) -> Any:
     """Return the values with tensors on another device, which have no memory; PyTorch without CUDA has no gradients
     there.
     """

@@ -74,7 +74,7 @@ def _in_place(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Mapping[str,
         new = draft.call(aten.expand.default, new, list(shape_of(target)), module=module)
     if operation in OVERWRITES and value_of(target).requires_grad:
         # What is overwritten keeps a gradient, of zeros: to an optimizer that is not the same as none.
-        new = _over(draft, target, new, module)
+        new = _new_value(draft, target, new, module)
     return new
 
 
@@ -119,7 +119,7 @@ def _cast(draft: TracedGraph, value: fx.Node, dtype: torch.dtype, module: str) -
     return value if value_of(value).dtype == dtype else draft.call(aten.to.dtype, value, dtype, module=module)
 
 
-def _over(draft: TracedGraph, target: fx.Node, new: fx.Node, module: str) -> fx.Node:
+def _new_value(draft: TracedGraph, target: fx.Node, new: fx.Node, module: str) -> fx.Node:
     """Return the new value, computed from the one that it overwrites; a tensor without dims gets one for that."""
     if shape_of(target):
         return draft.call(aten.slice_scatter.default, target, new, module=module)

@@ -86,7 +86,7 @@ class Memory:
             if variable.keeps_gradient or (_is_detached(variable) and value_of(variable.node).requires_grad):
                 variable.node = _with_values(self.draft, variable.node, parent)
             else:
-                variable.node = parent if variable.view is None else self._again(variable.view, parent)
+                variable.node = parent if variable.view is None else self._view_again(variable.view, parent)
             variable.version = variable.root.version
         return variable.node
 
@@ -138,12 +138,12 @@ class Memory:
                     "gradient would be wrong in PyTorch, too. Write into a clone of the tensor (x = x.clone())."
                 )
 
-    def _again(self, view: fx.Node, parent: fx.Node) -> fx.Node:
+    def _view_again(self, view: fx.Node, parent: fx.Node) -> fx.Node:
         """Return the view of the parent's value of now."""
         if view.target is operator.getitem:
             pieces = view.args[0]
             assert isinstance(pieces, fx.Node)
-            pieces = self._again(pieces, parent)
+            pieces = self._view_again(pieces, parent)
             return self.draft.call(operator.getitem, pieces, view.args[1], module=view.meta["module"])
         target: Any = view.target
         kwargs: dict[str, Any] = dict(view.kwargs)

@@ -25,7 +25,7 @@ def hooks_on_all_uses(draft: TracedGraph) -> None:
             first.replace_input_with(owner, node)
         else:
             outermost[owner] = node
-            _behind(owner).append(node)
+            _anchor_of(owner).append(node)
             owner.replace_all_uses_with(node, lambda user, hook=node: user is not hook)
 
 
@@ -33,7 +33,7 @@ def _innermost(owner: fx.Node) -> fx.Node:
     return next(user for user in owner.users if user.target is GRADIENT_HOOK)
 
 
-def _behind(owner: fx.Node) -> fx.Node:
+def _anchor_of(owner: fx.Node) -> fx.Node:
     """Return the node after which a call that reads `owner` may stand: `owner`, or the last placeholder."""
     if owner.op != "placeholder":
         return owner

@@ -13,7 +13,12 @@ def drop_identities(draft: TracedGraph) -> None:
     """Let the users of such a call read its input."""
     for node in draft.calls():
         test = IDENTITIES.get(node.target)
-        if test is not None and isinstance(node.args[0], fx.Node) and _gives(node, node.args[0]) and test(node):
+        if (
+            test is not None
+            and isinstance(node.args[0], fx.Node)
+            and _gives_its_input(node, node.args[0])
+            and test(node)
+        ):
             draft.replace(node, node.args[0])
 
 
@@ -91,7 +96,7 @@ IDENTITIES: dict[object, _Test] = {
 }
 
 
-def _gives(node: fx.Node, source: fx.Node) -> bool:
+def _gives_its_input(node: fx.Node, source: fx.Node) -> bool:
     """Return whether a call's output has the shape, strides and dtype of its input."""
     found, given = node.meta["val"], source.meta["val"]
     alike = isinstance(found, Tensor) and isinstance(given, Tensor) and found.dtype == given.dtype

@@ -79,7 +79,7 @@ def refuse_collectives(functions: Sequence[FunctionType]) -> Iterator[None]:
                 replaced[id(function)] = _refusing(function, f"{module.__name__}.{name}")
     for name, alone in QUERIES.items():
         function = getattr(distributed_c10d, name)
-        replaced[id(function)] = _answering(function, f"torch.distributed.{name}", alone)
+        replaced[id(function)] = _stand_in(function, f"torch.distributed.{name}", alone)
     namespaces = [vars(dist), vars(distributed_c10d), *map(vars, modules)]
     with contextlib.ExitStack() as stack:
         for name in OF_GROUPS.split():
@@ -88,7 +88,7 @@ def refuse_collectives(functions: Sequence[FunctionType]) -> Iterator[None]:
                 refusing = _refusing(method, f"ProcessGroup.{name}")
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, refusing))
         for name, alone in OF_MESHES.items():
-            answering = _answering(getattr(DeviceMesh, name), f"DeviceMesh.{name}", alone)
+            answering = _stand_in(getattr(DeviceMesh, name), f"DeviceMesh.{name}", alone)
             stack.enter_context(mock.patch.object(DeviceMesh, name, answering))
         stack.enter_context(replaced_in(replaced, [*namespaces, *(each.__globals__ for each in functions)]))
         yield
@@ -121,7 +121,7 @@ def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _answering(function: Callable[..., Any], name: str, alone: int | None) -> Callable[..., Any]:
+def _stand_in(function: Callable[..., Any], name: str, alone: int | None) -> Callable[..., Any]:
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
         caller = _caller()

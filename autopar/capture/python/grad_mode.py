@@ -35,17 +35,17 @@ def of_this_call() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def asked_modes() -> Iterator[dict[str, bool]]:
+def read_modes() -> Iterator[dict[str, bool]]:
     """Answer the user's queries of gradient modes inside with the modes of the call; yield the answers by name."""
-    asked: dict[str, bool] = {}
+    requested: dict[str, bool] = {}
 
     def answering(name: str) -> Callable[[], bool]:
         def answer() -> bool:
             here = MODES[name]()
             if not is_users(sys._getframe(1).f_globals.get("__name__")):
                 return here
-            asked[name] = _caller[name]
-            return here if here != TRACED[name] else asked[name]  # a block of the forward itself counts first
+            requested[name] = _caller[name]
+            return here if here != TRACED[name] else requested[name]  # a block of the forward itself counts first
 
         return answer
 
@@ -53,4 +53,4 @@ def asked_modes() -> Iterator[dict[str, bool]]:
         for name, ask in MODES.items():
             stack.callback(setattr, torch, name, ask)
             setattr(torch, name, answering(name))
-        yield asked
+        yield requested

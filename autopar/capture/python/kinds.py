@@ -147,15 +147,15 @@ class _Original:
         self._flat: tuple[list[Any], ...] = ([], [], [])
         """References, names and last values of the attributes that forward reads, for a check in one pass in C."""
         for path, module in original.named_modules():
-            self._look(module, Place(path, (), path), depth=3)
+            self._collect(module, Place(path, (), path), depth=3)
 
-    def _look(self, holder: Any, at: Place, depth: int) -> None:
+    def _collect(self, holder: Any, at: Place, depth: int) -> None:
         for name, value in vars(holder).items():
             if isinstance(value, ATOMS) and name not in INTERNALS:
                 self._seen.setdefault((id(holder), name), [weakref.ref(holder), name, value, at.attribute(name)])
             elif depth and is_observable(value):
                 with contextlib.suppress(TypeError):  # an object without weak references
-                    self._look(value, at.attribute(name), depth - 1)
+                    self._collect(value, at.attribute(name), depth - 1)
 
     def read(self, places: Iterable[Place]) -> None:
         """Forward reads these places."""
@@ -179,7 +179,7 @@ class _Original:
         if self._model() is None:
             for kept in (self._seen, self._read, *self._flat):
                 kept.clear()
-        elif everything or not self._same():
+        elif everything or not self._is_unchanged():
             for entry in self._seen.values():
                 reference, name, value, place = entry
                 holder = reference()
@@ -189,7 +189,7 @@ class _Original:
                 entry[2] = now
             self._flatten()
 
-    def _same(self) -> bool:
+    def _is_unchanged(self) -> bool:
         references, names, values = self._flat
         held = map(operator.attrgetter("__dict__"), map(operator.call, references))
         try:

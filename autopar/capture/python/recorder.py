@@ -54,7 +54,7 @@ ADVICE = (
 )
 
 
-Held = tuple[int, dict[int, tuple[Read, Any, list[Any] | None]]]
+ReadValues = tuple[int, dict[int, tuple[Read, Any, list[Any] | None]]]
 
 
 class Recorder:
@@ -105,7 +105,7 @@ class Recorder:
         finally:
             self._on = before
 
-    def held(self) -> Held:
+    def held(self) -> ReadValues:
         """Return the present values at all places that were read, and the number of attribute writes so far."""
         with self.aside():
             reads = ((read, read.own.get(name, read.before)) for (_, name), read in self._reads.items())
@@ -113,7 +113,7 @@ class Recorder:
             inner = ((read, read.before) for read in self._inner)
             return self._sets, {id(read): (read, v, items_of(v)) for read, v in (*reads, *inner, *outside)}
 
-    def changed_since(self, earlier: Held) -> bool:
+    def changed_since(self, earlier: ReadValues) -> bool:
         """Return whether the forward has since written an attribute, or changed anything it had read or has read
         since.
         """

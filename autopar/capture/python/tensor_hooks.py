@@ -101,7 +101,7 @@ class Rebinding:
             return getattr(self._kept(hook.__self__, refused), hook.__name__)
         if not isinstance(hook, types.FunctionType) or hook in self._open:
             return hook
-        with self._within(hook):
+        with self._not_entered_again(hook):
             cells = tuple(self._cell(cell, refused) for cell in hook.__closure__ or ())
             defaults = tuple(self._kept(value, refused) for value in hook.__defaults__ or ())
             named = {name: self._kept(value, refused) for name, value in (hook.__kwdefaults__ or {}).items()}
@@ -123,7 +123,7 @@ class Rebinding:
         return cell if kept is content else types.CellType(kept)
 
     @contextlib.contextmanager
-    def _within(self, function: types.FunctionType) -> Iterator[None]:
+    def _not_entered_again(self, function: types.FunctionType) -> Iterator[None]:
         """Leave a function alone inside, as it may hold itself."""
         self._open.add(function)
         try:

@@ -37,7 +37,7 @@ def ignored_positions(draft: TracedGraph) -> None:
     for loss in draft.calls(CROSS_ENTROPY):
         given, module = arguments(loss), loss.meta["module"]
         logits, dtypes, cuts = _uncut(given["self"])
-        if not cuts or given["reduction"] == NONE or not _few(shape_of(logits), cuts):
+        if not cuts or given["reduction"] == NONE or not _removes_few(shape_of(logits), cuts):
             continue
         with draft.graph.inserting_before(loss):
             for dtype in dtypes:
@@ -62,7 +62,7 @@ def _uncut(node: fx.Node) -> tuple[fx.Node, list[torch.dtype], list[Cut]]:
     return logits, dtypes, cuts
 
 
-def _few(shape: Sequence[int], cuts: Iterable[Cut]) -> bool:
+def _removes_few(shape: Sequence[int], cuts: Iterable[Cut]) -> bool:
     """Return whether the cuts remove at most one in `ONE_IN` positions of each dim."""
     return all(ONE_IN * (before + behind) <= shape[dim] for dim, before, behind in cuts)
 

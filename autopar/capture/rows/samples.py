@@ -50,7 +50,7 @@ LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 
 def tokens_in_samples(draft: TracedGraph) -> None:
     """Let the calls around experts, and those before losses, work on samples and positions."""
-    flat = {node for node in _before(draft.calls(DISPATCH)) if _flattens(node)}
+    flat = {node for node in _ancestors(draft.calls(DISPATCH)) if _flattens(node)}
     flat |= {view for loss in draft.calls(aten.cross_entropy_loss.default) for view in _flat_rows(loss)}
     if flat:
         _Lifting(draft, flat).run()
@@ -131,7 +131,7 @@ class _Lifting:
         if target in LIKE:
             return node.args
         if target in ALONG_DIM:
-            return self._along(node, len(shape), len(leading) - 1)
+            return self._arguments_along(node, len(shape), len(leading) - 1)
         pointwise = target in CASTS or torch.Tag.pointwise in target.tags
         return node.args if pointwise and self._is_elementwise(node) else None
 
@@ -141,10 +141,10 @@ class _Lifting:
         dims = [(each in self.apart, len(shape_of(each))) for each in node.all_input_nodes]
         return all(found == ndim if apart else found < ndim for apart, found in dims)
 
-    def _along(self, node: fx.Node, ndim: int, more: int) -> tuple[Any, ...] | None:
+    def _arguments_along(self, node: fx.Node, ndim: int, more: int) -> tuple[Any, ...] | None:
         """Return the arguments of a call along dims that are not of tokens, these counted with `more` before them."""
-        said, ndim = arguments(node)["dim"], ndim + (node.target is aten.unsqueeze.default)
-        dims = [said] if isinstance(said, int) else list(said or ())
+        specified, ndim = arguments(node)["dim"], ndim + (node.target is aten.unsqueeze.default)
+        dims = [specified] if isinstance(specified, int) else list(specified or ())
         others = [each for each in node.all_input_nodes if each not in self.apart]
         if not dims or others or any(dim % ndim == 0 for dim in dims):
             return None
@@ -152,7 +152,7 @@ class _Lifting:
         moved = [dim if dim < 0 else dim + more for dim in dims]
         args = list(node.args)
         if place < len(args):
-            args[place] = moved[0] if isinstance(said, int) else moved
+            args[place] = moved[0] if isinstance(specified, int) else moved
         return tuple(args) if "dim" not in node.kwargs else None
 
     def _repeat(self, node: fx.Node, source: fx.Node, leading: tuple[int, ...]) -> None:
@@ -238,7 +238,7 @@ def _same_rows(node: fx.Node, other: fx.Node) -> bool:
     return _has_one_tensor(node) and shape_of(node)[:1] == shape_of(other)[:1]
 
 
-def _before(nodes: list[fx.Node]) -> set[fx.Node]:
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
     """All that the nodes are computed from."""
     found: set[fx.Node] = set()
     open_nodes = list(nodes)

@@ -47,20 +47,20 @@ class StaticTensor:
         return self.text
 
 
-def static_argnames_of(said: Sequence[str] | None, model: nn.Module) -> tuple[str, ...]:
+def static_argnames_of(specified: Sequence[str] | None, model: nn.Module) -> tuple[str, ...]:
     """Return the names that `Capture(static_argnames=…)` gives; InputError for one that forward does not take."""
-    if not said:
+    if not specified:
         return ()
     parameters = inspect.signature(model.forward).parameters.values()
     named = [each.name for each in parameters if each.kind in (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    for name in said:
+    for name in specified:
         if name not in named and not takes_any:
             raise InputError(
                 f"Capture(static_argnames=…) has {name!r}, which is no argument of {type(model).__name__}.forward; its "
                 f"arguments are {', '.join(named)}."
             )
-    return tuple(dict.fromkeys(said))
+    return tuple(dict.fromkeys(specified))
 
 
 def with_static(arguments: Arguments, names: Sequence[str], forward: Callable[..., Any]) -> Arguments:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopar.capture.python.user_code import where
 from autopar.capture.python.writes import is_write
 from autopar.capture.static.arguments import StaticTensor
-from autopar.capture.static.known import MAX_ELEMENTS, known_value
+from autopar.capture.static.static_nodes import MAX_ELEMENTS, known_value
 from autopar.errors import CaptureError
 from autopar.ir.program.precision import AS_IT_IS, Precision
 
@@ -106,7 +106,7 @@ class StaticValues(TorchFunctionMode):
     def _end(self, _: nn.Module, args: Any, outputs: Any) -> Any:
         """Return the outputs with traced tensors that took the place of static ones."""
         self._running = False
-        return pytree.tree_map_only(Tensor, self._now, outputs)
+        return pytree.tree_map_only(Tensor, self._traced_value, outputs)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -115,7 +115,7 @@ class StaticValues(TorchFunctionMode):
         if not self._running:
             return func(*args, **kwargs)
         if self._traced:
-            args, kwargs = _mapped(self._now, (args, kwargs))
+            args, kwargs = _mapped(self._traced_value, (args, kwargs))
         args, kwargs = self._with_known(func, args, kwargs)
         tensors = _tensors((args, kwargs))
         if not any(map(self.is_static, tensors)):
@@ -130,7 +130,7 @@ class StaticValues(TorchFunctionMode):
                 return found
         for each in filter(self.is_static, written):
             self._trace(each)
-        args, kwargs = _mapped(self._now, (args, kwargs))
+        args, kwargs = _mapped(self._traced_value, (args, kwargs))
         if func in self._sizes:
             args, kwargs = (*args[:1], *_mapped(_number, args[1:])), _mapped(_number, kwargs)
 
@@ -201,7 +201,7 @@ class StaticValues(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             self._traced[_storage(tensor)] = whole.clone()
 
-    def _now(self, tensor: Tensor) -> Tensor:
+    def _traced_value(self, tensor: Tensor) -> Tensor:
         """Return the traced tensor that took the place of a static one; any other tensor as it is."""
         if not self._traced or not self.is_static(tensor):
             return tensor

@@ -116,7 +116,7 @@ def _mlps(draft: TracedGraph) -> Iterator[_Mlp]:
 def _mlp(down: _Linear) -> _Mlp | None:
     region, roots = _region(down.x)
     apart = all(set(node.users) <= {*region, down.node, *down.nodes} for node in region)
-    same = [root.x for root in roots if _same(root.x, roots[0].x)]
+    same = [root.x for root in roots if _is_same_tensor(root.x, roots[0].x)]
     if not region or not apart or len(roots) not in (1, 2) or len(same) < len(roots):
         return None
     inside = {node for root in roots for node in root.nodes}
@@ -151,7 +151,7 @@ def _region(h: fx.Node) -> tuple[set[fx.Node], list[_Linear]]:
     return region, list(roots.values())
 
 
-def _same(x: fx.Node, other: fx.Node) -> bool:
+def _is_same_tensor(x: fx.Node, other: fx.Node) -> bool:
     """Return whether two nodes are one tensor, or equal casts of one, as autocast may make them twice."""
     cast_alike = x.target is aten.to.dtype is other.target and (x.args, x.kwargs) == (other.args, other.kwargs)
     return x is other or cast_alike

@@ -93,12 +93,13 @@ def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"] | Fitting, tra
 
     Raises CaptureError for a number of tiles and a model in training with none, or with one that cannot be taken so.
     """
-    asked = "always" if tiles == AUTO else tiles
-    said = f"Memory(loss_tiles={asked!r}) computes the cross-entropy of a linear layer tile by tile"
+    requested = "always" if tiles == AUTO else tiles
+    message = f"Memory(loss_tiles={requested!r}) computes the cross-entropy of a linear layer tile by tile"
     losses = draft.calls(*LOSSES)
     if not losses and training:
         _refuse(
-            f"{said}, and the forward computes none. Compute it there: give the model its labels, and return the loss.",
+            f"{message}, and the forward computes none. Compute it there: give the model its labels, and return the "
+            "loss.",
             tiles,
         )
     for loss in losses:
@@ -106,7 +107,7 @@ def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"] | Fitting, tra
         if isinstance(head, str):
             if training:
                 place = where(loss.meta["module"])
-                _refuse(f"{said}, and that in {place} cannot be: {head}, or leave loss_tiles out.", tiles)
+                _refuse(f"{message}, and that in {place} cannot be: {head}, or leave loss_tiles out.", tiles)
             continue
         with draft.graph.inserting_before(loss):
             new = _in_tiles(draft, loss, head, _number(head, tiles))

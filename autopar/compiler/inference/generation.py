@@ -114,15 +114,15 @@ class Generation:
         tokens, unfinished = input_ids[:, -1], torch.ones_like(lengths)
         for step in range(new):
             logits = session.logits(tokens, lengths - 1 + step)
-            said = torch.stack((tokens, unfinished))
+            state = torch.stack((tokens, unfinished))
             if decides:
                 scores = logits_processor(input_ids, logits.to(copy=True, dtype=torch.float32))
                 tokens = _drawn(scores) if generation_config.do_sample else scores.argmax(-1)
                 if has_eos:
                     tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
                 made = torch.cat((input_ids, tokens.unsqueeze(-1)), -1)
-                said = torch.stack((tokens, unfinished & ~stopping_criteria(made, None)))
-            tokens, unfinished = from_first(said, mesh)
+                state = torch.stack((tokens, unfinished & ~stopping_criteria(made, None)))
+            tokens, unfinished = from_first(state, mesh)
             input_ids = torch.cat((input_ids, tokens.unsqueeze(-1)), -1)
             if self._streamer is not None:
                 self._streamer.put(tokens.cpu())

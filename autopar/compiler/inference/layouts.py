@@ -12,7 +12,7 @@ from torch import nn
 from autopar.capture.export import freeze
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.inference.session import arguments_of
-from autopar.compiler.inference.state import CacheSizes, described, layout_said
+from autopar.compiler.inference.state import CacheSizes, described, specified_layout
 from autopar.console.units import format_bytes
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError
@@ -56,7 +56,7 @@ def best_laid(
 
     Raises what planning raises, where no layout has a plan.
     """
-    known = layout_said(program, request.annotations_about(program, mesh), mesh)
+    known = specified_layout(program, request.annotations_about(program, mesh), mesh)
     limit = request.settings.tensor_limit
     best: Laid | None = None
     refused: InfeasibleError | None = None

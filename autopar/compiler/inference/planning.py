@@ -128,14 +128,14 @@ def best_for(
         late = within is not None and plan.seconds_to_first > within
         if not late:
             found.append(plan)
-        first, said = format_seconds(plan.seconds_to_first), "the first token comes too late" if late else ""
+        first, message = format_seconds(plan.seconds_to_first), "the first token comes too late" if late else ""
         tokens, memory = f"{plan.tokens_per_second:,.0f}", format_bytes(plan.peak_bytes)
-        rows.append([str(mesh), first, tokens, memory, described(plan.cache, mesh), said])
+        rows.append([str(mesh), first, tokens, memory, described(plan.cache, mesh), message])
     table = tabulate(rows, ["mesh", "first token", "tokens/s", "memory", "cache", ""], disable_numparse=True)
     if not found:
-        asked = f" whose first token comes within {format_seconds(within)}" if within is not None else ""
+        requested = f" whose first token comes within {format_seconds(within)}" if within is not None else ""
         raise InfeasibleError(
-            f"no mesh of {meshes[0].num_devices} devices has a plan{asked}; on each of them:\n{table}\nGive more "
+            f"no mesh of {meshes[0].num_devices} devices has a plan{requested}; on each of them:\n{table}\nGive more "
             "devices, fewer prompts at once, or a later limit."
         )
     return replace(max(found, key=lambda each: each.tokens_per_second), others=table)
@@ -151,8 +151,8 @@ def _stored(
 ) -> dict[str, Layout]:
     """Parameter → the layout in which a plan stores it."""
     arriving = dict.fromkeys(caches_of(program, sizes), layout)
-    space = request.space(program, mesh, arriving, dealing=plan.dealing)
+    space = request.space(program, mesh, arriving, zigzag_axes=plan.zigzag_axes)
     choices = choices_of(plan, space)
     numbers = {name: space.index[node] for name, node in program.parameters.items()}
-    menus = {name: space.decisions[number].menu.strategies[choices[number]] for name, number in numbers.items()}
-    return {name: strategy.outputs[0] for name, strategy in menus.items()}
+    chosen = {name: space.decisions[number].candidates.strategies[choices[number]] for name, number in numbers.items()}
+    return {name: strategy.outputs[0] for name, strategy in chosen.items()}

@@ -35,9 +35,9 @@ def arguments_of(
     """Return a call of a forward with a cache, with every argument by name; for one token a sample with
     `position_ids`.
     """
-    said = {} if position_ids is None else {"position_ids": position_ids}
+    specified = {} if position_ids is None else {"position_ids": position_ids}
     cache = {"keys": list(keys), "values": list(values), "positions": positions}
-    return canonical_arguments(signature, (), {"input_ids": ids, **said, NAME: cache})
+    return canonical_arguments(signature, (), {"input_ids": ids, **specified, NAME: cache})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

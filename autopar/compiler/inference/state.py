@@ -69,10 +69,10 @@ def as_dtensors(parts: Sequence[Tensor], layout: Layout, mesh: DeviceMesh) -> li
     return [DTensor.from_local(part, mesh, placements_of(layout), run_check=False) for part in parts]
 
 
-def layout_said(program: Program, said: Sequence[Annotation], mesh: Mesh) -> Layout | None:
+def specified_layout(program: Program, specified: Sequence[Annotation], mesh: Mesh) -> Layout | None:
     """Return the layout of the cache that annotations of its writes require; None if there are none."""
     writes = {f"{NODE}{node.name}" for node in program.graph.nodes if node.target is WRITE_CACHE}
-    found = [dict(each.axes) for each in said if each.pattern in writes]
+    found = [dict(each.axes) for each in specified if each.pattern in writes]
     if not found:
         return None
     factors = [str(found[0].get(axis) or "").removeprefix(FACTOR) for axis in mesh.names]

@@ -293,14 +293,14 @@ def _algorithms(collective: str) -> tuple[str, ...]:
 def _ways(collective: str, algorithm: str, levels: tuple[Level, ...], network: Sequence[Link]) -> list[Way]:
     """One way for each protocol of the algorithm that all levels know; `network` are the links beyond a node."""
     size = levels[-1].outer
-    said = "all_to_all" if collective in MESSAGES else collective
+    latency_name = "all_to_all" if collective in MESSAGES else collective
     found = []
     for name in [p.name for p in levels[0].link.protocols if p.algorithm == algorithm]:
         protocols = [level.link.protocol(algorithm, name) for level in levels]
         known = [protocol for protocol in protocols if protocol is not None]
         if len(known) < len(levels):
             continue
-        factors = [getattr(level.link.latencies, said) for level in levels]
+        factors = [getattr(level.link.latencies, latency_name) for level in levels]
         latency = max(protocol.base_latency_s * factor for protocol, factor in zip(known, factors, strict=True))
         ports: dict[str, float] = {}
         for level, protocol, factor in zip(levels, known, factors, strict=True):
@@ -309,7 +309,7 @@ def _ways(collective: str, algorithm: str, levels: tuple[Level, ...], network: S
             crossed = [level.link] if level.in_node else network[: network.index(level.link) + 1]
             for link in crossed:
                 own = link.protocol(algorithm, name) or protocol
-                seconds = share / (own.efficiency * getattr(link.efficiencies, said) * link.bytes_per_s)
+                seconds = share / (own.efficiency * getattr(link.efficiencies, latency_name) * link.bytes_per_s)
                 ports[link.name] = max(ports.get(link.name, 0.0), seconds)
         found.append(Way(latency, max(ports.values()), tuple(ports.items())))
     return found

@@ -213,8 +213,8 @@ def _links(written: Sequence[Mapping[str, Any]]) -> tuple[Link, ...]:
     for each in written:
         link = _link(each)
         if "network" in each:
-            said = {key: _value(each["network"], key) for key in each["network"]}
-            found.extend(Network(**said).links(link, (found[-1].devices if found else None) or 1))
+            specified = {key: _value(each["network"], key) for key in each["network"]}
+            found.extend(Network(**specified).links(link, (found[-1].devices if found else None) or 1))
         else:
             found.append(link)
     return tuple(found)

@@ -44,8 +44,10 @@ class Network:
                 f"network.spine_oversubscription is {self.spine_oversubscription}; give 1 for full bandwidth, or more."
             )
         if (self.rail_optimized or self.spine_oversubscription > 1) and not self.leaf_nics:
-            said = "rail_optimized" if self.rail_optimized else "spine_oversubscription"
-            raise PlanError(f"network.{said} needs network.leaf_nics, the cards that one leaf switch joins; give that.")
+            field = "rail_optimized" if self.rail_optimized else "spine_oversubscription"
+            raise PlanError(
+                f"network.{field} needs network.leaf_nics, the cards that one leaf switch joins; give that."
+            )
 
     def links(self, link: Link, node_devices: int) -> tuple[Link, ...]:
         """Return the links that a last link of nodes with so many devices stands for, innermost first.

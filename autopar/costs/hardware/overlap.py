@@ -16,7 +16,8 @@ forward waits for them, and their gradients are the last of the backward. If a w
 after another, only the first gather is issued ahead; the others are exposed.
 
 The rule considers one axis at a time. Several axes may gather and reduce under the same computation, or share a link.
-The rule is then replaced by the shares that the simulated step waits for (`Beside.waited`, see `planning.simulated`).
+The rule is then replaced by the shares that the simulated step waits for (`OverlappedWork.waited`, see
+`planning.simulated`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlappedWork:
     """The forward that weights' all-gathers overlap with, and the backward that gradients' reductions overlap with."""
 
     forward: Pass = Pass()
@@ -59,7 +60,7 @@ def kind_of(collective: str, axis: str, backward: bool) -> str:
     return f"{collective} {axis} {'backward' if backward else 'forward'}"
 
 
-NOTHING = Beside()
+NOTHING = OverlappedWork()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +76,14 @@ class Message:
 
     It is 2 if weights are gathered again while gradients are reduced.
     """
-    beside: Beside = NOTHING
+    overlapped: OverlappedWork = NOTHING
 
     def average(self, collective: str, num_bytes: float) -> float:
         """Return the bytes that move of a parameter of average size where `num_bytes` of this one do."""
         gathers = collective == GATHERING
         whole = self.weight_bytes if gathers else self.gradient_bytes
         part = num_bytes / whole if whole else 0.0  # a parameter may have no elements
-        return part * self._side(collective).num_bytes / max(1, self.beside.num_weights)
+        return part * self._side(collective).num_bytes / max(1, self.overlapped.num_weights)
 
     def exposed(self, collective: str, moving_each: float, num_devices: int, least: float) -> float:
         """Return the share of a collective's seconds that computing does not hide, at least `least`.
@@ -90,13 +91,13 @@ class Message:
         `moving_each` are the seconds in a message that a parameter of average size takes.
         """
         side = self._side(collective)
-        moving = moving_each * self.beside.num_weights * (1 if collective == GATHERING else self.passes)
+        moving = moving_each * self.overlapped.num_weights * (1 if collective == GATHERING else self.passes)
         computing = side.seconds / num_devices + side.latency
         return max(least, 1 - computing / moving) if moving else 1.0
 
     def waited(self, kind: str) -> float | None:
         """Return the share of a kind of collectives that a simulated step waits for; None if it has none of it."""
-        return next((share for name, share in self.beside.waited if name == kind), None)
+        return next((share for name, share in self.overlapped.waited if name == kind), None)
 
     def _side(self, collective: str) -> Pass:
-        return self.beside.forward if collective == GATHERING else self.beside.backward
+        return self.overlapped.forward if collective == GATHERING else self.overlapped.backward

@@ -29,7 +29,7 @@ import torch
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.microbatches import Microbatches, Phase
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
-from autopar.costs.space.space import Wire
+from autopar.costs.space.space import TensorEdge
 
 RECEIVED, RETURNED = "received", "returned"
 """Received by a stage: tensors from the one before, and gradients of what it sends to the one after."""
@@ -45,13 +45,13 @@ class Accumulation:
         program = self.space.program
         self._received = frozenset(program.received)
         self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
-        self._with_wire = {w.source for w in self.space.wires if self.is_weight(w)}
+        self._with_edge = {w.source for w in self.space.edges if self.is_weight(w)}
 
     # Once a step, or for each micro-batch.
 
-    def is_weight(self, wire: Wire) -> bool:
+    def is_weight(self, edge: TensorEdge) -> bool:
         """Return whether an edge brings a weight, as it is stored or cast, to a call or a shared reshard."""
-        return wire.tensor.bucketed and self.space.decisions[wire.target].kind != "output"
+        return edge.tensor.bucketed and self.space.decisions[edge.target].kind != "output"
 
     def is_cast(self, number: int) -> bool:
         """Return whether a decision casts a weight for use."""
@@ -61,141 +61,143 @@ class Accumulation:
         """Return whether a decision costs seconds once a step: an optimizer's step, a weight's cast, a loss's sum."""
         return self.space.decisions[number].kind in ("parameter", "output") or self.is_cast(number)
 
-    def each_time(self, wire: Wire) -> np.ndarray:
+    def each_time(self, edge: TensorEdge) -> np.ndarray:
         """Return whether each micro-batch gathers the edge's weight and reduces its gradient.
 
         There is an entry for each pair of strategies at its ends. It is true if the weight is gathered again for the
         backward.
         """
-        return self.tensors.cached(("each time", self.space.kind(wire)), lambda: self._each_time(wire))
+        return self.tensors.cached(("each time", self.space.kind(edge)), lambda: self._each_time(edge))
 
-    def _each_time(self, wire: Wire) -> np.ndarray:
-        shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
-        if not wire.tensor.regather:
+    def _each_time(self, edge: TensorEdge) -> np.ndarray:
+        shape = tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
+        if not edge.tensor.regather:
             return np.zeros(shape, dtype=bool)
-        freed = np.array([not s.kept for s in self.space.decisions[wire.source].menu.strategies])
-        return freed[:, None] & self.tensors.only_gathers(wire) & self.tensors.communicated(wire)
+        freed = np.array([not s.saved for s in self.space.decisions[edge.source].candidates.strategies])
+        return freed[:, None] & self.tensors.only_gathers(edge) & self.tensors.communicated(edge)
 
-    def reduced_each_time(self, wire: Wire) -> np.ndarray:
+    def reduced_each_time(self, edge: TensorEdge) -> np.ndarray:
         """Return whether each micro-batch reduces the gradient of the edge's weight, by strategies at its ends."""
-        return self.each_time(wire) | (self._seconds_of_each(wire) > 0)
+        return self.each_time(edge) | (self._seconds_of_each(edge) > 0)
 
-    def reduction_seconds(self, wire: Wire, choices: Sequence[int]) -> float:
+    def reduction_seconds(self, edge: TensorEdge, choices: Sequence[int]) -> float:
         """Return the seconds in which each micro-batch reduces the gradient of a weight that the step gathers once."""
-        each = self._seconds_of_each(wire)
-        return float(np.broadcast_to(each, self.each_time(wire).shape)[choices[wire.source], choices[wire.target]])
+        each = self._seconds_of_each(edge)
+        return float(np.broadcast_to(each, self.each_time(edge).shape)[choices[edge.source], choices[edge.target]])
 
-    def _seconds_of_each(self, wire: Wire) -> np.ndarray:
+    def _seconds_of_each(self, edge: TensorEdge) -> np.ndarray:
         """Return the seconds in which each micro-batch reduces the gradient of a weight that the step gathers once;
         else 0.
         """
-        more, decision = self.microbatches, self.space.decisions[wire.source]
-        of_weight = decision.kind == "parameter" or self.is_cast(wire.source)
-        if not (more.several and more.reduce_each and of_weight and wire.tensor.requires_grad):
+        more, decision = self.microbatches, self.space.decisions[edge.source]
+        of_weight = decision.kind == "parameter" or self.is_cast(edge.source)
+        if not (more.several and more.reduce_each and of_weight and edge.tensor.requires_grad):
             return np.zeros((1, 1))
-        return self.tensors.cached(("reduced each", self.space.kind(wire)), lambda: self._reductions(wire))
+        return self.tensors.cached(("reduced each", self.space.kind(edge)), lambda: self._reductions(edge))
 
-    def _reductions(self, wire: Wire) -> np.ndarray:
-        table = self.space.table(wire, kept=True)
-        sources = [table.index[each] for each in self.space.source_layouts(wire)]
-        targets = [table.index[each] for each in self.space.target_layouts(wire)]
-        return np.where(self.each_time(wire), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
+    def _reductions(self, edge: TensorEdge) -> np.ndarray:
+        table = self.space.table(edge, saved=True)
+        sources = [table.index[each] for each in self.space.source_layouts(edge)]
+        targets = [table.index[each] for each in self.space.target_layouts(edge)]
+        return np.where(self.each_time(edge), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
 
-    def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
+    def shared_seconds(self, edge: TensorEdge, seconds: np.ndarray) -> np.ndarray:
         """Return the seconds of an edge for one micro-batch: its share of what is done once a step."""
-        if not self.holds(wire):
+        if not self.holds(edge):
             return seconds
-        each = self._seconds_of_each(wire)
-        return np.where(self.each_time(wire), seconds, (seconds - each) / self.microbatches.count + each)
+        each = self._seconds_of_each(edge)
+        return np.where(self.each_time(edge), seconds, (seconds - each) / self.microbatches.count + each)
 
     # Weights and their gradients.
 
-    def holds(self, wire: Wire) -> bool:
+    def holds(self, edge: TensorEdge) -> bool:
         """Return whether a weight, or a view of one, stays resident as the edge moves it.
 
         No micro-batch then saves it for itself.
         """
-        return self.microbatches.several and (self.is_weight(wire) or wire.tensor.view)
+        return self.microbatches.several and (self.is_weight(edge) or edge.tensor.view)
 
-    def held(self, wire: Wire) -> Bytes | None:
+    def held(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a weight as it was moved, all the time."""
-        if not self.holds(wire) or self.is_cast(wire.target):
+        if not self.holds(edge) or self.is_cast(edge.target):
             return None
-        return self.tensors.cached(("held", self._kind(wire)), lambda: self._held(wire))
+        return self.tensors.cached(("held", self._kind(edge)), lambda: self._held(edge))
 
-    def _held(self, wire: Wire) -> Bytes:
-        before, after = self.tensors.wire_ends(wire)
-        stashes = self.microbatches.stashes and self.space.decisions[wire.source].kind == "parameter"
-        own = (before if stashes or self.is_cast(wire.source) else np.zeros_like(before))[:, None]
-        found = np.where(self.tensors.stays(wire), own, after[None, :])
+    def _held(self, edge: TensorEdge) -> Bytes:
+        before, after = self.tensors.bytes_at_ends(edge)
+        stashes = self.microbatches.stashes and self.space.decisions[edge.source].kind == "parameter"
+        own = (before if stashes or self.is_cast(edge.source) else np.zeros_like(before))[:, None]
+        found = np.where(self.tensors.stays(edge), own, after[None, :])
         if not self.microbatches.stashes:
-            return np.where(self.each_time(wire), 0, found)
-        return np.where(self.each_time(wire), own, found) * self.microbatches.in_flight
+            return np.where(self.each_time(edge), 0, found)
+        return np.where(self.each_time(edge), own, found) * self.microbatches.in_flight
 
-    def accumulated(self, wire: Wire) -> Bytes | None:
+    def accumulated(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a gradient to which every micro-batch adds its own."""
-        if not self._has_gradient(wire):
+        if not self._has_gradient(edge):
             return None
-        return self.tensors.cached(("accumulated", self._kind(wire)), lambda: self._accumulated(wire))
+        return self.tensors.cached(("accumulated", self._kind(edge)), lambda: self._accumulated(edge))
 
-    def _accumulated(self, wire: Wire) -> Bytes:
-        size = wire.tensor.dtype.itemsize
-        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.wire_ends(wire))
-        if self.space.decisions[wire.source].kind == "hub":  # where it stays as it is, it was added up on its way there
-            return np.where(self.tensors.changes(wire) | self.tensors.reduced(wire), after[None, :], 0)
-        return np.where(self.reduced_each_time(wire), before[:, None], after[None, :])
+    def _accumulated(self, edge: TensorEdge) -> Bytes:
+        size = edge.tensor.dtype.itemsize
+        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.bytes_at_ends(edge))
+        if (
+            self.space.decisions[edge.source].kind == "shared_reshard"
+        ):  # where it stays as it is, it was added up on its way there
+            return np.where(self.tensors.changes(edge) | self.tensors.reduced(edge), after[None, :], 0)
+        return np.where(self.reduced_each_time(edge), before[:, None], after[None, :])
 
-    def reduced(self, wire: Wire) -> Bytes | None:
+    def reduced(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's gradient at the end, as it is stored, where that is not what was added
         up.
         """
-        learned = self.holds(wire) and wire.tensor.requires_grad
-        if not learned or self.space.decisions[wire.source].kind != "parameter":
+        learned = self.holds(edge) and edge.tensor.requires_grad
+        if not learned or self.space.decisions[edge.source].kind != "parameter":
             return None
         return self.tensors.cached(
-            ("reduced", self._kind(wire), self.is_cast(wire.target)), lambda: self._reduced(wire)
+            ("reduced", self._kind(edge), self.is_cast(edge.target)), lambda: self._reduced(edge)
         )
 
-    def _reduced(self, wire: Wire) -> Bytes:
-        before, _ = self.tensors.wire_ends(wire)
-        cast = self.is_cast(wire.target) or wire.tensor.dtype.itemsize < ACCUMULATED_BYTES
-        moved = self.tensors.changes(wire) | self.tensors.reduced(wire)
-        return np.where(cast | (moved & ~self.reduced_each_time(wire)), before[:, None], 0)
+    def _reduced(self, edge: TensorEdge) -> Bytes:
+        before, _ = self.tensors.bytes_at_ends(edge)
+        cast = self.is_cast(edge.target) or edge.tensor.dtype.itemsize < ACCUMULATED_BYTES
+        moved = self.tensors.changes(edge) | self.tensors.reduced(edge)
+        return np.where(cast | (moved & ~self.reduced_each_time(edge)), before[:, None], 0)
 
-    def fresh(self, wire: Wire) -> Bytes | None:
+    def fresh(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of the gradient that a call's backward has made, and that is yet to be added."""
-        if not self._has_gradient(wire) or self.space.decisions[wire.target].kind != "call":
+        if not self._has_gradient(edge) or self.space.decisions[edge.target].kind != "call":
             return None
-        return self.tensors.cached(("fresh", self._kind(wire)), lambda: self._fresh(wire))
+        return self.tensors.cached(("fresh", self._kind(edge)), lambda: self._fresh(edge))
 
-    def _fresh(self, wire: Wire) -> Bytes:
-        _, after = self.tensors.wire_ends(wire)
-        return np.where(self.reduced_each_time(wire), 0, after[None, :])
+    def _fresh(self, edge: TensorEdge) -> Bytes:
+        _, after = self.tensors.bytes_at_ends(edge)
+        return np.where(self.reduced_each_time(edge), 0, after[None, :])
 
-    def arrived(self, wire: Wire) -> Bytes | None:
+    def arrived(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a gradient that one backward has reduced, to be added to those before it when that
         backward ends.
         """
-        if not self._has_gradient(wire) or not (wire.tensor.regather or self.microbatches.reduce_each):
+        if not self._has_gradient(edge) or not (edge.tensor.regather or self.microbatches.reduce_each):
             return None
-        return self.tensors.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
+        return self.tensors.cached(("arrived", self._kind(edge)), lambda: self._arrived(edge))
 
-    def _arrived(self, wire: Wire) -> Bytes:
-        before, _ = self.tensors.wire_ends(wire)
-        return np.where(self.reduced_each_time(wire), before[:, None], 0)
+    def _arrived(self, edge: TensorEdge) -> Bytes:
+        before, _ = self.tensors.bytes_at_ends(edge)
+        return np.where(self.reduced_each_time(edge), before[:, None], 0)
 
-    def _has_gradient(self, wire: Wire) -> bool:
-        learned = wire.tensor.requires_grad and not wire.tensor.view  # counted where the views are taken
-        return self.holds(wire) and learned and not self.is_cast(wire.target)
+    def _has_gradient(self, edge: TensorEdge) -> bool:
+        learned = edge.tensor.requires_grad and not edge.tensor.view  # counted where the views are taken
+        return self.holds(edge) and learned and not self.is_cast(edge.target)
 
-    def _kind(self, wire: Wire) -> tuple[object, ...]:
-        return (self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)
+    def _kind(self, edge: TensorEdge) -> tuple[object, ...]:
+        return (self.space.kind(edge), self.is_cast(edge.source), self.space.decisions[edge.source].kind)
 
     def gradients(self, number: int) -> Bytes | None:
         """Return the bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no
         call uses.
         """
-        added_up = self.microbatches.several and number in self._with_wire
+        added_up = self.microbatches.several and number in self._with_edge
         return None if added_up else self.tensors.gradients(number)
 
     # What passes between stages.
@@ -229,18 +231,18 @@ class Accumulation:
         inputs, gradients = self.microbatches.received(phase)
         return self.tensors.times(one, inputs if name == RECEIVED else gradients)
 
-    def sent(self, wire: Wire) -> Modes | None:
+    def sent(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes that one micro-batch has sent, until its backward, by mode; None if saved elsewhere."""
-        if not self.is_sent(wire.target):
+        if not self.is_sent(edge.target):
             return None
         return self.tensors.modes(
-            [self._sent_bytes(wire, mode) for mode in range(self.lifetimes.num_modes(wire.source))]
+            [self._sent_bytes(edge, mode) for mode in range(self.lifetimes.num_modes(edge.source))]
         )
 
-    def _sent_bytes(self, wire: Wire, mode: int) -> Bytes:
-        there = self.lifetimes.keeps_output(wire.source, wire.source_output, mode)
-        return self.tensors.kept(wire, there)
+    def _sent_bytes(self, edge: TensorEdge, mode: int) -> Bytes:
+        there = self.lifetimes.saves_output(edge.source, edge.source_output, mode)
+        return self.tensors.saved(edge, there)
 
-    def waiting(self, kept: Modes, others: int) -> Modes:
-        """Return the bytes that `others` micro-batches save, of which each saves `kept`."""
-        return tuple(self.tensors.cached(("waiting", id(array), others), lambda a=array: a * others) for array in kept)
+    def waiting(self, saved: Modes, others: int) -> Modes:
+        """Return the bytes that `others` micro-batches save, of which each saves `saved`."""
+        return tuple(self.tensors.cached(("waiting", id(array), others), lambda a=array: a * others) for array in saved)

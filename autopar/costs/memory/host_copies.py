@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.tensor_bytes import Bytes, Modes
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 
 
@@ -31,30 +31,30 @@ class HostCopies:
         space: Space,
         lifetimes: Lifetimes,
         own: Callable[[int], Modes | None],
-        wire: Callable[[Wire], Modes | None],
-        stays: Callable[[Wire], np.ndarray],
+        edge: Callable[[TensorEdge], Modes | None],
+        stays: Callable[[TensorEdge], np.ndarray],
         cached: Callable[[object, Callable[[], Bytes]], Bytes],
     ) -> None:
-        """Take bytes saved on the device by mode (`own`, `wire`); `stays` is true if an edge takes no memory."""
+        """Take bytes saved on the device by mode (`own`, `edge`); `stays` is true if an edge takes no memory."""
         self.space, self.lifetimes = space, lifetimes
-        self._own, self._wire, self._stays, self._cached = own, wire, stays, cached
+        self._own, self._edge, self._stays, self._cached = own, edge, stays, cached
         self._exposed: dict[str, float] = {}
 
     def bytes_of(self, number: int) -> Bytes | None:
         """Return the offloaded bytes that a call saves by itself; None if there are none."""
-        return self._leaving(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
+        return self._offloaded(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
 
-    def bytes_on(self, wire: Wire) -> Bytes | None:
+    def bytes_on(self, edge: TensorEdge) -> Bytes | None:
         """Return the offloaded bytes on account of an edge; None if there are none."""
-        return self._leaving(self._wire(wire)) if OFFLOAD in self.lifetimes.modes else None
+        return self._offloaded(self._edge(edge)) if OFFLOAD in self.lifetimes.modes else None
 
     def seconds_of(self, number: int) -> Bytes | None:
         """Return the exposed seconds of copies of what a call saves by itself."""
         return self._seconds(self.bytes_of(number), number)
 
-    def seconds_on(self, wire: Wire) -> Bytes | None:
+    def seconds_on(self, edge: TensorEdge) -> Bytes | None:
         """Return the exposed seconds of copies on account of an edge."""
-        return self._seconds(self.bytes_on(wire), wire.target)
+        return self._seconds(self.bytes_on(edge), edge.target)
 
     @property
     def bytes_per_s(self) -> float:
@@ -62,22 +62,22 @@ class HostCopies:
         hardware = self.space.hardware
         return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
 
-    def leaving(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
+    def offloaded(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
         """Return the offloaded bytes that a call saves by itself, under choices and modes."""
         found = self.bytes_of(number) if modes.get(self.lifetimes.segment[number]) == OFFLOAD else None
         return 0 if found is None else int(found[choices[number]])
 
-    def leaving_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> int:
+    def offloaded_on(self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]) -> int:
         """Return the offloaded bytes on account of an edge under choices and modes."""
-        found = self.bytes_on(wire) if modes.get(self.lifetimes.segment[wire.target]) == OFFLOAD else None
-        return 0 if found is None else int(found[choices[wire.source], choices[wire.target]])
+        found = self.bytes_on(edge) if modes.get(self.lifetimes.segment[edge.target]) == OFFLOAD else None
+        return 0 if found is None else int(found[choices[edge.source], choices[edge.target]])
 
     def total(self, choices: Sequence[int], modes: Mapping[str, str]) -> int:
         """Bytes on the host under choices and modes once the forward of a micro-batch has run."""
         if OFFLOAD not in modes.values():
             return 0
-        own = sum(self.leaving(number, choices, modes) for number in self.lifetimes.calls)
-        return own + sum(self.leaving_on(wire, choices, modes) for wire in self.space.wires)
+        own = sum(self.offloaded(number, choices, modes) for number in self.lifetimes.calls)
+        return own + sum(self.offloaded_on(edge, choices, modes) for edge in self.space.edges)
 
     def exposed(self, segment: str) -> float:
         """Return how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
@@ -90,31 +90,31 @@ class HostCopies:
             return dict.fromkeys(self.lifetimes.segments, 2.0)
         forward, backward, copied = (dict.fromkeys(self.lifetimes.segments, 0.0) for _ in range(3))
         for number in self.lifetimes.calls:
-            segment, menu = self.lifetimes.segment[number], self.space.decisions[number].menu
+            segment, candidates = self.lifetimes.segment[number], self.space.decisions[number].candidates
             if not segment:
                 continue
-            whole = int(np.argmax(np.where(np.isfinite(menu.seconds), menu.forward_seconds, -1.0)))
-            there, waits = float(menu.forward_seconds[whole]), sum(menu.strategies[whole].waits)
+            whole = int(np.argmax(np.where(np.isfinite(candidates.seconds), candidates.forward_seconds, -1.0)))
+            there, waits = float(candidates.forward_seconds[whole]), sum(candidates.strategies[whole].waits)
             forward[segment] += there
-            backward[segment] += max(0.0, float(menu.seconds[whole]) - there - waits)
-            copied[segment] += self._most(self.bytes_of(number)) / self.bytes_per_s
-        for wire in self.space.wires:
-            if segment := self.lifetimes.segment[wire.target]:
-                copied[segment] += self._most(self.bytes_on(wire), self._stays(wire)) / self.bytes_per_s
+            backward[segment] += max(0.0, float(candidates.seconds[whole]) - there - waits)
+            copied[segment] += self._unsplit_bytes(self.bytes_of(number)) / self.bytes_per_s
+        for edge in self.space.edges:
+            if segment := self.lifetimes.segment[edge.target]:
+                copied[segment] += self._unsplit_bytes(self.bytes_on(edge), self._stays(edge)) / self.bytes_per_s
         return {
             name: max(0.0, 1 - forward[name] / seconds) + max(0.0, 1 - backward[name] / seconds) if seconds else 0.0
             for name, seconds in copied.items()
         }
 
     @staticmethod
-    def _most(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
+    def _unsplit_bytes(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
         """Return the bytes of the choice that splits nothing; on edges, among those that move nothing."""
         return 0 if num_bytes is None else int(np.where(among, num_bytes, 0).max())
 
-    def _leaving(self, kept: Modes | None) -> Bytes | None:
-        if kept is None or len(kept) < len(MODES) or kept[0] is kept[-1]:
+    def _offloaded(self, saved: Modes | None) -> Bytes | None:
+        if saved is None or len(saved) < len(MODES) or saved[0] is saved[-1]:
             return None
-        return self._cached(("leaving", id(kept[0]), id(kept[-1])), lambda: kept[0] - kept[-1])
+        return self._cached(("offloaded", id(saved[0]), id(saved[-1])), lambda: saved[0] - saved[-1])
 
     def _seconds(self, num_bytes: Bytes | None, number: int) -> Bytes | None:
         if num_bytes is None:

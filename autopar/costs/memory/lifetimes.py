@@ -14,14 +14,14 @@ import numpy as np
 from torch import fx
 
 from autopar.costs.pricing.message_sizes import joined_layers
-from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.ir.program.calls import module_of, source_of
 from autopar.ir.program.paths import layer_of
 from autopar.ir.program.recompute_segments import (
     MODES,
     RECOMPUTATIONS,
     Recomputation,
-    leaving,
+    offloadable,
     recomputation,
     segments_of,
 )
@@ -39,15 +39,15 @@ class Lifetimes:
         """The modes that are offered: all, or those that send nothing to the host."""
         self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
         """The calls in the order they run."""
-        self._outgoing: dict[int, list[Wire]] = defaultdict(list)
-        for wire in space.wires:
-            self._outgoing[wire.source].append(wire)
+        self._outgoing: dict[int, list[TensorEdge]] = defaultdict(list)
+        for edge in space.edges:
+            self._outgoing[edge.source].append(edge)
         self._needs: dict[tuple[int, int], bool] = {}
         self._counts: dict[tuple[int, int, int], bool] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
-        said = space.conventions
-        self._saved_by_node = saved_otherwise(saved_in(space.program), said.dropout_masks, said.loss_in_place)
+        framework = space.conventions
+        self._saved_by_node = saved_otherwise(saved_in(space.program), framework.dropout_masks, framework.loss_in_place)
         products = RoledProgram.of(space.program).products
         for segment in segments_of(space.program):
             again = {mode: recomputation(space.program, segment, mode, products) for mode in modes}
@@ -63,16 +63,16 @@ class Lifetimes:
         found = [LATE] * len(self.space.decisions)
         for place, number in enumerate(self.calls):
             found[number] = place
-        for wire in reversed(self.space.wires):  # the edges out of a shared reshard lie behind the one into it
-            if self.space.decisions[wire.source].kind != "call":
-                found[wire.source] = min(found[wire.source], found[wire.target])
+        for edge in reversed(self.space.edges):  # the edges out of a shared reshard lie behind the one into it
+            if self.space.decisions[edge.source].kind != "call":
+                found[edge.source] = min(found[edge.source], found[edge.target])
         return found
 
     @cached_property
     def segment(self) -> list[str]:
         """Recompute segment of each call and shared reshard; "" for none."""
         return [
-            self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "hub") else ""
+            self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "shared_reshard") else ""
             for number, d in enumerate(self.space.decisions)
         ]
 
@@ -155,26 +155,26 @@ class Lifetimes:
         """Return the number of recompute modes of a decision's segment; 1 if it has no segment."""
         return len(self.recomputations(number))
 
-    def is_inside(self, wire: Wire) -> bool:
+    def is_inside(self, edge: TensorEdge) -> bool:
         """Return whether an edge lies inside a segment."""
-        return self.segment[wire.source] == self.segment[wire.target]
+        return self.segment[edge.source] == self.segment[edge.target]
 
-    def counts_source(self, wire: Wire, mode: int) -> bool:
+    def counts_source(self, edge: TensorEdge, mode: int) -> bool:
         """Return whether a saved result of a product counts on this edge, which alone needs it.
 
         Where the edge moves the result, the segment saves what arrives, and the result itself is freed: of a partial
         sum its reduced part.
         """
-        key = wire.target, wire.target_input, mode
+        key = edge.target, edge.target_input, mode
         if key not in self._counts:
-            source, output = self.space.decisions[wire.source], wire.source_output
-            alone = [each for each in self._outgoing[wire.source] if each.source_output == output] == [wire]
+            source, output = self.space.decisions[edge.source], edge.source_output
+            alone = [each for each in self._outgoing[edge.source] if each.source_output == output] == [edge]
             self._counts[key] = (
                 alone
-                and self.is_inside(wire)
-                and source.node in self.recomputations(wire.source)[mode].kept
+                and self.is_inside(edge)
+                and source.node in self.recomputations(edge.source)[mode].saved
                 and output not in self.saved(source).outputs
-                and (self.needs_input(wire) or self.reruns(wire.target, mode))
+                and (self.needs_input(edge) or self.reruns(edge.target, mode))
             )
         return self._counts[key]
 
@@ -182,12 +182,12 @@ class Lifetimes:
         """Return the saved results of a call that count on the edges that need them, in a mode."""
         return frozenset(each.source_output for each in self._outgoing[number] if self.counts_source(each, mode))
 
-    def leaves(self, number: int) -> bool:
+    def is_offloaded(self, number: int) -> bool:
         """Return whether the output of a call or shared reshard may be offloaded with the tensors a segment saves."""
         node = self.space.decisions[number].node
-        return not self.space.is_weight(number) and source_of(node)[0] in leaving(self.space.program)
+        return not self.space.is_weight(number) and source_of(node)[0] in offloadable(self.space.program)
 
-    def keeps_output(self, number: int, output: int, mode: int) -> bool:
+    def saves_output(self, number: int, output: int, mode: int) -> bool:
         """Return whether an output of a decision is saved unmoved for some backward, in a mode.
 
         If it is not, a sent tensor is a copy of its own.
@@ -203,40 +203,40 @@ class Lifetimes:
     def reruns(self, number: int, mode: int) -> bool:
         """Return whether a call, or a consumer of a shared reshard, is recomputed in a mode."""
         decision = self.space.decisions[number]
-        if decision.kind == "hub":
-            return any(self.reruns(wire.target, mode) for wire in self._outgoing[number])
+        if decision.kind == "shared_reshard":
+            return any(self.reruns(edge.target, mode) for edge in self._outgoing[number])
         if decision.kind != "call" or not self.segment[number]:
             return False
         return decision.node in self.recomputations(number)[mode].rerun
 
-    def needs_input(self, wire: Wire) -> bool:
+    def needs_input(self, edge: TensorEdge) -> bool:
         """Return whether the backward of the edge's target needs the tensor.
 
         If the target is a view or shared reshard, its consumers count.
         """
-        target = self.space.decisions[wire.target]
+        target = self.space.decisions[edge.target]
         if target.kind == "output":
             return False
-        if target.kind == "hub":
-            return self.needs_output(wire.target, 0)
-        if wire.target_input in self.saved(target).inputs:
+        if target.kind == "shared_reshard":
+            return self.needs_output(edge.target, 0)
+        if edge.target_input in self.saved(target).inputs:
             return True
-        return bool(self.saved(target).aliases) and self.needs_output(wire.target, 0)
+        return bool(self.saved(target).aliases) and self.needs_output(edge.target, 0)
 
     def needs_output(self, number: int, output: int) -> bool:
         """Return whether some backward needs an output of a decision."""
         if (number, output) not in self._needs:
-            wires = (wire for wire in self._outgoing[number] if wire.source_output == output)
-            self._needs[number, output] = any(map(self.needs_input, wires))
+            edges = (edge for edge in self._outgoing[number] if edge.source_output == output)
+            self._needs[number, output] = any(map(self.needs_input, edges))
         return self._needs[number, output]
 
-    def is_there_anyway(self, wire: Wire) -> bool:
+    def is_there_anyway(self, edge: TensorEdge) -> bool:
         """Return whether the tensor that leaves the source is counted as resident elsewhere."""
-        source = self.space.decisions[wire.source]
+        source = self.space.decisions[edge.source]
         if source.kind != "call":
             return True  # parameters and inputs are always resident; the edge into a shared reshard counts its tensor
         saved = self.saved(source)
-        return wire.source_output in saved.aliases or wire.source_output in saved.outputs
+        return edge.source_output in saved.aliases or edge.source_output in saved.outputs
 
     def in_place(self, decision: Decision) -> bool:
         """Return whether a call makes its gradient where its first input was."""

@@ -19,7 +19,7 @@ import torch
 
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes, stated_or
-from autopar.costs.space.space import Decision, Wire
+from autopar.costs.space.space import Decision, TensorEdge
 from autopar.ir.program.effects import lies_in_input
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.saved_tensors import LOSSES
@@ -45,9 +45,9 @@ class Live:
 
     def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes) -> None:
         self.tensors, self.lifetimes, self.space = tensors, lifetimes, tensors.space
-        self._outgoing: dict[tuple[int, int], list[Wire]] = defaultdict(list)
-        for wire in self.space.wires:
-            self._outgoing[wire.source, wire.source_output].append(wire)
+        self._outgoing: dict[tuple[int, int], list[TensorEdge]] = defaultdict(list)
+        for edge in self.space.edges:
+            self._outgoing[edge.source, edge.source_output].append(edge)
         self._owned: dict[tuple[int, int], bool] = {}
 
     def made(self, number: int) -> list[Interval]:
@@ -58,13 +58,17 @@ class Live:
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return []
-        call, strategies, place = decision.menu.call, decision.menu.strategies, self.lifetimes.position[number]
+        call, strategies, place = (
+            decision.candidates.call,
+            decision.candidates.strategies,
+            self.lifetimes.position[number],
+        )
         assert call is not None, "a call has one candidate"
         found: list[Interval] = []
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
                 used = bool(self._outgoing[number, output])
-                end = self._last(number, output) + self.space.is_weight(number) if used else place + 1
+                end = self._last_use(number, output) + self.space.is_weight(number) if used else place + 1
                 layouts = tuple(strategy.outputs[output] for strategy in strategies)
                 found.append(Interval(place, end, self._local(info, layouts)))
         if call.target in LOSSES or self.tensors.states("inference_bytes", decision):
@@ -78,79 +82,81 @@ class Live:
         """
         stated, logits = self.tensors.stated("inference_bytes", decision), call.inputs[0]
         size = max(torch.float32.itemsize, logits.dtype.itemsize) if call.target in LOSSES else 0
-        local = self.tensors.local(logits.shape, tuple(s.inputs[0] for s in decision.menu.strategies), size)
+        local = self.tensors.local(logits.shape, tuple(s.inputs[0] for s in decision.candidates.strategies), size)
         return self.tensors.cached(("workspace", id(local), id(stated)), lambda: stated_or(stated, local))
 
     def _local(self, info: TensorInfo, layouts: tuple[Layout, ...]) -> Bytes:
         return self.tensors.local(info.shape, layouts, info.dtype.itemsize)
 
-    def moved(self, wire: Wire) -> list[Interval]:
+    def moved(self, edge: TensorEdge) -> list[Interval]:
         """Return the intervals of an edge's tensor where its target takes it, and beyond if that passes it on."""
-        if self.space.is_weight(wire.source):
+        if self.space.is_weight(edge.source):
             return []
-        place, source = self._arrival(wire), (wire.source, wire.source_output)
-        owned, last = self._is_owned(*source), self._last(*source)
-        ends = next(each for each in self._outgoing[source] if self._arrival(each) == last) is wire
-        begun = self._begun(wire)
-        found = [Interval(place, place + 1, self._taken(wire, owned and ends and begun < place))]
-        end = self._end_behind(wire)
+        place, source = self._arrival(edge), (edge.source, edge.source_output)
+        owned, last = self._is_owned(*source), self._last_use(*source)
+        ends = next(each for each in self._outgoing[source] if self._arrival(each) == last) is edge
+        begun = self._begun(edge)
+        found = [Interval(place, place + 1, self._taken(edge, owned and ends and begun < place))]
+        end = self._end_behind(edge)
         if end > place + 1:
             after = max(place, last if owned else place) + 1
-            found.append(Interval(place + 1, min(after, end), self._taken(wire, False)))
-            found.append(Interval(after, end, self._taken(wire, owned)))
+            found.append(Interval(place + 1, min(after, end), self._taken(edge, False)))
+            found.append(Interval(after, end, self._taken(edge, owned)))
         return [each for each in found if each.first < each.end]
 
-    def _taken(self, wire: Wire, itself: bool) -> Bytes:
+    def _taken(self, edge: TensorEdge, itself: bool) -> Bytes:
         """Return the bytes of the tensor as it has come; of that which stays where it lay, if `itself` is to be
         counted.
         """
-        return self.tensors.cached(("taken", itself, self.space.kind(wire)), lambda: self._taken_bytes(wire, itself))
+        return self.tensors.cached(("taken", itself, self.space.kind(edge)), lambda: self._taken_bytes(edge, itself))
 
-    def _taken_bytes(self, wire: Wire, itself: bool) -> Bytes:
-        before, after = self.tensors.wire_ends(wire)
+    def _taken_bytes(self, edge: TensorEdge, itself: bool) -> Bytes:
+        before, after = self.tensors.bytes_at_ends(edge)
         unmoved = before if itself else np.zeros_like(before)
-        return np.where(self.tensors.stays(wire), unmoved[:, None], after[None, :])
+        return np.where(self.tensors.stays(edge), unmoved[:, None], after[None, :])
 
-    def _arrival(self, wire: Wire) -> int:
+    def _arrival(self, edge: TensorEdge) -> int:
         """Return the place at which a tensor is taken; outputs are taken when the last call has run."""
-        return min(self.lifetimes.position[wire.target], len(self.lifetimes.calls) - 1)
+        return min(self.lifetimes.position[edge.target], len(self.lifetimes.calls) - 1)
 
-    def _last(self, number: int, output: int) -> int:
+    def _last_use(self, number: int, output: int) -> int:
         """Return the place at which the last consumer takes a tensor."""
         return max(map(self._arrival, self._outgoing[number, output]), default=self.lifetimes.position[number])
 
-    def _begun(self, wire: Wire) -> int:
+    def _begun(self, edge: TensorEdge) -> int:
         """Return the position up to which an edge's tensor is counted as made or as passed on."""
-        inbound = self._into(wire.source)
-        if inbound is None or not self._passes(wire.source, wire.source_output):
+        inbound = self._edge_into(edge.source)
+        if inbound is None or not self._passes(edge.source, edge.source_output):
             return -1
-        return max(self._arrival(inbound), self._last(inbound.source, inbound.source_output))
+        return max(self._arrival(inbound), self._last_use(inbound.source, inbound.source_output))
 
-    def _end_behind(self, wire: Wire) -> int:
+    def _end_behind(self, edge: TensorEdge) -> int:
         """Return the place up to which a target that passes a tensor on has it; 0 where it does not."""
-        target = self.space.decisions[wire.target]
-        if target.kind == "hub":
-            return self._last(wire.target, 0)
-        if target.kind != "call" or wire.target_input != 0:
+        target = self.space.decisions[edge.target]
+        if target.kind == "shared_reshard":
+            return self._last_use(edge.target, 0)
+        if target.kind != "call" or edge.target_input != 0:
             return 0
-        assert target.menu.call is not None, "a call has one candidate"
-        outputs = range(len(target.menu.call.outputs))
-        return max((self._last(wire.target, each) for each in outputs if self._passes(wire.target, each)), default=0)
+        assert target.candidates.call is not None, "a call has one candidate"
+        outputs = range(len(target.candidates.call.outputs))
+        return max(
+            (self._last_use(edge.target, each) for each in outputs if self._passes(edge.target, each)), default=0
+        )
 
     def _passes(self, number: int, output: int) -> bool:
         """Return whether an output of a decision shares memory with its first input."""
         decision = self.space.decisions[number]
         if decision.kind != "call":
-            return decision.kind == "hub"
+            return decision.kind == "shared_reshard"
         return lies_in_input(decision.node) or output in self.lifetimes.saved(decision).aliases
 
-    def _into(self, number: int) -> Wire | None:
+    def _edge_into(self, number: int) -> TensorEdge | None:
         return self.space.inbound.get((number, 0))
 
     def _is_owned(self, number: int, output: int) -> bool:
         """Return whether a tensor was made by a call, and is no view of permanently resident memory."""
         if (number, output) not in self._owned:
-            inbound = self._into(number)
+            inbound = self._edge_into(number)
             if inbound is not None and self._passes(number, output):
                 found = self._is_owned(inbound.source, inbound.source_output)
             else:

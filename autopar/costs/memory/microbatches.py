@@ -53,7 +53,7 @@ class Microbatches:
     """Number of micro-batches whose received inputs are resident at once; None for those in flight."""
     gradients: int = 1
     """Number of micro-batches whose received gradients are resident at once."""
-    keeps_older: bool = False
+    saves_older: bool = False
     """True if the weights before the last update are resident, too, as they are stored (PipeDream-2BW)."""
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
 from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, TensorBytes, stated_or
 from autopar.costs.memory.weights import MovedWeights
 from autopar.costs.pricing.optimizer_step import step_working_bytes
-from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
 from autopar.ir.program.saved_tensors import Saved
 from autopar.ir.sharding.operation import largest_split_input
@@ -59,9 +59,9 @@ class MemoryModel(TensorBytes):
         self.prefetch = prefetch
         """Number of layers ahead of their use that weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
-        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
+        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.edge, self.stays, self.cached)
         self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
-        self._wires: dict[tuple[int, int], Modes | None] = {}
+        self._edges: dict[tuple[int, int], Modes | None] = {}
         self.parts: dict[object, Any] = {}
         """Cache of `parts`, by decision and edge."""
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
@@ -94,10 +94,10 @@ class MemoryModel(TensorBytes):
         if decision.kind != "parameter":
             return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
         on_device = self.space.optimizer.offload is None
-        kept = self.optimizer_state(info, elements, self.space.is_matrix(number)) if on_device else {}
+        saved_bytes = self.optimizer_state(info, elements, self.space.is_matrix(number)) if on_device else {}
         values = self.times(elements, info.dtype.itemsize)
-        older = {"older weights": values} if self.microbatches.keeps_older and info.requires_grad else {}
-        return {"parameters": values, **older, **kept}
+        older = {"older weights": values} if self.microbatches.saves_older and info.requires_grad else {}
+        return {"parameters": values, **older, **saved_bytes}
 
     def stepped(self, number: int) -> list[Bytes]:
         """Return a decision's bytes while the optimizer steps, stored ones excluded: gradients and working memory."""
@@ -109,7 +109,7 @@ class MemoryModel(TensorBytes):
         """
         if number not in self.stepping:
             return None
-        shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[number]
+        shape, most = (len(self.space.decisions[number].candidates.strategies),), self.stepping[number]
         return self.cached(("works on", shape, most), lambda: np.full(shape, most, dtype=np.int64))
 
     def _stepping(self) -> dict[int, int]:
@@ -140,9 +140,9 @@ class MemoryModel(TensorBytes):
         states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
         for position, each in enumerate(again[1:], 1):
             mode = self.lifetimes.modes[position]
-            if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.leaves(number)):
+            if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.is_offloaded(number)):
                 states.append(gone)
-            elif decision.node in each.kept:
+            elif decision.node in each.saved:
                 states.append((outputs - self.lifetimes.counted_on_edges(number, position), True))
             else:
                 states.append((saved.outputs, True))
@@ -157,7 +157,7 @@ class MemoryModel(TensorBytes):
             held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
             if len(again) == len(MODES):  # what it saves leaves as that of any other
                 held[-1] = arrays[-1]
-            key = ("talks", id(decision.menu), tuple(map(id, (*arrays, *held))))
+            key = ("talks", id(decision.candidates), tuple(map(id, (*arrays, *held))))
             arrays = tuple(
                 self.cached((key, i), lambda a=array, h=held[i]: np.where(talking, h, a)) if i else array
                 for i, array in enumerate(arrays)
@@ -167,15 +167,15 @@ class MemoryModel(TensorBytes):
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool, mode: int = 0) -> Bytes:
         outputs, mode = outputs - saved.aliases, self.second_forward.variant(decision, mode) if hidden else 0
         hides = hidden and self.states("saved_bytes", decision)
-        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides, mode)
+        key = ("own", id(decision.candidates), outputs, saved.other_bytes if hidden else 0, hides, mode)
         return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden, mode))
 
     def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool, mode: int) -> Bytes:
-        call, menu = _call(decision), decision.menu
-        total = np.zeros(len(menu.strategies), dtype=np.int64)
+        call, candidates = _call(decision), decision.candidates
+        total = np.zeros(len(candidates.strategies), dtype=np.int64)
         for position in outputs:
             info = call.outputs[position]
-            total += self.local(info.shape, [s.outputs[position] for s in menu.strategies], info.dtype.itemsize)
+            total += self.local(info.shape, [s.outputs[position] for s in candidates.strategies], info.dtype.itemsize)
         return total + self._hidden(decision, mode) if hidden else total
 
     def _hidden(self, decision: Decision, mode: int) -> Bytes:
@@ -184,94 +184,98 @@ class MemoryModel(TensorBytes):
         strategies = self.second_forward.running_in(decision, mode)
         if not call.inputs or not (other or self.states("saved_bytes", decision)):
             return np.zeros(len(strategies), dtype=np.int64)
-        largest = largest_split_input(call, decision.menu.bound)
+        largest = largest_split_input(call, decision.candidates.bound)
         info = call.inputs[largest]
         local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
         found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
         return stated_or(self.stated("saved_bytes", decision, mode), found)
 
-    def wire(self, wire: Wire) -> Modes | None:
+    def edge(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
-        end = wire.target, wire.target_input
-        if end not in self._wires:
-            self._wires[end] = None if self.accumulation.holds(wire) else self._wire(wire)
-        return self._wires[end]
+        end = edge.target, edge.target_input
+        if end not in self._edges:
+            self._edges[end] = None if self.accumulation.holds(edge) else self._edge(edge)
+        return self._edges[end]
 
-    def _wire(self, wire: Wire) -> Modes | None:
-        source, target = self.space.decisions[wire.source], self.space.decisions[wire.target]
+    def _edge(self, edge: TensorEdge) -> Modes | None:
+        source, target = self.space.decisions[edge.source], self.space.decisions[edge.target]
         if target.kind == "output":
             return None
-        needed, there = self.lifetimes.needs_input(wire), self.lifetimes.is_there_anyway(wire)
-        found = [self._kept_by_target(wire, there) if needed else None]
-        inside = self.lifetimes.is_inside(wire)
-        for mode in range(1, self.lifetimes.num_modes(wire.target)):
-            again = self.second_forward.moves_again(wire, mode)
+        needed, there = self.lifetimes.needs_input(edge), self.lifetimes.is_there_anyway(edge)
+        found = [self._kept_by_target(edge, there) if needed else None]
+        inside = self.lifetimes.is_inside(edge)
+        for mode in range(1, self.lifetimes.num_modes(edge.target)):
+            again = self.second_forward.moves_again(edge, mode)
             if self.lifetimes.modes[mode] == OFFLOAD:
-                found.append(None if self.lifetimes.leaves(wire.source) else found[0])
-            elif self.space.is_weight(wire.source):
+                found.append(None if self.lifetimes.is_offloaded(edge.source) else found[0])
+            elif self.space.is_weight(edge.source):
                 # A cast that stays where it is is made again.
-                found.append(self.kept(wire, True) if needed else None)
-            elif not needed and not self.lifetimes.reruns(wire.target, mode):
+                found.append(self.saved(edge, True) if needed else None)
+            elif not needed and not self.lifetimes.reruns(edge.target, mode):
                 found.append(None)
             elif inside:
-                found.append(self._sent_once(wire, again, self.lifetimes.counts_source(wire, mode)))
+                found.append(self._sent_once(edge, again, self.lifetimes.counts_source(edge, mode)))
             else:
                 is_input = source.kind in ("input", "buffer") and there
-                found.append(self._entering(wire, is_input, again))
+                found.append(self._entering(edge, is_input, again))
         if all(each is None for each in found):
             return None
         nothing = self.nothing(
-            tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
+            tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
         )
         return self.modes([nothing if each is None else each for each in found])
 
-    def _sent_once(self, wire: Wire, again: np.ndarray | None, alone: bool) -> Bytes:
+    def _sent_once(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
         """Return the bytes that a segment saves of a tensor that it has sent itself; none if the collectives run
         `again`.
 
         `alone`: the tensor is a saved result that no other edge needs; it counts here if it is not sent.
         """
-        sent, before = self.sent(wire), self.wire_ends(wire)[0][:, None] if alone else self.nothing(())
+        sent, before = self.sent(edge), self.bytes_at_ends(edge)[0][:, None] if alone else self.nothing(())
         if again is None and not alone:
             return sent
-        unsent = ~self.communicated(wire) if again is None else ~self.communicated(wire) | again
+        unsent = ~self.communicated(edge) if again is None else ~self.communicated(edge) | again
         key = ("sent once", id(sent), id(again), alone)
         return self.cached(key, lambda: np.where(unsent, before, sent))
 
-    def _entering(self, wire: Wire, there: bool, again: np.ndarray | None) -> Bytes:
+    def _entering(self, edge: TensorEdge, there: bool, again: np.ndarray | None) -> Bytes:
         """Return the bytes that a segment saves of a tensor from outside; as it was before the collectives that run
         `again`.
         """
-        kept = self.kept(wire, there)
+        saved_bytes = self.saved(edge, there)
         if again is None:
-            return kept
-        before = self.nothing(()) if there else self.wire_ends(wire)[0][:, None]
-        return self.cached(("entering", id(kept), id(again)), lambda: np.where(again, before, kept))
+            return saved_bytes
+        before = self.nothing(()) if there else self.bytes_at_ends(edge)[0][:, None]
+        return self.cached(("entering", id(saved_bytes), id(again)), lambda: np.where(again, before, saved_bytes))
 
-    def _kept_by_target(self, wire: Wire, there: bool) -> Bytes:
+    def _kept_by_target(self, edge: TensorEdge, there: bool) -> Bytes:
         """Return the bytes of a tensor saved as it arrives, by those strategies of its target that save it."""
-        kept, menu = self.kept(wire, there), self.space.decisions[wire.target].menu
-        bound, call, mesh = menu.bound, menu.call, self.space.mesh
-        if any(s.shared for s in menu.strategies) and self.space.decisions[wire.target].kind == "hub":
-            shared = self.cached(("shared", id(menu)), lambda: np.array([s.shared for s in menu.strategies]))
-            return self.cached(("moved together", id(kept), id(menu)), lambda: np.where(shared[None, :], 0, kept))
+        saved_bytes, candidates = self.saved(edge, there), self.space.decisions[edge.target].candidates
+        bound, call, mesh = candidates.bound, candidates.call, self.space.mesh
+        if any(s.shared for s in candidates.strategies) and self.space.decisions[edge.target].kind == "shared_reshard":
+            shared = self.cached(
+                ("shared", id(candidates)), lambda: np.array([s.shared for s in candidates.strategies])
+            )
+            return self.cached(
+                ("moved together", id(saved_bytes), id(candidates)), lambda: np.where(shared[None, :], 0, saved_bytes)
+            )
         if bound is None or call is None:
-            return kept
+            return saved_bytes
 
         def make() -> Bytes:
             return np.array(
                 [
                     s.implemented
-                    and wire.target_input in s.implementation.unkept(call, s.local_sizes(bound.sizes, mesh))
-                    for s in menu.strategies
+                    and edge.target_input in s.implementation.unkept(call, s.local_sizes(bound.sizes, mesh))
+                    for s in candidates.strategies
                 ]
             )
 
-        let_go = self.cached(("let go", id(menu), wire.target_input), make)
+        let_go = self.cached(("let go", id(candidates), edge.target_input), make)
         if not let_go.any():
-            return kept
-        key = ("kept by target", id(kept), id(menu), wire.target_input)
-        return self.cached(key, lambda: np.where(let_go[None, :], 0, kept))
+            return saved_bytes
+        key = ("saved by target", id(saved_bytes), id(candidates), edge.target_input)
+        return self.cached(key, lambda: np.where(let_go[None, :], 0, saved_bytes))
 
     def working(self, number: int) -> Modes | None:
         """Return the working bytes of a call's backward, by mode: its outputs, gradients of all it takes and makes.
@@ -282,7 +286,7 @@ class MemoryModel(TensorBytes):
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
             return None
-        key = ("working", id(decision.menu), self.lifetimes.saved(decision).other_bytes)
+        key = ("working", id(decision.candidates), self.lifetimes.saved(decision).other_bytes)
         tensors = range(len(_call(decision).inputs)), range(len(_call(decision).outputs))
         modes = [self.second_forward.variant(decision, mode) for mode in range(self.lifetimes.num_modes(number))]
         return self.modes([self.cached((*key, m), lambda m=m: self._working(decision, *tensors, m)) for m in modes])
@@ -294,7 +298,7 @@ class MemoryModel(TensorBytes):
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
+        op, bound, mesh = decision.candidates.op, decision.candidates.bound, self.space.mesh
         hidden = self._hidden(decision, mode)
         if not self.lifetimes.in_place(decision):
             hidden = stated_or(self.stated("backward_bytes", decision, mode), hidden)
@@ -308,7 +312,7 @@ class MemoryModel(TensorBytes):
         elsewhere.
         """
         decision = self.space.decisions[number]
-        if decision.menu.bound is None or not self.states("forward_bytes", decision):
+        if decision.candidates.bound is None or not self.states("forward_bytes", decision):
             return None
         stated = self.stated("forward_bytes", decision)
         return self.cached(("working forward", id(stated)), lambda: stated_or(stated, np.zeros_like(stated)))
@@ -326,22 +330,30 @@ class MemoryModel(TensorBytes):
             for position, info in enumerate(call.inputs)
             if info.requires_grad and not self.space.is_weight(self.space.inbound[number, position].source)
         )
-        return self.cached(("handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
+        return self.cached(("handed on", id(decision.candidates), inputs), lambda: self._gradients_of(decision, inputs))
 
     def working_rows(self, number: int) -> Bytes:
         """Return the part of `working` that is expert rows and their gradients."""
         decision, rows = self.space.decisions[number], self.space.rows[number]
-        key = ("working rows", id(decision.menu), rows.inputs, rows.outputs, self.lifetimes.saved(decision).other_bytes)
+        key = (
+            "working rows",
+            id(decision.candidates),
+            rows.inputs,
+            rows.outputs,
+            self.lifetimes.saved(decision).other_bytes,
+        )
         return self.cached(key, lambda: self._working(decision, rows.inputs, rows.outputs))
 
     def handed_on_rows(self, number: int) -> Bytes:
         """Return the part of `handed_on` that is gradients of expert rows."""
         decision, inputs = self.space.decisions[number], self.space.rows[number].inputs
-        return self.cached(("rows handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
+        return self.cached(
+            ("rows handed on", id(decision.candidates), inputs), lambda: self._gradients_of(decision, inputs)
+        )
 
     def _gradients_of(self, decision: Decision, inputs: Collection[int]) -> Bytes:
         """Return the bytes of the gradients of those of these inputs that need one."""
-        call, strategies = _call(decision), decision.menu.strategies
+        call, strategies = _call(decision), decision.candidates.strategies
         total = np.zeros(len(strategies), dtype=np.int64)
         for position, info in enumerate(call.inputs):
             if position not in inputs or not info.requires_grad:
@@ -378,6 +390,6 @@ class MemoryModel(TensorBytes):
 
 
 def _call(decision: Decision):
-    call = decision.menu.call
+    call = decision.candidates.call
     assert call is not None, f"{decision.name} is no call"
     return call

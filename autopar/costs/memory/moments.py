@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from autopar.costs.memory.live import Interval
 from autopar.costs.memory.microbatches import Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.resident_arrays import ManyParts, WeightParts, parts_of, parts_on
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, beside
-from autopar.costs.space.space import Wire
+from autopar.costs.memory.resident_arrays import ManyParts, WeightParts, node_parts, parts_on
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
+from autopar.costs.space.space import TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
 
@@ -33,13 +33,13 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedMemory:
     """Moments of a step, and what a byte at them is worth in seconds."""
 
     row: MemoryRow
     price: float
 
-    def of_the_same_calls(self, own: MemoryModel, other: MemoryModel) -> Priced | None:
+    def of_the_same_calls(self, own: MemoryModel, other: MemoryModel) -> PricedMemory | None:
         """Return the same in a model of memory whose calls have the same names; of others, where the backward begins.
 
         None where the two run their micro-batches otherwise.
@@ -52,7 +52,7 @@ class Priced:
             kind, place = divmod(moment, len(own.lifetimes.calls))
             same = places.get(own.space.decisions[own.lifetimes.calls[place]].name)
             weights[len(places) - 1 if same is None else kind * len(places) + same] += weight
-        return Priced(MemoryRow(tuple(sorted(weights.items()))), self.price)
+        return PricedMemory(MemoryRow(tuple(sorted(weights.items()))), self.price)
 
 
 def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
@@ -61,7 +61,7 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     """
     if memory.live is not None:
         return _alive(memory, row, memory.live.made(number), number)
-    held, first_use = parts_of(memory, number), memory.lifetimes.position[number]
+    held, first_use = node_parts(memory, number), memory.lifetimes.position[number]
     gradients, own = held.gradients, held.own
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
@@ -72,42 +72,44 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
         if at.phase.end:
             there = memory.stepped(number) if at.phase.steps else [gradients]
             parts += [(array,) for array in there if array is not None]
-            moments.append((weight, [*parts, *_while_kept(memory, at, number, own, held.rerun)]))
+            moments.append((weight, [*parts, *_while_saved(memory, at, number, own, held.rerun)]))
             continue
         if gradients is not None and gradient_is_there(memory, at, first_use):
             parts.append((gradients,))
-        parts += _while_kept(memory, at, number, own, held.rerun)
+        parts += _while_saved(memory, at, number, own, held.rerun)
         if at.place == first_use and at.kind != GATHERING:
-            works_on = memory.working(number) if at.kind == COMPUTING else _one(WORKS_ON[at.kind](memory, number))
-            steps_on = _one(memory.works_on(number) if at.kind == UPDATING else None)
+            works_on = (
+                memory.working(number) if at.kind == COMPUTING else _in_every_mode(WORKS_ON[at.kind](memory, number))
+            )
+            steps_on = _in_every_mode(memory.works_on(number) if at.kind == UPDATING else None)
             parts += [modes for modes in (works_on, steps_on) if modes is not None]
         moments.append((weight, parts))
-    num_strategies = len(memory.space.decisions[number].menu.strategies)
+    num_strategies = len(memory.space.decisions[number].candidates.strategies)
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
 
 
-def _one(array: Bytes | None) -> Modes | None:
+def _in_every_mode(array: Bytes | None) -> Modes | None:
     return None if array is None else (array,)
 
 
-def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
+def edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
     """Return the bytes of an edge in a row, by the strategies at its ends; one array per mode if the mode matters."""
     if memory.live is not None:
-        return _alive_on_wire(memory, wire, row, memory.live.moved(wire))
-    found, place = parts_on(memory, wire), memory.lifetimes.position[wire.target]
-    kept, sent, of_weight, many = found.kept, found.sent, found.weight, found.many
-    if kept is None and sent is None and of_weight is None and many is None:
+        return _alive_on_edge(memory, edge, row, memory.live.moved(edge))
+    found, place = parts_on(memory, edge), memory.lifetimes.position[edge.target]
+    saved, sent, of_weight, many = found.saved, found.sent, found.weight, found.many
+    if saved is None and sent is None and of_weight is None and many is None:
         return None
     more = memory.accumulation
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         parts: list[Modes] = [] if many is None else _of_many(memory, many, at, place)
-        parts += _while_kept(memory, at, wire.target, kept, found.rerun)
+        parts += _while_saved(memory, at, edge.target, saved, found.rerun)
         if sent is not None and (at.phase.others or not at.phase.end):
             parts.append(more.waiting(sent, at.phase.others + (not at.phase.end)))
         if of_weight is not None and not at.phase.end:
-            parts += _on_its_way(memory, of_weight, at, wire.target)
+            parts += _on_its_way(memory, of_weight, at, edge.target)
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
 
@@ -166,14 +168,14 @@ def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: in
         received = memory.accumulation.received(number, at.phase)
         there = (*stored, *alive) if received is None else (*stored, *alive, received)
         moments.append((weight, [(array,) for array in there]))
-    num_strategies = len(memory.space.decisions[number].menu.strategies)
+    num_strategies = len(memory.space.decisions[number].candidates.strategies)
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
 
 
-def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[Interval]) -> Modes | None:
+def _alive_on_edge(memory: MemoryModel, edge: TensorEdge, row: MemoryRow, moved: list[Interval]) -> Modes | None:
     """Return the bytes of an edge in a row, in a forward alone."""
-    weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
-    gathered, on_way, arriving = weights.gathered(wire), weights.on_way(wire, True), weights.arriving(wire)
+    weights, layer = memory.weights, memory.lifetimes.layer[edge.target]
+    gathered, on_way, arriving = weights.gathered(edge), weights.on_way(edge, True), weights.arriving(edge)
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
@@ -189,45 +191,45 @@ def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[
 
 
 def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
-    """Return the bytes of a call in a row for expert rows above an equal share (see `tensor_bytes.beside`)."""
+    """Return the bytes of a call in a row for expert rows above an equal share (see `tensor_bytes.uneven_modes`)."""
     if memory.live is not None:
         return None
-    rows, held = memory.space.rows[number], parts_of(memory, number)
-    more, rerun = (None if each is None else beside(memory, rows, each) for each in (held.own, held.rerun))
+    rows, held = memory.space.rows[number], node_parts(memory, number)
+    more, rerun = (None if each is None else uneven_modes(memory, rows, each) for each in (held.own, held.rerun))
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        parts = _while_kept(memory, at, number, more, rerun)
+        parts = _while_saved(memory, at, number, more, rerun)
         if at.place == memory.lifetimes.position[number] and not at.phase.end:
             if at.kind == COMPUTING and memory.working(number) is not None:
-                parts.append(beside(memory, rows, (memory.working_rows(number),)))
+                parts.append(uneven_modes(memory, rows, (memory.working_rows(number),)))
             elif at.kind in BEHIND:
-                parts.append(beside(memory, rows, (memory.handed_on_rows(number),)))
+                parts.append(uneven_modes(memory, rows, (memory.handed_on_rows(number),)))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
 
 
-def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
+def uneven_edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
     """Return the bytes of an edge in a row for expert rows above an equal share."""
-    rows, found = memory.space.rows_on(wire), parts_on(memory, wire)
-    if rows is None or found.kept is None:
+    rows, found = memory.space.rows_on(edge), parts_on(memory, edge)
+    if rows is None or found.saved is None:
         return None
-    more, rerun = (None if each is None else beside(memory, rows, each) for each in (found.kept, found.rerun))
+    more, rerun = (None if each is None else uneven_modes(memory, rows, each) for each in (found.saved, found.rerun))
     moments = [(moment_of(memory, moment), weight) for moment, weight in row.weights]
     return memory.total(
-        [(weight, _while_kept(memory, at, wire.target, more, rerun)) for at, weight in moments],
+        [(weight, _while_saved(memory, at, edge.target, more, rerun)) for at, weight in moments],
         row.worst,
     )
 
 
-def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None, rerun: Modes | None) -> list[Modes]:
+def _while_saved(memory: MemoryModel, at: Moment, number: int, saved: Modes | None, rerun: Modes | None) -> list[Modes]:
     """Return the bytes saved for the backward of a decision's first use, for all micro-batches yet to run it."""
     parts: list[Modes] = []
     if not at.phase.end and at.keeps(memory.lifetimes.position[number]):
-        there = at.of_modes(memory, number, kept, rerun)
+        there = at.of_modes(memory, number, saved, rerun)
         parts += [] if there is None else [there]
-    if at.phase.others and kept is not None:
-        parts.append(memory.accumulation.waiting(kept, at.phase.others))
+    if at.phase.others and saved is not None:
+        parts.append(memory.accumulation.waiting(saved, at.phase.others))
     return parts
 
 
@@ -272,14 +274,14 @@ class Moment:
         """Return whether a decision's segment, if offloaded, still or already has its saved tensors on the device."""
         return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
 
-    def of_modes(self, memory: MemoryModel, number: int, kept: Modes | None, rerun: Modes | None) -> Modes | None:
+    def of_modes(self, memory: MemoryModel, number: int, saved: Modes | None, rerun: Modes | None) -> Modes | None:
         """Return a decision's saved bytes that are resident, by mode; `rerun` while its own segment runs again."""
         if not self.frees(memory, number):
             return rerun
-        if kept is None:
+        if saved is None:
             return None
-        is_back = len(kept) == len(MODES) and self.is_near(memory, number)
-        return (*kept[:-1], kept[0]) if is_back else kept
+        is_back = len(saved) == len(MODES) and self.is_near(memory, number)
+        return (*saved[:-1], saved[0]) if is_back else saved
 
 
 def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:
@@ -302,11 +304,11 @@ def depth_at(memory: MemoryModel, kind: int) -> int:
 
 def moment_of(memory: MemoryModel, moment: int) -> Moment:
     """Return the moment of that number: places, over phases, over kinds."""
-    return _at(moment, len(memory.lifetimes.calls), memory.microbatches)
+    return _moment_at(moment, len(memory.lifetimes.calls), memory.microbatches)
 
 
 @functools.lru_cache(maxsize=1024)
-def _at(moment: int, num_calls: int, microbatches: Microbatches) -> Moment:
+def _moment_at(moment: int, num_calls: int, microbatches: Microbatches) -> Moment:
     number, place = divmod(moment, num_calls)
     kind, number = divmod(number, len(microbatches.phases))
     return Moment(place, microbatches.phases[number], kind)

@@ -109,9 +109,9 @@ class PlanMoments:
     ) -> None:
         self.memory, self.count = memory, len(memory.lifetimes.calls)
         self.offloaded = {name for name, mode in modes.items() if mode == OFFLOAD}
-        asked = memory.space.imbalance if imbalance is None else imbalance
-        excess = lambda rows: memory.space.excess(rows, choices, imbalance)  # noqa: E731
-        found = sums_of(memory, asked > 1).at(choices, memory.lifetimes.modes_by_number(modes), excess)
+        requested = memory.space.imbalance if imbalance is None else imbalance
+        uneven_share = lambda rows: memory.space.uneven_share(rows, choices, imbalance)  # noqa: E731
+        found = sums_of(memory, requested > 1).at(choices, memory.lifetimes.modes_by_number(modes), uneven_share)
         self.always = {name: int(array[0]) for name, array in found.items() if name not in NAMES}
         self.always_total = sum(self.always.values())
         self.stepped, self.reduced, self.sent, *one = (int(found[name][0]) for name in AT_ONCE)
@@ -119,22 +119,22 @@ class PlanMoments:
         """Receive-buffer bytes of one micro-batch: tensors from the previous stage, and gradients from the next."""
         self.by_layer = {name: found[name] for name in BY_LAYER}
         at = {name: found[name][: self.count] for name in BY_PLACE}
-        self.kept, self.whole, self.fresh = at["kept"], at["whole"], at["fresh"]
-        self.weights_kept, self.weights_whole = at["weights kept"], at["weights whole"]
+        self.saved, self.whole, self.fresh = at["saved"], at["whole"], at["fresh"]
+        self.weights_saved, self.weights_whole = at["weights saved"], at["weights whole"]
         self.working, self.working_forward, self.handed_on = at["working"], at["working forward"], at["handed on"]
         self.unreduced, self.sent_off, self.last_made = at["unreduced"], at["sent off"], at["last made"]
         self.alive = at["alive"]
         self.born, self.arrived = (found[name][: self.count + 1] for name in ("born", "arrived"))
         arrive = memory.weights.last_gather if memory.live is None else memory.weights.first_places
-        self.gathers = self._at(arrive.values())
-        self.reduces = self._at(memory.weights.first_reduction.values())
+        self.gathers = self._mask_at(arrive.values())
+        self.reduces = self._mask_at(memory.weights.first_reduction.values())
         self.updated = np.zeros(self.count, dtype=np.int64)
         """Working bytes of the optimizer after each call's backward, if it steps in the backward."""
         for number in () if memory.microbatches.works else memory.stepping:
             if memory.lifetimes.position[number] < self.count:
                 self.updated[memory.lifetimes.position[number]] += memory.stepping[number]
 
-    def _at(self, places: Iterable[int]) -> np.ndarray:
+    def _mask_at(self, places: Iterable[int]) -> np.ndarray:
         """Return a mask over the positions of calls that is true at `places`."""
         found = np.zeros(self.count, dtype=bool)
         found[list(places)] = True
@@ -165,8 +165,8 @@ class PlanMoments:
         """Return the bytes by what they are, while each call runs forward."""
         found = {
             **self._always(phase),
-            **self._saved(self._until, phase),
-            "gathered weights": self._gathered("gathered") + self._ahead(FORWARD),
+            **self._saved(self._saved_until, phase),
+            "gathered weights": self._gathered("gathered") + self._fetched_ahead(FORWARD),
             "working set": self.working_forward,
         }
         if phase.first:
@@ -178,13 +178,13 @@ class PlanMoments:
         return {
             **self._always(phase),
             ACTIVATIONS: np.cumsum(self.alive),
-            "gathered weights": self._gathered("gathered") + self._ahead(FORWARD),
+            "gathered weights": self._gathered("gathered") + self._fetched_ahead(FORWARD),
         }
 
     def arriving(self, phase: Phase) -> dict[str, np.ndarray]:
         """Return the bytes by what they are, while weights arrive for a layer of a forward alone; 0 at other places."""
         found = self.alone(phase) | {
-            "gathered weights": self._gathered("gathered") + self._gathered("copied") + self._ahead(GATHERING)
+            "gathered weights": self._gathered("gathered") + self._gathered("copied") + self._fetched_ahead(GATHERING)
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
@@ -192,9 +192,9 @@ class PlanMoments:
         """Return the bytes by what they are, while each call runs backward."""
         return {
             **self._always(phase),
-            "gradients": self._there(phase) + self._unreduced() + self.fresh,
+            "gradients": self._reduced_gradients(phase) + self._unreduced() + self.fresh,
             **self._saved(self._with_rerun, phase),
-            "gathered weights": self._gathered("gathered again") + self._ahead(COMPUTING),
+            "gathered weights": self._gathered("gathered again") + self._fetched_ahead(COMPUTING),
             "working set": self.working,
         }
 
@@ -204,9 +204,11 @@ class PlanMoments:
         """
         found = {
             **self._always(phase),
-            "gradients": self._there(phase) + self._unreduced(),
-            **self._saved(self._until, phase),
-            "gathered weights": self._gathered("gathered again") + self._gathered("copied") + self._ahead(GATHERING),
+            "gradients": self._reduced_gradients(phase) + self._unreduced(),
+            **self._saved(self._saved_until, phase),
+            "gathered weights": self._gathered("gathered again")
+            + self._gathered("copied")
+            + self._fetched_ahead(GATHERING),
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
@@ -214,9 +216,12 @@ class PlanMoments:
         """Return the bytes by what they are, while a layer's gradients are reduced; 0 at other places."""
         found = {
             **self._always(phase),
-            "gradients": self._there(phase, True) + self._unreduced() + self._left(self.sent_off) + self.last_made,
-            **self._saved(self._behind, phase),
-            "gathered weights": self._ahead(REDUCING),
+            "gradients": self._reduced_gradients(phase, True)
+            + self._unreduced()
+            + self._sums_to_layer_end(self.sent_off)
+            + self.last_made,
+            **self._saved(self._saved_behind, phase),
+            "gathered weights": self._fetched_ahead(REDUCING),
             "working set": self.handed_on,
         }
         return {name: np.where(self.reduces, array, 0) for name, array in found.items()}
@@ -225,42 +230,46 @@ class PlanMoments:
         """Return the bytes by what they are, while the optimizer steps behind a call's backward; 0 at other places."""
         found = {
             **self._always(phase),
-            "gradients": self._there(phase, True) + self._unreduced(),
-            **self._saved(self._behind, phase),
-            "gathered weights": self._ahead(UPDATING),
+            "gradients": self._reduced_gradients(phase, True) + self._unreduced(),
+            **self._saved(self._saved_behind, phase),
+            "gathered weights": self._fetched_ahead(UPDATING),
             "working set": self.handed_on + self.updated,
         }
         return {name: np.where(self.updated > 0, array, 0) for name, array in found.items()}
 
     def _saved(self, saved_at: Callable[[np.ndarray, np.ndarray, Phase], Saved], phase: Phase) -> dict[str, Saved]:
         """Split what is saved for the backward into activations and gathered weights."""
-        every = saved_at(self.kept, self.whole, phase)
+        every = saved_at(self.saved, self.whole, phase)
         if not self.weights_whole.any():
             return {ACTIVATIONS: every}
-        weights = saved_at(self.weights_kept, self.weights_whole, phase)
+        weights = saved_at(self.weights_saved, self.weights_whole, phase)
         return {ACTIVATIONS: every - weights, KEPT_WEIGHTS: weights}
 
-    def _until(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
+    def _saved_until(self, saved: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
         """Return the bytes saved up to each place."""
-        return np.cumsum(kept) + self._near(2, kept, whole) + self._waiting(kept, whole, phase)
+        return np.cumsum(saved) + self._offloaded_on_device(2, saved, whole) + self._waiting(saved, whole, phase)
 
-    def _with_rerun(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
+    def _with_rerun(self, saved: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
         """Return the bytes saved up to each place, with all of the segment there if it is computed again."""
-        return self._computed_again(kept, whole) + self._near(1, kept, whole) + self._waiting(kept, whole, phase)
+        return (
+            self._computed_again(saved, whole)
+            + self._offloaded_on_device(1, saved, whole)
+            + self._waiting(saved, whole, phase)
+        )
 
-    def _behind(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
+    def _saved_behind(self, saved: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
         """Return the bytes that are still saved once the backward of each place has run."""
-        return self._with_rerun(kept, whole, phase) - whole
+        return self._with_rerun(saved, whole, phase) - whole
 
     def _computed_again(self, kept_here: np.ndarray, whole_here: np.ndarray) -> np.ndarray:
         """Return the bytes saved up to each position; a recomputed segment counts in full while it runs again."""
         segments, runs = self.memory.lifetimes.segments_at
-        kept, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (kept_here, whole_here))
+        saved, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (kept_here, whole_here))
         is_again = np.zeros(len(self.memory.lifetimes.segments) + 1, dtype=bool)  # the last: of calls without one
-        is_again[segments[self.kept != self.whole]] = True
-        return np.where(is_again[segments], kept[runs] + whole[1:] - whole[runs], kept[1:])
+        is_again[segments[self.saved != self.whole]] = True
+        return np.where(is_again[segments], saved[runs] + whole[1:] - whole[runs], saved[1:])
 
-    def _near(self, count: int, kept: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    def _offloaded_on_device(self, count: int, saved: np.ndarray, whole: np.ndarray) -> np.ndarray:
         """Return the offloaded bytes that are still on the device at each position.
 
         These are the bytes of the previous segment and, with `count` 2, of the position's own.
@@ -271,13 +280,13 @@ class PlanMoments:
         there: dict[str, int] = defaultdict(int)
         for place, (own, before) in enumerate(self.memory.lifetimes.near):
             if own in self.offloaded:
-                there[own] += int(whole[place] - kept[place])
+                there[own] += int(whole[place] - saved[place])
             found[place] = sum(there[each] for each in (before, own)[:count] if each in self.offloaded)
         return found
 
-    def _waiting(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> int:
+    def _waiting(self, saved: np.ndarray, whole: np.ndarray, phase: Phase) -> int:
         """Return the bytes that the other micro-batches save for their backward."""
-        return phase.others * int(kept.sum())
+        return phase.others * int(saved.sum())
 
     def _always(self, phase: Phase) -> dict[str, np.ndarray]:
         between = {"sent tensors": (phase.others + 1) * self.sent} if self.sent else {}
@@ -290,19 +299,19 @@ class PlanMoments:
         found = inputs * self.received + gradients * self.returned
         return {"receive buffers": found} if found else {}
 
-    def _there(self, phase: Phase, reducing: bool = False) -> np.ndarray:
+    def _reduced_gradients(self, phase: Phase, reducing: bool = False) -> np.ndarray:
         """Gradients, once reduced, of what is first used behind each place; while they are reduced, from it on."""
         if self.memory.frees_gradients:  # those of other layers are freed
-            return self._left(self.born[:-1]) - (0 if reducing else self.born[:-1])
+            return self._sums_to_layer_end(self.born[:-1]) - (0 if reducing else self.born[:-1])
         born, arrived = (np.cumsum(each[::-1])[::-1] for each in (self.born, self.arrived))
         there = born if phase.first else born[0] + arrived
         return there[:-1] if reducing else there[1:]
 
     def _unreduced(self) -> np.ndarray:
         """Return the unreduced gradient bytes made by the calls after each position, within its layer."""
-        return self._left(self.unreduced) - self.unreduced
+        return self._sums_to_layer_end(self.unreduced) - self.unreduced
 
-    def _left(self, gradients: np.ndarray) -> np.ndarray:
+    def _sums_to_layer_end(self, gradients: np.ndarray) -> np.ndarray:
         """Return the sum of `gradients` over the calls from each position on, within its layer."""
         order, before = self.memory.lifetimes.from_the_end
         sums, found = np.concatenate([[0], np.cumsum(gradients[order])]), np.empty(self.count, dtype=np.int64)
@@ -312,7 +321,7 @@ class PlanMoments:
     def _gathered(self, name: str) -> np.ndarray:
         return self.by_layer[name][self.memory.lifetimes.layers_at]
 
-    def _ahead(self, kind: int) -> np.ndarray:
+    def _fetched_ahead(self, kind: int) -> np.ndarray:
         """Weights that are fetched ahead, at moments of a kind."""
         forward = is_forward(self.memory, kind)
         return self.memory.weights.bytes_ahead(

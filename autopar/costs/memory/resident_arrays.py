@@ -15,7 +15,7 @@ from autopar.costs.memory.accumulation import RECEIVED, RETURNED
 from autopar.costs.memory.live import Interval, Live
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.tensor_bytes import Bytes, Modes
-from autopar.costs.space.space import ExpertRows, Space, Wire
+from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class ManyParts:
 
 
 @dataclass(frozen=True, slots=True)
-class WireParts:
+class EdgeParts:
     """Byte arrays of an edge; None for a part it does not have."""
 
-    kept: Modes | None
+    saved: Modes | None
     rerun: Modes | None
-    """Bytes of `kept` that are resident while the segment runs again."""
+    """Bytes of `saved` that are resident while the segment runs again."""
     sent: Modes | None
     weight: WeightParts | None
     many: ManyParts | None
 
 
-def parts_of(memory: MemoryModel, number: int) -> NodeParts:
+def node_parts(memory: MemoryModel, number: int) -> NodeParts:
     """Return the byte arrays of a decision, looked up once."""
     found = memory.parts.get(number)
     if found is None:
@@ -77,37 +77,37 @@ def parts_of(memory: MemoryModel, number: int) -> NodeParts:
     return found
 
 
-def parts_on(memory: MemoryModel, wire: Wire) -> WireParts:
+def parts_on(memory: MemoryModel, edge: TensorEdge) -> EdgeParts:
     """Return the byte arrays of an edge, looked up once."""
-    end = wire.target, wire.target_input
+    end = edge.target, edge.target_input
     found = memory.parts.get(end)
     if found is None:
-        weight = _of_weight(memory, wire) if memory.space.is_weight(wire.source) else None
-        many = _of_many(memory, wire) if memory.accumulation.holds(wire) else None
-        kept = memory.wire(wire)
-        rerun = None if kept is None else memory.with_rerun(kept)
-        found = WireParts(kept, rerun, memory.accumulation.sent(wire), weight, many)
+        weight = _of_weight(memory, edge) if memory.space.is_weight(edge.source) else None
+        many = _of_many(memory, edge) if memory.accumulation.holds(edge) else None
+        saved = memory.edge(edge)
+        rerun = None if saved is None else memory.with_rerun(saved)
+        found = EdgeParts(saved, rerun, memory.accumulation.sent(edge), weight, many)
         memory.parts[end] = found
     return found
 
 
-def _of_weight(memory: MemoryModel, wire: Wire) -> WeightParts:
+def _of_weight(memory: MemoryModel, edge: TensorEdge) -> WeightParts:
     weights = memory.weights
     return WeightParts(
-        weights.gathered(wire),
-        weights.gathered_again(wire),
-        weights.copied_out(wire),
-        weights.unreduced(wire),
-        weights.sent_off(wire),
-        weights.last_made(wire),
-        weights.on_way(wire, True),
-        weights.on_way(wire, False),
+        weights.gathered(edge),
+        weights.gathered_again(edge),
+        weights.copied_out(edge),
+        weights.unreduced(edge),
+        weights.sent_off(edge),
+        weights.last_made(edge),
+        weights.on_way(edge, True),
+        weights.on_way(edge, False),
     )
 
 
-def _of_many(memory: MemoryModel, wire: Wire) -> ManyParts:
+def _of_many(memory: MemoryModel, edge: TensorEdge) -> ManyParts:
     more = memory.accumulation
-    return ManyParts(more.held(wire), more.accumulated(wire), more.fresh(wire), more.reduced(wire), more.arrived(wire))
+    return ManyParts(more.held(edge), more.accumulated(edge), more.fresh(edge), more.reduced(edge), more.arrived(edge))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +163,20 @@ class Sums:
         ]
 
     def at(
-        self, choices: Sequence[int], modes: np.ndarray, excess: Callable[[ExpertRows], float]
+        self, choices: Sequence[int], modes: np.ndarray, uneven_share: Callable[[ExpertRows], float]
     ) -> dict[str, np.ndarray]:
         """Return the bytes by place, by name, at a choice per decision and the number of a mode for each."""
         chosen, found = np.array(choices, dtype=np.intp), np.zeros(len(self._numbers) * self._width, dtype=np.int64)
         for each in self._reads:
             num_bytes = each.at(chosen, modes)
             if each.rows is not None:
-                num_bytes = np.ceil(excess(each.rows) * num_bytes).astype(np.int64)
+                num_bytes = np.ceil(uneven_share(each.rows) * num_bytes).astype(np.int64)
             np.add.at(found, each.places, each.signs * num_bytes)
         return dict(zip(self._numbers, found.reshape(-1, self._width), strict=True))
 
 
 BY_PLACE = (
-    *("kept", "whole", "weights kept", "weights whole", "born", "arrived", "fresh"),
+    *("saved", "whole", "weights saved", "weights whole", "born", "arrived", "fresh"),
     *("working", "working forward", "handed on", "unreduced", "sent off", "last made", "alive"),
 )
 """Sums over the places of calls: saved for the backward by place of use, as the modes say and while its segment runs
@@ -192,27 +192,27 @@ NAMES = (*BY_PLACE, *BY_LAYER, *AT_ONCE)
 """Sums of what is not there all the time."""
 
 
-def sums_of(memory: MemoryModel, beside_share: bool) -> Sums:
+def sums_of(memory: MemoryModel, with_uneven_rows: bool) -> Sums:
     """Return all that choices hold of a model; of expert rows an equal share, or with those above it.
 
     Permanently resident bytes have the names under which they are stored.
     """
-    key = "sums", beside_share
+    key = "sums", with_uneven_rows
     if key not in memory.parts:
         live = memory.live
-        parts = _of_step(memory, beside_share) if live is None else _of_forward(memory, live, beside_share)
+        parts = _of_step(memory, with_uneven_rows) if live is None else _of_forward(memory, live, with_uneven_rows)
         width = max(len(memory.lifetimes.calls) + 1, len(memory.lifetimes.layers))
         memory.parts[key] = Sums(parts, width)
     return memory.parts[key]
 
 
-def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
+def _of_step(memory: MemoryModel, with_uneven_rows: bool) -> Iterator[Part]:
     space, count = memory.space, len(memory.lifetimes.calls)
     in_backward = () if memory.microbatches.works else memory.stepping
     ends_something = {memory.lifetimes.position[number] for number in in_backward}
     ends_something.update(memory.weights.first_reduction.values())
     for number, place in enumerate(memory.lifetimes.position):
-        held, ends, rows = parts_of(memory, number), (number,), space.rows.get(number) if beside_share else None
+        held, ends, rows = node_parts(memory, number), (number,), space.rows.get(number) if with_uneven_rows else None
         for name, array in held.stored:
             yield Part(name, 0, (array,), ends)
         yield from _received(memory, number)
@@ -221,7 +221,7 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
         if held.gradients is not None:
             yield Part("born", min(place, count), (held.gradients,), ends)
         if place < count:
-            yield from _kept(place, held.own, held.rerun, ends, number, rows)
+            yield from _saved_bytes(place, held.own, held.rerun, ends, number, rows)
         if (working := memory.working(number)) is not None:
             yield Part("working", place, working, ends, number)
             if rows is not None:
@@ -232,33 +232,35 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
             yield Part("handed on", place, (handed_on,), ends)
             if rows is not None:
                 yield Part("handed on", place, (memory.handed_on_rows(number),), ends, rows=rows)
-    for wire in space.wires:
-        ends, place, found = (wire.source, wire.target), memory.lifetimes.position[wire.target], parts_on(memory, wire)
+    for edge in space.edges:
+        ends, place, found = (edge.source, edge.target), memory.lifetimes.position[edge.target], parts_on(memory, edge)
         if found.sent is not None:
-            yield Part("sent", 0, found.sent, ends, of=wire.source)
+            yield Part("sent", 0, found.sent, ends, of=edge.source)
         if found.many is not None:
             yield from _for_many(found.many, place, ends, count)
-        if found.kept is not None and place < count:
-            rows = space.rows_on(wire) if beside_share else None
-            yield from _kept(place, found.kept, found.rerun, ends, wire.target, rows)
-            if brings_weight(space, wire):
-                yield from _kept(place, found.kept, found.rerun, ends, wire.target, rows, "weights ")
+        if found.saved is not None and place < count:
+            rows = space.rows_on(edge) if with_uneven_rows else None
+            yield from _saved_bytes(place, found.saved, found.rerun, ends, edge.target, rows)
+            if brings_weight(space, edge):
+                yield from _saved_bytes(place, found.saved, found.rerun, ends, edge.target, rows, "weights ")
         if found.weight is not None and place < count:
-            yield from _moved(memory, wire, found.weight, found.weight.copied)
+            yield from _moved(memory, edge, found.weight, found.weight.copied)
 
 
-def _of_forward(memory: MemoryModel, live: Live, beside_share: bool) -> Iterator[Part]:
+def _of_forward(memory: MemoryModel, live: Live, with_uneven_rows: bool) -> Iterator[Part]:
     space = memory.space
     for number in range(len(space.decisions)):
         for name, array in memory.stored(number).items():
             yield Part(name, 0, (array,), (number,))
         yield from _received(memory, number)
-        yield from _alive(live.made(number), (number,), space.rows.get(number) if beside_share else None)
-    for wire in space.wires:
-        yield from _alive(live.moved(wire), (wire.source, wire.target), space.rows_on(wire) if beside_share else None)
-        of_weight = parts_on(memory, wire).weight
-        if of_weight is not None and memory.lifetimes.position[wire.target] < len(memory.lifetimes.calls):
-            yield from _moved(memory, wire, of_weight, memory.weights.arriving(wire))
+        yield from _alive(live.made(number), (number,), space.rows.get(number) if with_uneven_rows else None)
+    for edge in space.edges:
+        yield from _alive(
+            live.moved(edge), (edge.source, edge.target), space.rows_on(edge) if with_uneven_rows else None
+        )
+        of_weight = parts_on(memory, edge).weight
+        if of_weight is not None and memory.lifetimes.position[edge.target] < len(memory.lifetimes.calls):
+            yield from _moved(memory, edge, of_weight, memory.weights.arriving(edge))
 
 
 def _received(memory: MemoryModel, number: int) -> Iterator[Part]:
@@ -268,16 +270,16 @@ def _received(memory: MemoryModel, number: int) -> Iterator[Part]:
         yield Part(name, 0, (array,), (number,))
 
 
-def brings_weight(space: Space, wire: Wire) -> bool:
+def brings_weight(space: Space, edge: TensorEdge) -> bool:
     """Return whether a parameter arrives over an edge, also by way of shared reshards."""
-    while space.decisions[wire.source].kind == "hub":
-        wire = space.inbound[wire.source, 0]
-    return space.is_weight(wire.source)
+    while space.decisions[edge.source].kind == "shared_reshard":
+        edge = space.inbound[edge.source, 0]
+    return space.is_weight(edge.source)
 
 
-def _kept(
+def _saved_bytes(
     place: int,
-    kept: Modes | None,
+    saved: Modes | None,
     rerun: Modes | None,
     ends: tuple[int, ...],
     of: int,
@@ -285,7 +287,7 @@ def _kept(
     what: str = "",
 ) -> Iterator[Part]:
     for each in (None,) if rows is None else (None, rows):
-        for name, modes in (("kept", kept), ("whole", rerun)):
+        for name, modes in (("saved", saved), ("whole", rerun)):
             if modes is not None:
                 yield Part(f"{what}{name}", place, modes, ends, of, each)
 
@@ -303,8 +305,8 @@ def _for_many(many: ManyParts, place: int, ends: tuple[int, ...], count: int) ->
             yield Part(name, at, (array,), ends)
 
 
-def _moved(memory: MemoryModel, wire: Wire, weight: WeightParts, copied: Bytes | None) -> Iterator[Part]:
-    place, layer = memory.lifetimes.position[wire.target], memory.lifetimes.layers[memory.lifetimes.layer[wire.target]]
+def _moved(memory: MemoryModel, edge: TensorEdge, weight: WeightParts, copied: Bytes | None) -> Iterator[Part]:
+    place, layer = memory.lifetimes.position[edge.target], memory.lifetimes.layers[memory.lifetimes.layer[edge.target]]
     found = (
         ("gathered", layer, weight.gathered),
         ("gathered again", layer, weight.again),
@@ -317,11 +319,11 @@ def _moved(memory: MemoryModel, wire: Wire, weight: WeightParts, copied: Bytes |
     )
     for name, at, array in found:
         if array is not None:
-            yield Part(name, at, (array,), (wire.source, wire.target))
+            yield Part(name, at, (array,), (edge.source, edge.target))
 
 
 def _alive(intervals: Sequence[Interval], ends: tuple[int, ...], rows: ExpertRows | None) -> Iterator[Part]:
     for each in intervals:
-        for beside in (None,) if rows is None else (None, rows):
-            yield Part("alive", each.first, (each.num_bytes,), ends, rows=beside)
-            yield Part("alive", each.end, (each.num_bytes,), ends, rows=beside, sign=-1)
+        for uneven_rows in (None,) if rows is None else (None, rows):
+            yield Part("alive", each.first, (each.num_bytes,), ends, rows=uneven_rows)
+            yield Part("alive", each.end, (each.num_bytes,), ends, rows=uneven_rows, sign=-1)

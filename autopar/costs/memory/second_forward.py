@@ -26,9 +26,9 @@ from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.memory.host_copies import HostCopies
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
-from autopar.costs.space.space import Decision, Wire
+from autopar.costs.space.space import Decision, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
-from autopar.ir.program.recompute_segments import FULL, MODES, SELECTIVE, is_kept, moves_again
+from autopar.ir.program.recompute_segments import FULL, MODES, SELECTIVE, is_saved, moves_again
 
 SELECTIVE_MODE, FULL_MODE = MODES.index(SELECTIVE), MODES.index(FULL)
 
@@ -42,9 +42,9 @@ class SecondForward:
 
     def communicates(self, decision: Decision) -> np.ndarray:
         """Return which strategies of a call run collectives of their own in the forward."""
-        strategies = decision.menu.strategies
+        strategies = decision.candidates.strategies
         return self.tensors.cached(
-            ("communicates", id(decision.menu)), lambda: np.array([s.communicates for s in strategies])
+            ("communicates", id(decision.candidates)), lambda: np.array([s.communicates for s in strategies])
         )
 
     def seconds_of(self, number: int) -> Modes | None:
@@ -57,8 +57,8 @@ class SecondForward:
         regathering = self._regathering(decision)
         if copying is None and regathering is None and all(each is None for each in again):
             return None
-        nothing = self._nothing((len(decision.menu.strategies),))
-        found = [nothing if each is None else self._second(decision, each) for each in again]
+        nothing = self._nothing((len(decision.candidates.strategies),))
+        found = [nothing if each is None else self._second_seconds(decision, each) for each in again]
         if regathering is not None:
             selective, both = found[SELECTIVE_MODE], ("second forward, regathering", id(found[SELECTIVE_MODE]))
             found[SELECTIVE_MODE] = self.tensors.cached((*both, id(regathering)), lambda: selective + regathering)
@@ -68,42 +68,44 @@ class SecondForward:
         """Return the seconds that variants of a call's strategies in the mode selective add; None if it has none."""
         if not self.variant(decision, SELECTIVE_MODE):
             return None
-        pairs = zip(self.running_in(decision, SELECTIVE_MODE), decision.menu.strategies, strict=True)
+        pairs = zip(self.running_in(decision, SELECTIVE_MODE), decision.candidates.strategies, strict=True)
         return self.tensors.cached(
-            ("regathering", id(decision.menu)),
+            ("regathering", id(decision.candidates)),
             lambda: np.array([sum(running.waits) - sum(chosen.waits) for running, chosen in pairs]),
         )
 
     def variant(self, decision: Decision, mode: int) -> int:
         """Return the mode if a call has variants for it, else 0, the mode in which what is chosen runs."""
-        strategies = decision.menu.strategies if mode == SELECTIVE_MODE else ()
+        strategies = decision.candidates.strategies if mode == SELECTIVE_MODE else ()
         return mode if any(each.regathering is not None for each in strategies) else 0
 
     def running_in(self, decision: Decision, mode: int) -> tuple[Strategy, ...]:
         """Return what runs a call in a mode, by strategy."""
-        strategies = decision.menu.strategies
+        strategies = decision.candidates.strategies
         return tuple([running_in(MODES[mode], each) for each in strategies]) if mode else strategies
 
     def running(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> Strategy:
         """Return the strategy that runs a decision: the one chosen, or in its place the variant for its mode."""
-        chosen = self.space.decisions[number].menu.strategies[choices[number]]
+        chosen = self.space.decisions[number].candidates.strategies[choices[number]]
         return running_in(modes.get(self.lifetimes.segment[number], MODES[0]), chosen)
 
     def is_rerun(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> bool:
         """Return whether a call that takes time runs again in the backward under choices and modes."""
         again = self.runs_again(number, self.lifetimes.mode_of(number, modes))
-        return again is not None and bool(self._second(self.space.decisions[number], again)[choices[number]] > 0)
+        return again is not None and bool(
+            self._second_seconds(self.space.decisions[number], again)[choices[number]] > 0
+        )
 
-    def _second(self, decision: Decision, again: np.ndarray) -> Bytes:
+    def _second_seconds(self, decision: Decision, again: np.ndarray) -> Bytes:
         def make() -> Bytes:
-            waits = [sum(wait for _, wait in s.forward_collectives) for s in decision.menu.strategies]
-            return np.where(again, decision.menu.forward_seconds + np.array(waits), 0.0)
+            waits = [sum(wait for _, wait in s.forward_collectives) for s in decision.candidates.strategies]
+            return np.where(again, decision.candidates.forward_seconds + np.array(waits), 0.0)
 
         return self.tensors.cached(("second forward", id(again)), make)
 
     def runs_again(self, number: int, mode: int) -> np.ndarray | None:
         """Return which strategies of a call run again in a mode; None if none does."""
-        decision, strategies = self.space.decisions[number], self.space.decisions[number].menu.strategies
+        decision, strategies = self.space.decisions[number], self.space.decisions[number].candidates.strategies
         if decision.kind != "call" or not self.lifetimes.segment[number]:
             return None
         needed = decision.node in self.lifetimes.recomputations(number)[mode].rerun
@@ -113,71 +115,71 @@ class SecondForward:
         def make() -> np.ndarray:
             if mode == FULL_MODE:
                 return np.array([needed or (s.communicates and s.implementation.saves_moved) for s in strategies])
-            return np.array([not is_kept(decision.node, MODES[mode], (), s.communicates) for s in strategies])
+            return np.array([not is_saved(decision.node, MODES[mode], (), s.communicates) for s in strategies])
 
-        found = self.tensors.cached(("runs again", id(decision.menu), needed, mode), make)
+        found = self.tensors.cached(("runs again", id(decision.candidates), needed, mode), make)
         return found if found.any() else None
 
-    def moves_again(self, wire: Wire, mode: int) -> np.ndarray | None:
+    def moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray | None:
         """Return between which strategies an edge's collectives run again in a mode; None if between none."""
-        key = wire.target, wire.target_input, mode
+        key = edge.target, edge.target_input, mode
         if key not in self._again:
-            found = self._moves_again(wire, mode) if self._needs_again(wire, mode) else None
+            found = self._moves_again(edge, mode) if self._needs_again(edge, mode) else None
             self._again[key] = found if found is not None and found.any() else None
         return self._again[key]
 
-    def _needs_again(self, wire: Wire, mode: int) -> bool:
-        if not self.lifetimes.segment[wire.target] or wire.tensor.is_of_weights:
+    def _needs_again(self, edge: TensorEdge, mode: int) -> bool:
+        if not self.lifetimes.segment[edge.target] or edge.tensor.is_of_weights:
             return False
-        return self.lifetimes.needs_input(wire) or self.lifetimes.reruns(wire.target, mode)
+        return self.lifetimes.needs_input(edge) or self.lifetimes.reruns(edge.target, mode)
 
-    def _moves_again(self, wire: Wire, mode: int) -> np.ndarray:
-        inside = self.lifetimes.is_inside(wire)
+    def _moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray:
+        inside = self.lifetimes.is_inside(edge)
 
         def make() -> np.ndarray:
-            before, after = self.tensors.wire_ends(wire)
-            return self.tensors.communicated(wire) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
+            before, after = self.tensors.bytes_at_ends(edge)
+            return self.tensors.communicated(edge) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
 
-        return self.tensors.cached(("moves again", inside, mode, self.space.kind(wire)), make)
+        return self.tensors.cached(("moves again", inside, mode, self.space.kind(edge)), make)
 
-    def seconds_on(self, wire: Wire) -> Modes | None:
+    def seconds_on(self, edge: TensorEdge) -> Modes | None:
         """Return the seconds of what runs again on account of an edge, by mode; None if there are none in any mode."""
-        copying = self.host_copies.seconds_on(wire)
-        again = [self.moves_again(wire, mode) for mode in range(self.lifetimes.num_modes(wire.target))]
+        copying = self.host_copies.seconds_on(edge)
+        again = [self.moves_again(edge, mode) for mode in range(self.lifetimes.num_modes(edge.target))]
         if copying is None and all(each is None for each in again):
             return None
-        shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
+        shape = tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
         found = [
-            self._nothing(shape) if each is None else self._seconds_on(wire, each, self._travels(wire, mode))
+            self._nothing(shape) if each is None else self._seconds_on(edge, each, self._is_sent_once(edge, mode))
             for mode, each in enumerate(again)
         ]
         if copying is not None:
             found[-1] = copying
         return tuple(found)
 
-    def _seconds_on(self, wire: Wire, again: np.ndarray, travelling: bool) -> Bytes:
+    def _seconds_on(self, edge: TensorEdge, again: np.ndarray, travelling: bool) -> Bytes:
         return self.tensors.cached(
-            ("seconds again", id(again), self.space.kind(wire), travelling),
-            lambda: np.where(again, self.space.forward_seconds(wire, travelling), 0.0),
+            ("seconds again", id(again), self.space.kind(edge), travelling),
+            lambda: np.where(again, self.space.forward_seconds(edge, travelling), 0.0),
         )
 
-    def _travels(self, wire: Wire, mode: int) -> bool:
+    def _is_sent_once(self, edge: TensorEdge, mode: int) -> bool:
         """Return whether no call that runs again takes the tensor of an edge."""
-        return not self.lifetimes.reruns(wire.target, mode)
+        return not self.lifetimes.reruns(edge.target, mode)
 
     def at(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> float:
         """Return the seconds of a call's second forward under choices and modes."""
         again = self.seconds_of(number)
         return 0.0 if again is None else float(again[self.lifetimes.mode_of(number, modes)][choices[number]])
 
-    def at_wire(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> float:
+    def at_edge(self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]) -> float:
         """Return the seconds of what runs again on account of an edge under choices and modes."""
-        if modes.get(self.lifetimes.segment[wire.target], MODES[0]) == MODES[0]:
+        if modes.get(self.lifetimes.segment[edge.target], MODES[0]) == MODES[0]:
             return 0.0
-        again = self.seconds_on(wire)
+        again = self.seconds_on(edge)
         if again is None:
             return 0.0
-        return float(again[self.lifetimes.mode_of(wire.target, modes)][choices[wire.source], choices[wire.target]])
+        return float(again[self.lifetimes.mode_of(edge.target, modes)][choices[edge.source], choices[edge.target]])
 
     def collectives_of(
         self, number: int, choices: Sequence[int], modes: Mapping[str, str]
@@ -186,26 +188,26 @@ class SecondForward:
         again = self.runs_again(number, FULL_MODE) if self._is_full(number, modes) else None
         if again is None or not again[choices[number]]:
             return ()
-        return self.space.decisions[number].menu.strategies[choices[number]].forward_collectives
+        return self.space.decisions[number].candidates.strategies[choices[number]].forward_collectives
 
     def collectives_on(
-        self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]
+        self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]
     ) -> tuple[tuple[Transfer, float], ...]:
         """Return the collectives of an edge that run again, each with its exposed share."""
-        mode = self.lifetimes.mode_of(wire.target, modes)
-        again = self.moves_again(wire, mode)
-        if again is None or not again[choices[wire.source], choices[wire.target]]:
+        mode = self.lifetimes.mode_of(edge.target, modes)
+        again = self.moves_again(edge, mode)
+        if again is None or not again[choices[edge.source], choices[edge.target]]:
             return ()
-        path = self.space.path(wire, choices)
+        path = self.space.path(edge, choices)
         found = [(each, 1.0) for each in path.transfers if not each.backward]
-        if path.moves[-1].gathers and self._travels(wire, mode):
+        if path.moves[-1].gathers and self._is_sent_once(edge, mode):
             found[-1] = (found[-1][0], self.space.hardware.communication_share)
         return tuple(found)
 
-    def travels(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> bool:
+    def travels(self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]) -> bool:
         """Return whether a gather that runs again brings an edge's tensor while its segment runs."""
-        running = self.collectives_on(wire, choices, modes)
-        return bool(running) and self.space.path(wire, choices).moves[-1].gathers
+        running = self.collectives_on(edge, choices, modes)
+        return bool(running) and self.space.path(edge, choices).moves[-1].gathers
 
     def _is_full(self, number: int, modes: Mapping[str, str]) -> bool:
         return modes.get(self.lifetimes.segment[number]) == FULL

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.costs.pricing.message_sizes import worth_a_message
-from autopar.costs.space.space import Decision, ExpertRows, Space, Wire
+from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.costs.space.strategy import running_in
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import MODES
@@ -33,7 +33,7 @@ StatedBytes = Literal["saved_bytes", "forward_bytes", "backward_bytes", "inferen
 """Methods of an implementation that state bytes, or None."""
 UNSTATED = -1
 _INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
-_DEALT = 1000  # and Z(d) so much more
+_ZIGZAG = 1000  # and Z(d) so much more
 
 
 class TensorBytes:
@@ -45,41 +45,41 @@ class TensorBytes:
 
     # How tensors lie in memory.
 
-    def reduced(self, wire: Wire) -> np.ndarray:
+    def reduced(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it
         is.
         """
-        before, after = self._codes(wire)
+        before, after = self._codes(edge)
         return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
 
-    def communicated(self, wire: Wire) -> np.ndarray:
+    def communicated(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a tensor goes over links."""
-        return self.kinds(wire) == COMMUNICATED
+        return self.kinds(edge) == COMMUNICATED
 
-    def changes(self, wire: Wire) -> np.ndarray:
+    def changes(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a tensor becomes another one, if only a slice."""
-        return self.kinds(wire) != SAME
+        return self.kinds(edge) != SAME
 
-    def stays(self, wire: Wire) -> np.ndarray:
+    def stays(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
-        return self.kinds(wire) <= SLICED
+        return self.kinds(edge) <= SLICED
 
-    def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
+    def _codes(self, edge: TensorEdge) -> tuple[np.ndarray, np.ndarray]:
         return (
             self.cached(
-                ("codes", tuple(self.space.source_layouts(wire))), lambda: _encode(self.space.source_layouts(wire))
+                ("codes", tuple(self.space.source_layouts(edge))), lambda: _encode(self.space.source_layouts(edge))
             ),
             self.cached(
-                ("codes", tuple(self.space.target_layouts(wire))), lambda: _encode(self.space.target_layouts(wire))
+                ("codes", tuple(self.space.target_layouts(edge))), lambda: _encode(self.space.target_layouts(edge))
             ),
         )
 
-    def kinds(self, wire: Wire) -> np.ndarray:
+    def kinds(self, edge: TensorEdge) -> np.ndarray:
         """Return how the tensor lies in memory after the edge (`SAME` … `COMMUNICATED`), for every pair of layouts."""
-        return self.cached(("kinds", self.space.kind(wire)), lambda: self._kinds(wire))
+        return self.cached(("kinds", self.space.kind(edge)), lambda: self._kinds(edge))
 
-    def _kinds(self, wire: Wire) -> np.ndarray:
-        before, after = self._codes(wire)
+    def _kinds(self, edge: TensorEdge) -> np.ndarray:
+        before, after = self._codes(edge)
         before, after = before[:, None, :], after[None, :, :]
         whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
         kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
@@ -87,26 +87,26 @@ class TensorBytes:
         kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
         return kinds.max(axis=2)
 
-    def only_gathers(self, wire: Wire) -> np.ndarray:
+    def only_gathers(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which nothing happens but gathers, slices and the reduction of
         gradients.
         """
-        before, after = self._codes(wire)
+        before, after = self._codes(edge)
         before, after = before[:, None, :], after[None, :, :]
         exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
         # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
-        invariant = (before > _PARTIAL) & (after == _INVARIANT) & wire.tensor.requires_grad
+        invariant = (before > _PARTIAL) & (after == _INVARIANT) & edge.tensor.requires_grad
         return ~(exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
 
-    def gathered_alone(self, wire: Wire) -> np.ndarray:
+    def gathered_alone(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a weight is gathered in a message of its own."""
-        return self.cached(("gathered alone", self.space.kind(wire)), lambda: self._gathered_alone(wire))
+        return self.cached(("gathered alone", self.space.kind(edge)), lambda: self._gathered_alone(edge))
 
-    def _gathered_alone(self, wire: Wire) -> np.ndarray:
-        before, after = self._codes(wire)
-        sizes, mesh = self.wire_ends(wire)[1], self.space.mesh
+    def _gathered_alone(self, edge: TensorEdge) -> np.ndarray:
+        before, after = self._codes(edge)
+        sizes, mesh = self.bytes_at_ends(edge)[1], self.space.mesh
         gathered = (before > _PARTIAL)[:, None, :] & (after <= _REPLICATED)[None, :, :]
-        in_first_dim = (before - _FIRST_DIM) % _DEALT == 0
+        in_first_dim = (before - _FIRST_DIM) % _ZIGZAG == 0
         over = np.where((gathered <= in_first_dim[:, None, :]).all(axis=2), gathered @ (1 << np.arange(mesh.ndim)), 0)
         found = np.zeros(over.shape, dtype=bool)
         for axes in filter(None, np.unique(over).tolist()):  # as the bits of a number
@@ -114,24 +114,24 @@ class TensorBytes:
             found |= (over == axes) & worth_a_message(sizes, some, mesh, self.space.hardware)
         return found
 
-    def sent_alone(self, wire: Wire) -> np.ndarray:
+    def sent_alone(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a weight is gathered alone and its gradient sent from where it
         lies.
 
         Where rows do not divide over the devices, it is padded for its way.
         """
-        rows, sizes = wire.tensor.shape[0] if wire.tensor.shape else 1, self.space.mesh.sizes
-        even = [rows % layout.num_parts(0, sizes) == 0 for layout in self.space.source_layouts(wire)]
-        return self.gathered_alone(wire) & np.array(even)[:, None]
+        rows, sizes = edge.tensor.shape[0] if edge.tensor.shape else 1, self.space.mesh.sizes
+        even = [rows % layout.num_parts(0, sizes) == 0 for layout in self.space.source_layouts(edge)]
+        return self.gathered_alone(edge) & np.array(even)[:, None]
 
     # Bytes.
 
-    def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
+    def bytes_at_ends(self, edge: TensorEdge) -> tuple[Bytes, Bytes]:
         """Return the bytes on one device of an edge's tensor, per strategy of its source and of its target."""
-        shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
+        shape, size = edge.tensor.shape, edge.tensor.dtype.itemsize
         return (
-            self.local(shape, self.space.source_layouts(wire), size),
-            self.local(shape, self.space.target_layouts(wire), size),
+            self.local(shape, self.space.source_layouts(edge), size),
+            self.local(shape, self.space.target_layouts(edge), size),
         )
 
     def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
@@ -150,16 +150,16 @@ class TensorBytes:
         """
 
         def make() -> Bytes:
-            call, bound, mesh = decision.menu.call, decision.menu.bound, self.space.mesh
-            found = np.full(len(decision.menu.strategies), UNSTATED, dtype=np.int64)
-            for number, chosen in enumerate(decision.menu.strategies):
+            call, bound, mesh = decision.candidates.call, decision.candidates.bound, self.space.mesh
+            found = np.full(len(decision.candidates.strategies), UNSTATED, dtype=np.int64)
+            for number, chosen in enumerate(decision.candidates.strategies):
                 strategy = running_in(MODES[mode], chosen)
                 if strategy.implemented and call is not None and bound is not None:
-                    said = getattr(strategy.implementation, cost)(call, strategy.local_sizes(bound.sizes, mesh))
-                    found[number] = UNSTATED if said is None else said
+                    num_bytes = getattr(strategy.implementation, cost)(call, strategy.local_sizes(bound.sizes, mesh))
+                    found[number] = UNSTATED if num_bytes is None else num_bytes
             return found
 
-        return self.cached((cost, id(decision.menu), mode), make)
+        return self.cached((cost, id(decision.candidates), mode), make)
 
     def states(self, cost: StatedBytes, decision: Decision) -> bool:
         """Return whether the implementation of any strategy of a call states such bytes."""
@@ -180,33 +180,33 @@ class TensorBytes:
         optimizer, found = self.space.optimizer, {}
         for name, size in optimizer.state_of(info, matrix).items():
             make = partial(optimizer.state_bytes_of, name, info, elements, matrix)
-            found[name] = self.cached(("kept by optimizer", name, id(elements), info.dtype, size), make)
+            found[name] = self.cached(("optimizer bytes", name, id(elements), info.dtype, size), make)
         return found
 
     def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
         """Return the elements on one device of a decision's tensor, per strategy."""
-        layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
+        layouts = tuple(strategy.outputs[0] for strategy in decision.candidates.strategies)
         return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
 
-    def kept(self, wire: Wire, there: bool) -> Bytes:
+    def saved(self, edge: TensorEdge, there: bool) -> Bytes:
         """Return the bytes of a tensor that is saved as it arrives; if it is not moved, it may be `there` anyway."""
-        return self.cached(("kept", there, self.space.kind(wire)), lambda: self._kept(wire, there))
+        return self.cached(("saved", there, self.space.kind(edge)), lambda: self._saved_bytes(edge, there))
 
-    def _kept(self, wire: Wire, there: bool) -> Bytes:
-        before, after = self.wire_ends(wire)
+    def _saved_bytes(self, edge: TensorEdge, there: bool) -> Bytes:
+        before, after = self.bytes_at_ends(edge)
         unmoved = np.zeros_like(before) if there else before
-        found = np.where(self.stays(wire), unmoved[:, None], after[None, :])
-        strategies = self.space.decisions[wire.source].menu.strategies
-        if wire.tensor.regather and any(strategy.kept for strategy in strategies):
-            again = np.array([not strategy.kept for strategy in strategies])
-            found[again[:, None] & self.only_gathers(wire)] = 0
+        found = np.where(self.stays(edge), unmoved[:, None], after[None, :])
+        strategies = self.space.decisions[edge.source].candidates.strategies
+        if edge.tensor.regather and any(strategy.saved for strategy in strategies):
+            again = np.array([not strategy.saved for strategy in strategies])
+            found[again[:, None] & self.only_gathers(edge)] = 0
         return found
 
-    def sent(self, wire: Wire) -> Bytes:
+    def sent(self, edge: TensorEdge) -> Bytes:
         """Return the bytes of a tensor where it has come over links; where not, it is made again."""
         return self.cached(
-            ("sent", self.space.kind(wire)),
-            lambda: np.where(self.communicated(wire), self.wire_ends(wire)[1][None, :], 0),
+            ("sent", self.space.kind(edge)),
+            lambda: np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0),
         )
 
     def gradients(self, number: int) -> Bytes | None:
@@ -221,13 +221,13 @@ class TensorBytes:
         """No bytes, whatever is chosen."""
         return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
 
-    def with_rerun(self, kept: Modes) -> Modes:
+    def with_rerun(self, saved: Modes) -> Modes:
         """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
         each = [
             array
-            if array is kept[0]
-            else self.cached(("rerun", id(kept[0]), id(array)), partial(np.maximum, kept[0], array))
-            for array in kept
+            if array is saved[0]
+            else self.cached(("rerun", id(saved[0]), id(array)), partial(np.maximum, saved[0], array))
+            for array in saved
         ]
         return self.modes(each)
 
@@ -239,34 +239,35 @@ class TensorBytes:
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:
     codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
-    codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
+    codes |= {p: _FIRST_DIM + p.dim + _ZIGZAG * p.zigzag for each in layouts for p in each if p.is_split}
     return np.array([[codes[p] for p in each] for each in layouts])
 
 
-def excess(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
+def uneven_share(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
     """Return how many more rows than its share the busiest device has, in shares.
 
     It has an entry per strategy of the decision on their counts, where rows that follow from routing depend on those
     (`costs.space.expert_rows`).
     """
     space = tensors.space
-    menu = space.decisions[rows.counts].menu
+    candidates = space.decisions[rows.counts].candidates
 
     def make() -> np.ndarray:
-        choices = range(len(menu.strategies))
-        return np.array([space.excess_at(rows, choice, space.imbalance) for choice in choices])
+        choices = range(len(candidates.strategies))
+        return np.array([space.uneven_share_at(rows, choice, space.imbalance) for choice in choices])
 
-    return tensors.cached(("excess", id(menu), rows.position), make)
+    return tensors.cached(("uneven share", id(candidates), rows.position), make)
 
 
-def beside(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
+def uneven_modes(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
     """Return the bytes of the busiest device above an equal share of expert rows, for each mode.
 
-    They are `excess` · bytes of a share, rounded up; a leading dim stands for the strategies of the counts' decision.
+    They are `uneven_share` · bytes of a share, rounded up; a leading dim stands for the strategies of the counts'
+    decision.
     """
-    shares = excess(tensors, rows)
+    shares = uneven_share(tensors, rows)
     return tuple(
-        tensors.cached(("beside", id(shares), id(array)), lambda a=array: _outer(shares, a)) for array in modes
+        tensors.cached(("uneven modes", id(shares), id(array)), lambda a=array: _outer(shares, a)) for array in modes
     )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from autopar.costs.memory.accumulation import Accumulation
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
-from autopar.costs.space.space import Wire
+from autopar.costs.space.space import TensorEdge
 
 FAR_OFF = 1 << 40  # from every layer
 
@@ -40,12 +40,12 @@ class MovedWeights:
     @cached_property
     def last_gather(self) -> dict[str, int]:
         """Layer → the place of its last call that takes a weight which may be gathered again for the backward."""
-        return self._by_layer(max, lambda wire: wire.tensor.regather)
+        return self._by_layer(max, lambda edge: edge.tensor.regather)
 
     @cached_property
     def first_reduction(self) -> dict[str, int]:
         """Layer → the place of its first call that takes a weight with a gradient: then all of them are made."""
-        return self._by_layer(min, lambda wire: wire.tensor.requires_grad)
+        return self._by_layer(min, lambda edge: edge.tensor.requires_grad)
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -86,111 +86,111 @@ class MovedWeights:
         first, behind = (reached + 1, reached + depth + 1) if forward else (reached - depth, reached)
         return before[np.clip(behind, 0, len(sizes))] - before[np.clip(first, 0, len(sizes))]
 
-    def _by_layer(self, chosen: Callable[..., int], counts: Callable[[Wire], bool]) -> dict[str, int]:
+    def _by_layer(self, chosen: Callable[..., int], counts: Callable[[TensorEdge], bool]) -> dict[str, int]:
         found: dict[str, int] = {}
-        for wire in self.space.wires:
-            place = self.lifetimes.position[wire.target]
-            if self.space.is_weight(wire.source) and counts(wire) and place < len(self.lifetimes.calls):
-                found[self.lifetimes.layer[wire.target]] = chosen(
-                    found.get(self.lifetimes.layer[wire.target], place), place
+        for edge in self.space.edges:
+            place = self.lifetimes.position[edge.target]
+            if self.space.is_weight(edge.source) and counts(edge) and place < len(self.lifetimes.calls):
+                found[self.lifetimes.layer[edge.target]] = chosen(
+                    found.get(self.lifetimes.layer[edge.target], place), place
                 )
         return found
 
-    def gathered(self, wire: Wire) -> Bytes | None:
+    def gathered(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge while its layer runs: the gathered weight, unless it is saved."""
-        return self._of_weight("gathered", wire, self._gathered)
+        return self._of_weight("gathered", edge, self._gathered)
 
-    def gathered_again(self, wire: Wire) -> Bytes | None:
+    def gathered_again(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge as it is gathered again for the backward; None if it never is."""
-        return self._of_weight("gathered again", wire, self._gathered_again) if wire.tensor.regather else None
+        return self._of_weight("gathered again", edge, self._gathered_again) if edge.tensor.regather else None
 
-    def copied_out(self, wire: Wire) -> Bytes | None:
+    def copied_out(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge in the message from which it is copied, as it is gathered again."""
-        return self._of_weight("copied out", wire, self._copied_out) if wire.tensor.regather else None
+        return self._of_weight("copied out", edge, self._copied_out) if edge.tensor.regather else None
 
     @cached_property
     def first_places(self) -> dict[str, int]:
         """Layer → the place of its first call that takes a weight: before it all of the layer's arrive."""
         return self._by_layer(min, lambda _: True)
 
-    def arriving(self, wire: Wire) -> Bytes | None:
+    def arriving(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge in the message from which it is copied, before its layer's forward."""
-        return self._of_weight("arriving", wire, self._arriving)
+        return self._of_weight("arriving", edge, self._arriving)
 
-    def _arriving(self, wire: Wire) -> Bytes:
-        moved = self.tensors.communicated(wire) & ~self.tensors.gathered_alone(wire)
-        return np.where(moved, self.tensors.wire_ends(wire)[1][None, :], 0)
+    def _arriving(self, edge: TensorEdge) -> Bytes:
+        moved = self.tensors.communicated(edge) & ~self.tensors.gathered_alone(edge)
+        return np.where(moved, self.tensors.bytes_at_ends(edge)[1][None, :], 0)
 
-    def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
+    def on_way(self, edge: TensorEdge, forward: bool) -> Bytes | None:
         """Return the bytes of a prefetched parameter's edge: the whole weight, and the part that is sent."""
         if forward:
-            return self._of_weight("on way", wire, lambda wire: self._on_way(wire, self.tensors.communicated(wire)))
-        if not wire.tensor.regather:
+            return self._of_weight("on way", edge, lambda edge: self._on_way(edge, self.tensors.communicated(edge)))
+        if not edge.tensor.regather:
             return None
-        return self._of_weight("on way again", wire, lambda wire: self._on_way(wire, self.accumulation.each_time(wire)))
+        return self._of_weight("on way again", edge, lambda edge: self._on_way(edge, self.accumulation.each_time(edge)))
 
     def gathers(self, choices: Sequence[int]) -> bool:
         """Return whether any weight is gathered during a step under these choices."""
-        found = ((self.on_way(wire, True), wire) for wire in self.space.wires)
+        found = ((self.on_way(edge, True), edge) for edge in self.space.edges)
         return any(each is not None and each[choices[w.source], choices[w.target]] for each, w in found)
 
-    def unreduced(self, wire: Wire) -> Bytes | None:
+    def unreduced(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge between its call's backward and the layer's: its gradient."""
-        return self._of_weight("unreduced", wire, self._unreduced, True) if wire.tensor.requires_grad else None
+        return self._of_weight("unreduced", edge, self._unreduced, True) if edge.tensor.requires_grad else None
 
-    def last_made(self, wire: Wire) -> Bytes | None:
+    def last_made(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge, besides `unreduced`, if its gradient is its layer's last."""
-        return self._of_weight("last made", wire, self._last_made, True) if wire.tensor.requires_grad else None
+        return self._of_weight("last made", edge, self._last_made, True) if edge.tensor.requires_grad else None
 
-    def sent_off(self, wire: Wire) -> Bytes | None:
+    def sent_off(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a parameter's edge while its layer's gradients are reduced: its gradient as sent."""
-        return self._of_weight("sent off", wire, self._sent_off, True) if wire.tensor.requires_grad else None
+        return self._of_weight("sent off", edge, self._sent_off, True) if edge.tensor.requires_grad else None
 
     def _of_weight(
-        self, name: str, wire: Wire, make: Callable[[Wire], Bytes], of_gradient: bool = False
+        self, name: str, edge: TensorEdge, make: Callable[[TensorEdge], Bytes], of_gradient: bool = False
     ) -> Bytes | None:
-        if not self.space.is_weight(wire.source):
+        if not self.space.is_weight(edge.source):
             return None
-        found = self.tensors.cached((name, self.space.kind(wire)), lambda: make(wire))
-        if not self.accumulation.holds(wire):
+        found = self.tensors.cached((name, self.space.kind(edge)), lambda: make(edge))
+        if not self.accumulation.holds(edge):
             return found
         more = self.accumulation
-        each_time = more.reduced_each_time(wire) if of_gradient else more.each_time(wire)
-        return self.tensors.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
+        each_time = more.reduced_each_time(edge) if of_gradient else more.each_time(edge)
+        return self.tensors.cached((name, "each time", self.space.kind(edge)), lambda: np.where(each_time, found, 0))
 
-    def _gathered(self, wire: Wire) -> Bytes:
-        _, after = self.tensors.wire_ends(wire)
-        found = np.where(self.tensors.communicated(wire), after[None, :], 0)
-        strategies = self.space.decisions[wire.source].menu.strategies
-        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as saved
+    def _gathered(self, edge: TensorEdge) -> Bytes:
+        _, after = self.tensors.bytes_at_ends(edge)
+        found = np.where(self.tensors.communicated(edge), after[None, :], 0)
+        strategies = self.space.decisions[edge.source].candidates.strategies
+        found[np.array([strategy.saved for strategy in strategies])] = 0  # counted as saved
         return found
 
-    def _on_way(self, wire: Wire, gathered: np.ndarray) -> Bytes:
-        before, after = self.tensors.wire_ends(wire)
-        return np.where(gathered & self.tensors.only_gathers(wire), before[:, None] + after[None, :], 0)
+    def _on_way(self, edge: TensorEdge, gathered: np.ndarray) -> Bytes:
+        before, after = self.tensors.bytes_at_ends(edge)
+        return np.where(gathered & self.tensors.only_gathers(edge), before[:, None] + after[None, :], 0)
 
-    def _gathered_again(self, wire: Wire) -> Bytes:
-        _, after = self.tensors.wire_ends(wire)
-        return np.where(self.accumulation.each_time(wire), after[None, :], 0)
+    def _gathered_again(self, edge: TensorEdge) -> Bytes:
+        _, after = self.tensors.bytes_at_ends(edge)
+        return np.where(self.accumulation.each_time(edge), after[None, :], 0)
 
-    def _copied_out(self, wire: Wire) -> Bytes:
-        again = self._gathered_again(wire)
-        return np.where(self.tensors.gathered_alone(wire), 0, again) if again.any() else again
+    def _copied_out(self, edge: TensorEdge) -> Bytes:
+        again = self._gathered_again(edge)
+        return np.where(self.tensors.gathered_alone(edge), 0, again) if again.any() else again
 
-    def _unreduced(self, wire: Wire) -> Bytes:
-        _, after = self.tensors.wire_ends(wire)
-        return np.where(self.tensors.communicated(wire) | self.tensors.reduced(wire), after[None, :], 0)
+    def _unreduced(self, edge: TensorEdge) -> Bytes:
+        _, after = self.tensors.bytes_at_ends(edge)
+        return np.where(self.tensors.communicated(edge) | self.tensors.reduced(edge), after[None, :], 0)
 
-    def _last_made(self, wire: Wire) -> Bytes:
-        _, after = self.tensors.wire_ends(wire)
-        moves, reduced = self.tensors.communicated(wire), wire.tensor.reduced
+    def _last_made(self, edge: TensorEdge) -> Bytes:
+        _, after = self.tensors.bytes_at_ends(edge)
+        moves, reduced = self.tensors.communicated(edge), edge.tensor.reduced
         if reduced is None:
             return np.where(moves, after[None, :], 0)  # what is only summed lies where it is sent from
-        sent = after // wire.tensor.dtype.itemsize * reduced.itemsize
-        return np.where(moves | self.tensors.reduced(wire), sent[None, :], 0)
+        sent = after // edge.tensor.dtype.itemsize * reduced.itemsize
+        return np.where(moves | self.tensors.reduced(edge), sent[None, :], 0)
 
-    def _sent_off(self, wire: Wire) -> Bytes:
-        sent = self._last_made(wire)
-        if wire.tensor.reduced is not None or not sent.any():
+    def _sent_off(self, edge: TensorEdge) -> Bytes:
+        sent = self._last_made(edge)
+        if edge.tensor.reduced is not None or not sent.any():
             return sent
-        return np.where(self.tensors.sent_alone(wire), 0, sent)
+        return np.where(self.tensors.sent_alone(edge), 0, sent)

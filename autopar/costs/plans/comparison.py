@@ -13,11 +13,11 @@ from typing import Any, Literal
 from autopar.files.schema import Flag, ListOf, Maybe, OneOf, Real, Record, Table, Text, Whole
 from autopar.ir.sharding.mesh import MAX_AXES, Mesh
 
-Excluded = Literal["", "bound", "estimate", "room", "time", "error"]
+Excluded = Literal["", "bound", "estimate", "memory", "time", "error"]
 EXCLUDED: Mapping[str, str] = {
     "bound": "no better by a bound",
     "estimate": "clearly slower by an estimate",
-    "room": "no plan within the memory limit",
+    "memory": "no plan within the memory limit",
     "time": "not tried for lack of time",
     "error": "not possible",
 }
@@ -42,9 +42,9 @@ class Contender:
     """Bytes of tensors on a device at the peak."""
     is_planned: bool = False
     """True if it has a plan, and not an estimate alone."""
-    is_beside: bool = False
+    is_compared: bool = False
     """True for a plan that the user put next to the candidates."""
-    asked: str = ""
+    requested: str = ""
     """The recipe by which the user did."""
     estimate: float | None = None
     """Seconds by its estimate, which a plan may have, too."""
@@ -67,13 +67,13 @@ class Contender:
 
     @property
     def recipe(self) -> str:
-        """The candidate as `autopar plan --beside` takes it, and `--mesh` with the flags behind it.
+        """The candidate as `autopar plan --compare` takes it, and `--mesh` with the flags behind it.
 
         >>> Contender(Mesh({"pp": 2, "dp": 4}), 8, "1f1b").recipe
         'pp=2,dp=4 --microbatches 8 --schedule 1f1b'
         """
-        if self.asked:
-            return self.asked
+        if self.requested:
+            return self.requested
         words = [",".join(f"{name}={size}" for name, size in self.mesh.axes.items())]
         words += [f"--microbatches {self.microbatches}"] if self.microbatches > 1 else []
         words += [f"--schedule {self.schedule}"] if self.schedule else []
@@ -83,7 +83,7 @@ class Contender:
     @property
     def name(self) -> str:
         """The mesh, with what the user's recipe says besides how it runs."""
-        words = self.asked.split()[1:]
+        words = self.requested.split()[1:]
         pairs = zip(words[::2], words[1::2], strict=True)
         others = [
             f"{flag} {value}"
@@ -182,8 +182,8 @@ COMPARISON = Record(
                     "seconds": Maybe(_SECONDS),
                     "num_bytes": Maybe(Whole(0)),
                     "is_planned": Flag(),
-                    "is_beside": Flag(),
-                    "asked": Text(),
+                    "is_compared": Flag(),
+                    "requested": Text(),
                     "estimate": Maybe(_SECONDS),
                     "excluded": OneOf(("", *EXCLUDED)),
                     "reason": Text(),

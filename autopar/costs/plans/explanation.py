@@ -126,7 +126,7 @@ class Explanation(Generic[P]):
         return sum(reshard.seconds for reshard in self.reshards if reshard.inbound == inbound)
 
     def __str__(self) -> str:
-        sections = [self._head(), self._cost(), self._second(), self._memory(), self._others()]
+        sections = [self._head(), self._cost(), self._runner_up_text(), self._memory(), self._alternatives_text()]
         return "\n\n".join(section for section in sections if section)
 
     def _head(self) -> str:
@@ -134,10 +134,10 @@ class Explanation(Generic[P]):
         lines += [f"  input    {tensor}: {layout}" for tensor, layout in self.inputs]
         lines += [f"  output   {layout}" for layout in self.outputs]
         count = f"of {self.num_strategies} strategies"
-        lines.append(f"  choice   {count}" + ("" if self.num_allowed == self.num_strategies else self._left()))
+        lines.append(f"  choice   {count}" + ("" if self.num_allowed == self.num_strategies else self._left_text()))
         return "\n".join(lines)
 
-    def _left(self) -> str:
+    def _left_text(self) -> str:
         by = f" by {' and '.join(self.pinned_by)}" if self.pinned_by else ""
         return f", {self.num_allowed} left{by}"
 
@@ -162,7 +162,7 @@ class Explanation(Generic[P]):
         lines = [f"{format_bytes(count)} per device {what}" for count, what in held if count]
         return "\n".join([_table(table, ["what it costs in a step", "time", "moved"]), *lines])
 
-    def _second(self) -> str:
+    def _runner_up_text(self) -> str:
         if self.runner_up is None:
             return f"no runner-up: {self.reason}"
         second = self.runner_up
@@ -206,7 +206,7 @@ class Explanation(Generic[P]):
         step = f"{format_seconds(seconds)} ({saved})"
         return f"memory decides: without the limit it would be {strategy}, and the step {step}"
 
-    def _others(self) -> str:
+    def _alternatives_text(self) -> str:
         if not self.alternatives:
             return ""
         rows = [[f"{each.axis}={each.role}", *self._taken(each)] for each in self.alternatives]

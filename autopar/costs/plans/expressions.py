@@ -114,7 +114,7 @@ class _Reader:
         return PlanError(f"not a formula: found {here!r} at character {self.position}, needed {needed}.")
 
     def sum(self) -> Any:
-        value = -self.product() if self._takes("-") else self.product()
+        value = -self.product() if self._take_token("-") else self.product()
         while self.token in ("+", "-"):
             if self.advance() == "+":
                 value = self.numbers.checked(value + self.product())
@@ -133,7 +133,7 @@ class _Reader:
 
     def power(self) -> Any:
         value = self.atom()
-        if not self._takes("**"):
+        if not self._take_token("**"):
             return value
         if not self.token.isdecimal() or len(self.token) > 2 or int(self.token) > MAX_EXPONENT:
             raise self.unexpected(f"a whole exponent of at most {MAX_EXPONENT}")
@@ -143,7 +143,7 @@ class _Reader:
         if self.kind == "number" and len(self.token) <= MAX_DIGITS:
             digits = self.advance()
             return self.numbers.checked(self.numbers.of(int(digits) if digits.isdecimal() else float(digits)))
-        if self._takes("("):
+        if self._take_token("("):
             return self.closed()[0]
         if self.kind == "name" and self._calls():
             function = self.numbers.functions[self.advance()]
@@ -164,14 +164,14 @@ class _Reader:
         if self.nested > MAX_NESTED:
             raise self.unexpected(f"at most {MAX_NESTED} brackets in each other")
         found = [self.sum()]
-        while between and self._takes(between):
+        while between and self._take_token(between):
             found.append(self.sum())
-        if not self._takes(")"):
+        if not self._take_token(")"):
             raise self.unexpected(")")
         self.nested -= 1
         return found
 
-    def _takes(self, token: str) -> bool:
+    def _take_token(self, token: str) -> bool:
         """Return whether `token` comes next, and consume it if so."""
         if self.token != token:
             return False

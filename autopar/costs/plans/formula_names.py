@@ -5,7 +5,7 @@
 "last_host_over_dp"                              the seconds for which its ranks wait for the last host
 "exposed3x1_all_reduce_over_dp"                  the share of them that computing does not hide, of messages of three
                                                  parameters, moved once, by the `part` of each that moves
-"forward_computing", … (`BESIDE`)                compute and moves that overlap, which such shares name
+"forward_computing", … (`OVERLAPPED`)                compute and moves that overlap, which such shares name
 "whole"                                          a list of what must be whole
 "fixed: heads"                                   no formula: the reason why a symbol cannot vary
 """
@@ -31,7 +31,7 @@ SIDES = (
     ("forward_computing", "forward_latency", "weight_size"),
 )
 """Symbols of computation shared by all devices, latency on each, bytes moved: for gradients, for weights."""
-BESIDE = (*SIDES[0], *SIDES[1], "num_weights")
+OVERLAPPED = (*SIDES[0], *SIDES[1], "num_weights")
 MAX_RATE, MAX_TOGETHER = 1000, 2**19
 """Characters of the formula of a collective's seconds, which is computed for each call of it, and of all formulas."""
 _RATE = re.compile(rf"(?:exposed([0-9]{{1,6}})x([12])_)?({'|'.join((*COLLECTIVES, LAST_HOST))})_over_(\w+)")
@@ -67,7 +67,7 @@ def public(formulas: Mapping[str, str]) -> list[str]:
     return [name for name in formulas if name != WHOLE and not name.startswith(FIXED) and not is_rate(name)]
 
 
-def parts_of(formulas: Mapping[str, str]) -> list[str]:
+def whole_texts(formulas: Mapping[str, str]) -> list[str]:
     """Return the texts of what must be whole."""
     text = formulas[WHOLE].strip()
     if not (text.startswith("[") and text.endswith("]")):
@@ -79,11 +79,11 @@ def rates(formulas: Mapping[str, str], symbols: Mapping[str, Any], numbers: Numb
     """Return the times of collectives by their bytes, and exposed shares by parts, at these values of the symbols."""
 
     @functools.cache
-    def beside() -> dict[str, Any]:
-        return {name: evaluate(formulas[name], symbols, numbers) for name in BESIDE if name in formulas}
+    def overlapped() -> dict[str, Any]:
+        return {name: evaluate(formulas[name], symbols, numbers) for name in OVERLAPPED if name in formulas}
 
     def function(text: str) -> Callable[[Any], Any]:
-        return lambda given: evaluate(text, {**beside(), "bytes": given, "part": given}, numbers)
+        return lambda given: evaluate(text, {**overlapped(), "bytes": given, "part": given}, numbers)
 
     return {name: function(text) for name, text in formulas.items() if is_rate(name)}
 
@@ -112,7 +112,7 @@ def _check(
     if name.startswith(FIXED):
         return
     if name == WHOLE:
-        for part in parts_of(formulas):
+        for part in whole_texts(formulas):
             evaluate(part, values)
     elif is_rate(name):
         mesh.positions(rate_of(name)[1])

@@ -16,8 +16,8 @@ from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.plans.answers import Repriced
 from autopar.costs.plans.comparison import Comparison, comparison_of
 from autopar.costs.plans.decision_rows import Instant, KeptWhole, MemoryUse, PlanRow, row_of
-from autopar.costs.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
-from autopar.costs.plans.strategy_names import implementations_of, is_kept, layout_named
+from autopar.costs.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, in_current_words, refusing
+from autopar.costs.plans.strategy_names import implementations_of, is_saved, layout_named
 from autopar.costs.plans.views import view
 from autopar.costs.plans.workload import Workload, workload_of
 from autopar.errors import PlanError
@@ -103,7 +103,7 @@ class Plan:
     """"auto", "semi_auto", or "manual": the plan is what annotations say, and nothing was searched."""
     reduce_each: bool = False
     """True if each micro-batch reduces the gradients of sharded weights (ZeRO-2), and not the step (ZeRO-1)."""
-    dealing: tuple[str, ...] = ()
+    zigzag_axes: tuple[str, ...] = ()
     """Axes that zigzag-shard positions if they split them: causal attention divides its queries over such."""
     offload: Offloaded = "none"
     """Data on the host.
@@ -177,9 +177,9 @@ class Plan:
         """Predicted bytes of host memory for each device."""
         return sum(self.host.values())
 
-    def is_kept(self, parameter: str) -> bool:
+    def is_saved(self, parameter: str) -> bool:
         """Return whether a sharded parameter (its placeholder) stays gathered for the backward."""
-        return is_kept(self.choices.get(parameter, ""))
+        return is_saved(self.choices.get(parameter, ""))
 
     @property
     def implementations(self) -> frozenset[str]:
@@ -234,7 +234,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan from JSON text; PlanError, which names the field, where the text is no plan."""
         with refusing("plan", "Plan.save"):
-            values = read_json(text)
+            values = read_json(in_current_words(text))
         if isinstance(values, dict) and PIPELINE_FORMAT in values:
             raise PlanError("this is the plan of a pipeline, with a plan per stage; read it with PipelinePlan.load.")
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -260,7 +260,7 @@ class Plan:
         values["workload"] = workload_of(values.get("workload"))
         values["comparison"] = comparison_of(values.get("comparison"), values["mesh"].hardware)
         values["kept_whole"] = tuple(KeptWhole(**each) for each in values.get("kept_whole", ()))
-        values["notes"], values["dealing"] = tuple(values["notes"]), tuple(values.get("dealing", ()))
+        values["notes"], values["zigzag_axes"] = tuple(values["notes"]), tuple(values.get("zigzag_axes", ()))
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -302,23 +302,23 @@ class Plan:
         """Return the differences from this plan to another one; `print` shows them as tables."""
         return view("Plan.diff")(self, other)
 
-    def what_if(self, *said: str | Annotation, **options: Any) -> Plan:
+    def what_if(self, *specified: str | Annotation, **options: Any) -> Plan:
         """Return the plan with one more annotation on the model, as by `annotate(model, pattern, **options)`.
 
         >>> plan.what_if("layers.*.mlp.down_proj", tp="row")  # doctest: +SKIP
         """
-        return view("Plan.what_if")(self, said, options)
+        return view("Plan.what_if")(self, specified, options)
 
     def verify(self) -> Verification:
         """Check all that the plan claims, without solving; PlanError where a claim does not hold."""
         return view("Plan.verify")(self)
 
-    def beside(self, *others: Any) -> Plan:
+    def compared_with(self, *others: Any) -> Plan:
         """Return the plan with other plans next to its candidates, in its table and on its page.
 
         `others` are plans of the same model and batch, each a `Plan`, a `PipelinePlan`, or a `Contender`.
         """
-        return view("Plan.beside")(self, others)
+        return view("Plan.compared_with")(self, others)
 
     def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
         """Return a loaded plan with its model, so that its methods work; options as for `autopar.plan`."""

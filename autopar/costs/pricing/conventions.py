@@ -58,29 +58,29 @@ class MemoryConventions:
                 raise InputError(f"{name}={value!r}; give a whole number of bytes of at least 0, or None.")
 
     @classmethod
-    def of(cls, said: str | MemoryConventions) -> MemoryConventions:
+    def of(cls, conventions: str | MemoryConventions) -> MemoryConventions:
         """Return the conventions of a name, or those given; raise InputError for a name that is not known.
 
         >>> MemoryConventions.of("tensors").context_bytes
         0
         """
-        if isinstance(said, MemoryConventions):
-            return said
-        if said not in CONVENTIONS:
+        if isinstance(conventions, MemoryConventions):
+            return conventions
+        if conventions not in CONVENTIONS:
             raise InputError(
-                f"Memory(conventions={said!r}); give one of {', '.join(map(repr, CONVENTIONS))}, or an "
+                f"Memory(conventions={conventions!r}); give one of {', '.join(map(repr, CONVENTIONS))}, or an "
                 "autopar.MemoryConventions."
             )
-        return CONVENTIONS[said]
+        return CONVENTIONS[conventions]
 
     def reserved(self, hardware: Hardware, mesh: Mesh) -> Reserved:
         """Return what a device of a mesh, with the axis of a pipeline, holds besides tensors."""
-        each = _or(self.communicator_bytes, hardware.communicator_bytes)
+        each = _stated_or(self.communicator_bytes, hardware.communicator_bytes)
         return Reserved(
-            _or(self.allocator_factor, hardware.allocator_factor),
-            _or(self.context_bytes, hardware.context_bytes),
+            _stated_or(self.allocator_factor, hardware.allocator_factor),
+            _stated_or(self.context_bytes, hardware.context_bytes),
             each * num_communicators(mesh),
-            _or(self.workspace_bytes, hardware.workspace_bytes),
+            _stated_or(self.workspace_bytes, hardware.workspace_bytes),
         )
 
 
@@ -111,5 +111,5 @@ def num_communicators(mesh: Mesh) -> int:
     return axes if axes < 2 else axes + 1
 
 
-def _or(said: Number | None, otherwise: Number) -> Number:
-    return otherwise if said is None else said
+def _stated_or(conventions: Number | None, otherwise: Number) -> Number:
+    return otherwise if conventions is None else conventions

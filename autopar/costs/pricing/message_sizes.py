@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.costs.hardware.collectives import pieces
-from autopar.costs.hardware.overlap import NOTHING, Beside
+from autopar.costs.hardware.overlap import NOTHING, OverlappedWork
 from autopar.costs.hardware.profile import Hardware
 from autopar.ir.program.paths import layer_of, layer_or_owner
 from autopar.ir.program.program import Program, info_of
@@ -45,14 +45,14 @@ class Sharing:
 
     gathered: int = 1
     reduced: int = 1
-    beside: Beside = NOTHING
+    overlapped: OverlappedWork = NOTHING
     """Computation that overlaps the messages."""
 
 
 ALONE = Sharing()
 
 
-def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") -> dict[str, Sharing]:
+def sharing(program: Program, overlapped: OverlappedWork = NOTHING, waited_for: str = "") -> dict[str, Sharing]:
     """Return the sharing of each parameter that a call reads, by its placeholder.
 
     Beside its messages a program computes, but for those of one layer, which are waited for.
@@ -67,7 +67,7 @@ def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") ->
         weight: Sharing(
             in_layer[layer] if joined[layer] == layer else max(each, in_layer[layer]),
             each,
-            NOTHING if joined[layer] == waited_for else beside,
+            NOTHING if joined[layer] == waited_for else overlapped,
         )
         for weight, layer in layers.items()
     }

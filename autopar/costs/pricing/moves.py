@@ -105,7 +105,7 @@ class MovedTensor:
         for dim, size in enumerate(self.shape):
             axes = layout.axes_of(dim)
             parts = math.prod(sizes[axis] for axis in axes)
-            padded = not layout.is_dealt(dim) and dim in self.padded and len(axes) == 1 and size >= parts
+            padded = not layout.is_zigzag(dim) and dim in self.padded and len(axes) == 1 and size >= parts
             if size % layout.num_pieces(dim, sizes) and not (self.ragged or self.fixed or padded):
                 return False
         return True
@@ -116,8 +116,8 @@ class MovedTensor:
             return False
         if self.viewed and self.regather and self.requires_grad:
             return target is R or (source is I and target.is_split)
-        dealt_anew = source.is_split and source.dim == target.dim  # which goes by way of the whole
-        return not (self.fixed or (self.ragged and S(0) in (source, target)) or dealt_anew)
+        changes_order = source.is_split and source.dim == target.dim  # which goes by way of the whole
+        return not (self.fixed or (self.ragged and S(0) in (source, target)) or changes_order)
 
 
 def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
@@ -190,10 +190,10 @@ def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | 
         return None
     shared, elements = tensor.sharing, math.prod(tensor.shape)
     sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize
-    beside = shared.beside if leads else NOTHING
+    overlapped = shared.overlapped if leads else NOTHING
     if gathers:
-        return Message(shared.gathered, *sizes, 1 + tensor.regather, beside)
-    return Message(shared.reduced, *sizes, 1, beside)
+        return Message(shared.gathered, *sizes, 1 + tensor.regather, overlapped)
+    return Message(shared.reduced, *sizes, 1, overlapped)
 
 
 def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:

@@ -37,7 +37,7 @@ class HostStep:
     down: float
     host: float
     up: float
-    beside: bool
+    overlapped: bool
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class HostStep:
         The gradient's earlier copy (`before`) is hidden in the backward, and counts only if no parts overlap.
         """
         each = (self.down, self.host, self.up)
-        return max(each) if self.beside else self.before + sum(each)
+        return max(each) if self.overlapped else self.before + sum(each)
 
 
 def host_step(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> HostStep:
@@ -57,12 +57,12 @@ def host_step(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> Hos
     down, up = (size if master else 2 * size) - before, size
     cast = size + MASTER_BYTES + MASTER_BYTES + size if master else 0
     stepping = (master or size) * 3 + 2 * state + cast
-    beside = not hardware.is_host
-    if beside:
+    overlapped = not hardware.is_host
+    if overlapped:
         stepping += down + up
     share = hardware.host_memory_bytes_per_s / optimizer.offload.devices
     link = hardware.host_link_bytes_per_s
-    return HostStep(before / link, down / link, stepping / share, up / link, beside)
+    return HostStep(before / link, down / link, stepping / share, up / link, overlapped)
 
 
 def check_host(hardware: Hardware) -> None:

@@ -85,17 +85,23 @@ def step_transfers(
         return _gathers(info.shape, ITERATED, layout, mesh)
     long = 0 if info.shape[0] >= info.shape[1] else 1
     rows, columns = info.shape[long], info.shape[1 - long]
-    basis = _each(layout, long, S(1), S(0))
-    sums = _each(layout, long, S(0), P)
+    basis = _with_placements(layout, long, S(1), S(0))
+    sums = _with_placements(layout, long, S(0), P)
     inside = (rows, optimizer.rank)
     return (
-        *_gathers((columns, optimizer.rank), info.dtype, basis, mesh, _each(layout, long, I, S(0))),
-        *_changes(inside, info.dtype, sums, _each(layout, long, S(0), S(1)), mesh, range(len(layout))),
-        *_gathers(inside, info.dtype, _each(layout, long, S(0), S(1)), mesh, _each(layout, long, S(0), I)),
+        *_gathers((columns, optimizer.rank), info.dtype, basis, mesh, _with_placements(layout, long, I, S(0))),
+        *_changes(inside, info.dtype, sums, _with_placements(layout, long, S(0), S(1)), mesh, range(len(layout))),
+        *_gathers(
+            inside,
+            info.dtype,
+            _with_placements(layout, long, S(0), S(1)),
+            mesh,
+            _with_placements(layout, long, S(0), I),
+        ),
     )
 
 
-def _each(layout: Layout, long: int, on_long: Placement, on_short: Placement) -> Layout:
+def _with_placements(layout: Layout, long: int, on_long: Placement, on_short: Placement) -> Layout:
     """Return a layout with other placements on the axes that split the long dim of a matrix, and that split its short
     one.
     """

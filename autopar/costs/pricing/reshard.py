@@ -99,12 +99,12 @@ class ReshardTable:
     @functools.cached_property
     def forward_seconds(self) -> np.ndarray:
         """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
-        return _along(self._alone, self._forward)
+        return _sum_along_paths(self._alone, self._forward)
 
     @functools.cached_property
     def last_gather_seconds(self) -> np.ndarray:
         """Seconds of the last move of each of these paths if it is a gather; else 0."""
-        return _along(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
+        return _sum_along_paths(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
 
     @functools.cached_property
     def reduction_seconds(self) -> np.ndarray:
@@ -185,10 +185,10 @@ class ReshardTable:
 
 @functools.lru_cache(maxsize=4096)
 def reshard_table(
-    tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, dealt: frozenset[int] = frozenset()
+    tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, zigzag_dims: frozenset[int] = frozenset()
 ) -> ReshardTable:
     """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value."""
-    layouts = _layouts(tensor, dims, dealt, mesh)
+    layouts = _layouts(tensor, dims, zigzag_dims, mesh)
     local = _local_parts(layouts, tensor, mesh)
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
@@ -219,7 +219,7 @@ def reshard_table(
         gathers[i, j] = move.gathers
     ways = _all_pairs(alone)
     if copies.any():
-        ways = _Ways(ways.seconds + (1 - COPY_TIE) * _along(ways, copies), ways.following, ways.later)
+        ways = _Ways(ways.seconds + (1 - COPY_TIE) * _sum_along_paths(ways, copies), ways.following, ways.later)
     if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
     in_buckets = _led_by(leading, _all_pairs(following))
@@ -243,10 +243,10 @@ def _leading_ones(shape: Sequence[int]) -> int:
     return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
 
 
-def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
-    """Return every layout of the tensor that splits only `dims` and zigzag-shards only those of `dealt`."""
+def _layouts(tensor: MovedTensor, dims: frozenset[int], zigzag_dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+    """Return every layout of the tensor that splits only `dims` and zigzag-shards only those of `zigzag_dims`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
-    placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(dealt)))
+    placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(zigzag_dims)))
     candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
 
@@ -300,7 +300,7 @@ def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequenc
     return found
 
 
-def _along(ways: _Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
+def _sum_along_paths(ways: _Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
     """Sum something over the single moves on each way, or take the last one's; 0 where there is no way."""
     there = np.broadcast_to(np.arange(len(each)), each.shape)
     here, total = there.T, np.zeros(each.shape)

@@ -7,7 +7,7 @@ tokens.
 
 from __future__ import annotations
 
-from autopar.costs.space.space import ExpertRows, Space, Wire
+from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.calls import source_of
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
 from autopar.ir.program.program import tensor_inputs
@@ -19,31 +19,35 @@ ROWS, COUNTS, IDS = range(3)
 def rows_of_experts(space: Space) -> dict[int, ExpertRows]:
     """Decision → the rows that it takes and gives."""
     found: dict[int, ExpertRows] = {}
-    hubs = {wire.source: wire.target for wire in space.wires if _brings_counts_to_hub(space, wire)}
+    shared_reshards = {
+        edge.source: edge.target for edge in space.edges if _brings_counts_to_shared_reshard(space, edge)
+    }
     for number, decision in enumerate(space.decisions):
         if decision.kind != "call":
             continue
         if decision.node.target is DISPATCH:
-            counts = (hubs[number], 0) if number in hubs else (number, COUNTS)
+            counts = (shared_reshards[number], 0) if number in shared_reshards else (number, COUNTS)
             found[number] = ExpertRows(frozenset(), frozenset((ROWS, IDS)), *counts)
             continue
         sources = [(space.index[node.name], output) for node, output in map(source_of, tensor_inputs(decision.node))]
-        arriving = {place: found[n] for place, (n, output) in enumerate(sources) if _gives(found, n, output)}
+        arriving = {place: found[n] for place, (n, output) in enumerate(sources) if _gives_rows(found, n, output)}
         for rows in arriving.values():  # of one block, which has one decision on its counts
-            num_outputs = 0 if decision.node.target is COMBINE else len(decision.menu.strategies[0].outputs)
+            num_outputs = 0 if decision.node.target is COMBINE else len(decision.candidates.strategies[0].outputs)
             outputs = frozenset(range(num_outputs))
             found[number] = ExpertRows(frozenset(arriving), outputs, rows.counts, rows.position)
-    for wire in space.wires:
-        if space.decisions[wire.target].kind == "hub" and _gives(found, wire.source, wire.source_output):
-            rows = found[wire.source]
-            found[wire.target] = ExpertRows(frozenset((0,)), frozenset((0,)), rows.counts, rows.position)
+    for edge in space.edges:
+        if space.decisions[edge.target].kind == "shared_reshard" and _gives_rows(
+            found, edge.source, edge.source_output
+        ):
+            rows = found[edge.source]
+            found[edge.target] = ExpertRows(frozenset((0,)), frozenset((0,)), rows.counts, rows.position)
     return found
 
 
-def _gives(found: dict[int, ExpertRows], number: int, output: int) -> bool:
+def _gives_rows(found: dict[int, ExpertRows], number: int, output: int) -> bool:
     return number in found and output in found[number].outputs
 
 
-def _brings_counts_to_hub(space: Space, wire: Wire) -> bool:
-    source, target = space.decisions[wire.source], space.decisions[wire.target]
-    return source.node.target is DISPATCH and wire.source_output == COUNTS and target.kind == "hub"
+def _brings_counts_to_shared_reshard(space: Space, edge: TensorEdge) -> bool:
+    source, target = space.decisions[edge.source], space.decisions[edge.target]
+    return source.node.target is DISPATCH and edge.source_output == COUNTS and target.kind == "shared_reshard"

@@ -27,8 +27,8 @@ def notes_on_order(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
 
 
 def _note(space: Space, number: int, choice: int) -> str:
-    menu, sizes = space.decisions[number].menu, [space.mesh.size(axis) for axis in space.dealing]
-    strategy, bound = menu.strategies[choice], menu.bound
+    candidates, sizes = space.decisions[number].candidates, [space.mesh.size(axis) for axis in space.zigzag_axes]
+    strategy, bound = candidates.strategies[choice], candidates.bound
     axes = strategy.axes_by_factor(space.mesh).get(QUERIES, ())
     assert bound is not None
     positions, parts = bound.sizes[QUERIES], math.prod(map(space.mesh.size, axes))

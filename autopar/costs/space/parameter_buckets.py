@@ -22,7 +22,7 @@ from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.pricing.message_sizes import gathered_alone, joined_layers, layers_read, messages
 from autopar.costs.pricing.moves import is_gather
 from autopar.costs.pricing.reshard import ReshardPath
-from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.ir.program.program import info_of
 from autopar.ir.sharding.layout import I, Layout, R
 from autopar.ir.sharding.mesh import joined_name
@@ -73,7 +73,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    wire: Wire
+    edge: TensorEdge
     path: ReshardPath
     steps: tuple[BucketMove, ...]
     regather: bool
@@ -84,15 +84,15 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     """Every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
     layers, first_use = _layers(space), _first_uses(space)
-    for wire in sorted(space.wires, key=lambda wire: first_use(wire.target)):
-        if not space.is_weight(wire.source):
+    for edge in sorted(space.edges, key=lambda edge: first_use(edge.target)):
+        if not space.is_weight(edge.source):
             continue
-        path = space.path(wire, choices)
-        steps = _steps(space, wire, path)
+        path = space.path(edge, choices)
+        steps = _steps(space, edge, path)
         if steps:
             gathers = any(step.gathers for step in steps)
-            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, layers) if gathers else "")
-            key = (steps, wire.tensor.requires_grad, member.layer, wire.tensor.reduced)
+            member = _Member(edge, path, steps, any(path.regathered), _layer(space, edge, layers) if gathers else "")
+            key = (steps, edge.tensor.requires_grad, member.layer, edge.tensor.reduced)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
 
@@ -108,11 +108,11 @@ def axes_apart(backward: Iterable[Transfer]) -> tuple[str, ...]:
     return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
 
 
-def _steps(space: Space, wire: Wire, path: ReshardPath) -> tuple[BucketMove, ...]:
+def _steps(space: Space, edge: TensorEdge, path: ReshardPath) -> tuple[BucketMove, ...]:
     """Return the steps of a path that a bucket can take; none where the path has a move of another kind."""
     steps = []
     for number, move in enumerate(path.moves):
-        gathers = is_gather(move, wire.tensor)
+        gathers = is_gather(move, edge.tensor)
         reduces = move.source is I and move.target is R
         if not (gathers or reduces):
             return ()
@@ -125,7 +125,7 @@ def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
     """Cut a group into buckets; gathers stay one bucket per layer, but for weights that are gathered alone."""
 
     def num_bytes(member: _Member) -> int:
-        return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
+        return member.edge.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
 
     gathers = any(step.gathers for step in members[0].steps)
     if gathers:
@@ -143,15 +143,15 @@ def _is_alone(space: Space, member: _Member, num_bytes: int) -> bool:
 
 def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
     return Bucket(
-        sources=tuple(m.wire.source for m in members),
-        ends=tuple((m.wire.target, m.wire.target_input) for m in members),
+        sources=tuple(m.edge.source for m in members),
+        ends=tuple((m.edge.target, m.edge.target_input) for m in members),
         paths=tuple(m.path for m in members),
-        shapes=tuple(m.wire.tensor.shape for m in members),
+        shapes=tuple(m.edge.tensor.shape for m in members),
         layouts=tuple(m.path.moves[0].before for m in members),
         steps=members[0].steps,
         regathered=tuple(position for position, member in enumerate(members) if member.regather),
-        in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
-        reduced=members[0].wire.tensor.reduced,
+        in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].edge.target], members[0].edge),
+        reduced=members[0].edge.tensor.reduced,
         layer=members[0].layer,
     )
 
@@ -162,32 +162,32 @@ def late_casts(space: Space, buckets: Sequence[Bucket]) -> dict[int, torch.dtype
     They do where gradients are summed as the weight is stored: the sums are not rounded to the dtype of its use.
     """
     found: dict[int, torch.dtype] = {}
-    leaving = Counter(wire.source for wire in space.wires)
+    uses = Counter(edge.source for edge in space.edges)
     for bucket in buckets:
         for source in bucket.sources:
             decision = space.decisions[source]
-            if decision.name in space.weight_casts and leaving[source] == 1:
-                wire = space.inbound[source, 0]
-                if wire.tensor.dtype == bucket.reduced:
+            if decision.name in space.weight_casts and uses[source] == 1:
+                edge = space.inbound[source, 0]
+                if edge.tensor.dtype == bucket.reduced:
                     found[source] = info_of(decision.node).dtype
     return found
 
 
-def _makes_its_gradient(target: Decision, wire: Wire) -> bool:
+def _makes_its_gradient(target: Decision, edge: TensorEdge) -> bool:
     """Return whether the gradient that the call gives to the edge is a new tensor.
 
     It is for a product of matrices; other calls may pass on the gradient that came in.
     """
     is_product = target.kind == "call" and getattr(target.node.target, "_opname", "") in PRODUCTS
-    return is_product and len(wire.tensor.shape) > 1  # a bias may get the gradient that came in
+    return is_product and len(edge.tensor.shape) > 1  # a bias may get the gradient that came in
 
 
 def _first_uses(space: Space) -> Callable[[int], int]:
     """Return a function from a decision to the position of its first consuming call, through shared reshards."""
     after: dict[int, list[int]] = defaultdict(list)
-    for wire in space.wires:
-        if space.decisions[wire.source].kind == "hub":
-            after[wire.source].append(wire.target)
+    for edge in space.edges:
+        if space.decisions[edge.source].kind == "shared_reshard":
+            after[edge.source].append(edge.target)
 
     @cache
     def first_use(number: int) -> int:
@@ -202,6 +202,6 @@ def _layers(space: Space) -> dict[str, str]:
     return {placeholder: joined[layer] for placeholder, layer in layers_read(space.program).items()}
 
 
-def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:
-    source = space.decisions[wire.source].name
+def _layer(space: Space, edge: TensorEdge, layers: Mapping[str, str]) -> str:
+    source = space.decisions[edge.source].name
     return layers[space.weight_casts.get(source, source)]

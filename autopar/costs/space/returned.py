@@ -7,7 +7,7 @@
 
 "plain" gives a rank the samples that it was called with: all of them with inputs="whole". Beside a loss that the model
 computes, plain outputs are left in any layout, because most scripts read the loss alone; the runtime moves an output
-when it is first used. Scalars are whole in every mode, though a plan may leave a loss partial (`output_menu`).
+when it is first used. Scalars are whole in every mode, though a plan may leave a loss partial (`output_candidates`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import fx
 
 from autopar.costs.hardware.collectives import Transfer, transfer_seconds
 from autopar.costs.hardware.profile import Hardware
-from autopar.costs.space.menu import Menu, split_layouts, whole_menu
+from autopar.costs.space.call_candidates import Candidates, layout_candidates, split_layouts
 from autopar.ir.program.calls import source_of
 from autopar.ir.program.program import Program, TensorInfo
 from autopar.ir.sharding.layout import I, Layout, P, S, replicated
@@ -68,28 +68,30 @@ class Returned:
 AS_PLANNED, WHOLE = Returned("dtensor"), Returned("full")
 
 
-def output_menu(info: TensorInfo, wanted: Layout | None, free: bool, mesh: Mesh, hardware: Hardware) -> Menu:
+def output_candidates(
+    info: TensorInfo, wanted: Layout | None, free: bool, mesh: Mesh, hardware: Hardware
+) -> Candidates:
     """Return the candidates of an output that the user gets as `wanted`, or in any layout if `free`.
 
     A loss may stay partial: its gradient does not depend on the sum, which the runtime overlaps with the backward.
     """
     if not info.shape and info.requires_grad:
-        return _loss_menu(mesh, hardware)
-    return whole_menu(split_layouts(info, mesh) if free and info.shape else (wanted or replicated(mesh.ndim),))
+        return _loss_candidates(mesh, hardware)
+    return layout_candidates(split_layouts(info, mesh) if free and info.shape else (wanted or replicated(mesh.ndim),))
 
 
 @functools.lru_cache(maxsize=256)
-def _loss_menu(mesh: Mesh, hardware: Hardware) -> Menu:
+def _loss_candidates(mesh: Mesh, hardware: Hardware) -> Candidates:
     """Every layout of I and P, with the sum that makes it whole: once a step, in double precision."""
     layouts = tuple(map(Layout, itertools.product(*((I, P) if size > 1 else (I,) for size in mesh.sizes))))
-    menu, strategies = whole_menu(layouts), []
-    for layout, strategy in zip(layouts, menu.strategies, strict=True):
+    candidates, strategies = layout_candidates(layouts), []
+    for layout, strategy in zip(layouts, candidates.strategies, strict=True):
         partial = [axis for axis, placement in enumerate(layout) if placement is P]
         sums = (Transfer("all_reduce", joined_name(mesh.names, partial), SUM_BYTES, ahead=True),) if partial else ()
         waits = tuple(transfer_seconds(each, mesh, hardware) for each in sums)
         strategies.append(replace(strategy, transfers=sums, waits=waits))
     seconds = np.array([sum(each.waits, 0.0) for each in strategies])
-    return replace(menu, strategies=tuple(strategies), seconds=seconds)
+    return replace(candidates, strategies=tuple(strategies), seconds=seconds)
 
 
 def returned_values(program: Program) -> tuple[object, ...]:

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from autopar.costs.hardware.overlap import NOTHING, Beside
+from autopar.costs.hardware.overlap import NOTHING, OverlappedWork
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.pricing.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.costs.pricing.moves import MovedTensor
 from autopar.costs.pricing.optimizer import ADAMW, Optimizer
 from autopar.costs.pricing.optimizer_step import step_seconds
 from autopar.costs.pricing.reshard import ReshardPath, ReshardTable, reshard_table
-from autopar.costs.space.menu import Menu
+from autopar.costs.space.call_candidates import Candidates
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
@@ -37,7 +37,7 @@ class Decision:
     name: str
     kind: str
     """"call", "parameter", "buffer", "input", "output" or "hub"."""
-    menu: Menu
+    candidates: Candidates
     node: fx.Node
     roles: Mapping[str, str]
     """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
@@ -45,9 +45,9 @@ class Decision:
     def role(self, strategy: int, axis: int) -> str:
         """Return what the strategy does on a mesh axis, in the words of annotations and tables."""
         if self.kind != "call":
-            placement = repr(self.menu.strategies[strategy].outputs[0][axis])
+            placement = repr(self.candidates.strategies[strategy].outputs[0][axis])
             return self.roles.get(placement, placement)
-        choice = self.menu.strategies[strategy].choices[axis]
+        choice = self.candidates.strategies[strategy].choices[axis]
         *_, factor = factors_of(choice) or ("",)
         if not factor:
             return "partial" if choice.startswith(PASS_PARTIAL) else "replicated"
@@ -55,7 +55,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class TensorEdge:
     """A tensor on its way from output `source_output` of one decision to input `target_input` of another."""
 
     source: int
@@ -87,16 +87,16 @@ class Space:
     optimizer: Optimizer = ADAMW
     imbalance: float = 1.0
     """Rows of the busiest rank over the mean, where they are divided by expert."""
-    beside: Beside = NOTHING
+    overlapped: OverlappedWork = NOTHING
     """Computation of the model that overlaps with the moves of its parameters; the program may be one of its stages."""
     num_devices: int | None = None
     """Number of devices of all stages, if the program is one of a pipeline; None for those of the mesh."""
     conventions: MemoryConventions = OF_AUTOPAR
     """Conventions on the memory that a framework holds besides tensors of the program."""
     decisions: list[Decision] = field(default_factory=list)
-    wires: list[Wire] = field(default_factory=list)
+    edges: list[TensorEdge] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
-    inbound: dict[tuple[int, int], Wire] = field(default_factory=dict)
+    inbound: dict[tuple[int, int], TensorEdge] = field(default_factory=dict)
     """(decision, input position) → the edge that ends there."""
     weight_casts: dict[str, str] = field(default_factory=dict)
     """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
@@ -104,7 +104,7 @@ class Space:
     """(node name, output position) → roles of its dims."""
     rows: dict[int, ExpertRows] = field(default_factory=dict)
     """Calls and shared reshards that rows of experts pass."""
-    dealing: tuple[str, ...] = ()
+    zigzag_axes: tuple[str, ...] = ()
     """Mesh axes that zigzag-shard positions if they split them; the others have them in order."""
     rebuild: Callable[[Collection[str]], Space] | None = field(default=None, repr=False)
     """Lays the space out anew with other zigzag-sharding axes."""
@@ -117,9 +117,9 @@ class Space:
         self.decisions.append(decision)
         return len(self.decisions) - 1
 
-    def connect(self, wire: Wire) -> None:
-        self.wires.append(wire)
-        self.inbound[wire.target, wire.target_input] = wire
+    def connect(self, edge: TensorEdge) -> None:
+        self.edges.append(edge)
+        self.inbound[edge.target, edge.target_input] = edge
 
     def is_weight(self, number: int) -> bool:
         """Return whether a decision gives a parameter, as it is stored or cast for use."""
@@ -135,121 +135,129 @@ class Space:
         """Return the same space for an optimizer that takes the same parameters as matrices: other steps of
         parameters.
         """
-        menus: dict[int, Menu] = {}
+        by_identity: dict[int, Candidates] = {}
         decisions = list(self.decisions)
         for number, decision in enumerate(decisions):
-            menu = decision.menu
+            candidates = decision.candidates
             if decision.kind != "parameter":
                 continue
-            if id(menu) not in menus:
+            if id(candidates) not in by_identity:
                 info, matrix = decision.node.meta["tensor"], self.is_matrix(number)
                 steps = [
                     step_seconds(info, each.outputs[0], self.mesh, self.hardware, optimizer, matrix) + sum(each.waits)
-                    for each in menu.strategies
+                    for each in candidates.strategies
                 ]
-                menus[id(menu)] = replace(menu, seconds=np.array(steps))
-            decisions[number] = replace(decision, menu=menus[id(menu)])
+                by_identity[id(candidates)] = replace(candidates, seconds=np.array(steps))
+            decisions[number] = replace(decision, candidates=by_identity[id(candidates)])
         return replace(self, optimizer=optimizer, decisions=decisions)
 
-    def dealing_over(self, axes: Collection[str]) -> Space:
+    def with_zigzag_axes(self, axes: Collection[str]) -> Space:
         """Return the space in which these axes zigzag-shard positions, and no others."""
-        if set(axes) == set(self.dealing):
+        if set(axes) == set(self.zigzag_axes):
             return self
         assert self.rebuild is not None, "a space that was not built"
         space = self.rebuild(axes)
         space = space if space.optimizer == self.optimizer else space.with_optimizer(self.optimizer)
-        return space.waiting_for(dict(self.beside.waited)) if self.beside.waited else space
+        return space.waiting_for(dict(self.overlapped.waited)) if self.overlapped.waited else space
 
     def waiting_for(self, shares: Mapping[str, float]) -> Space:
-        """Return the same space in which computing hides so little of weights' collectives (`Beside.waited`)."""
-        waited = replace(self.beside, waited=tuple(sorted(shares.items())))
+        """Return the same space in which computing hides so little of weights' collectives
+        (`OverlappedWork.waited`).
+        """
+        waited = replace(self.overlapped, waited=tuple(sorted(shares.items())))
         known: dict[MovedTensor, MovedTensor] = {}
 
-        def changed(wire: Wire) -> Wire:
-            tensor = wire.tensor
-            if tensor.sharing.beside == NOTHING:
-                return wire
+        def changed(edge: TensorEdge) -> TensorEdge:
+            tensor = edge.tensor
+            if tensor.sharing.overlapped == NOTHING:
+                return edge
             if tensor not in known:
-                known[tensor] = replace(tensor, sharing=replace(tensor.sharing, beside=waited))
-            return replace(wire, tensor=known[tensor])
+                known[tensor] = replace(tensor, sharing=replace(tensor.sharing, overlapped=waited))
+            return replace(edge, tensor=known[tensor])
 
-        wires = list(map(changed, self.wires))
-        inbound = {(wire.target, wire.target_input): wire for wire in wires}
-        return replace(self, beside=waited, wires=wires, inbound=inbound)
+        edges = list(map(changed, self.edges))
+        inbound = {(edge.target, edge.target_input): edge for edge in edges}
+        return replace(self, overlapped=waited, edges=edges, inbound=inbound)
 
     def is_matrix(self, number: int) -> bool:
         """Return whether the optimizer treats a parameter as a matrix."""
         node = self.decisions[number].node
         return self.optimizer.takes(self.program.parameter_names[node.name], node.meta["tensor"])
 
-    def rows_on(self, wire: Wire) -> ExpertRows | None:
+    def rows_on(self, edge: TensorEdge) -> ExpertRows | None:
         """Return the expert rows at the end of an edge, if it brings any."""
-        rows = self.rows.get(wire.target)
-        return rows if rows is not None and wire.target_input in rows.inputs else None
+        rows = self.rows.get(edge.target)
+        return rows if rows is not None and edge.target_input in rows.inputs else None
 
     def ranks_by_expert(self, rows: ExpertRows, choice: int) -> int:
         """Over how many ranks rows are divided by expert, by the strategy of the decision on their counts."""
-        layout = self.decisions[rows.counts].menu.strategies[choice].outputs[rows.position]
+        layout = self.decisions[rows.counts].candidates.strategies[choice].outputs[rows.position]
         return math.prod(size for size, each in zip(self.mesh.sizes, layout, strict=True) if each.is_split)
 
-    def excess(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
+    def uneven_share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
         """Return the rows of the busiest rank beyond an equal share, in shares: 0.5 if it has 1.5 times its share.
 
         At most all rows that are divided by expert may come to one rank. `imbalance` is that of the space unless it is
         given.
         """
-        asked = self.imbalance if imbalance is None else imbalance
-        return 0.0 if rows is None or asked == 1 else self.excess_at(rows, choices[rows.counts], asked)
+        requested = self.imbalance if imbalance is None else imbalance
+        return 0.0 if rows is None or requested == 1 else self.uneven_share_at(rows, choices[rows.counts], requested)
 
-    def excess_at(self, rows: ExpertRows, choice: int, imbalance: float) -> float:
+    def uneven_share_at(self, rows: ExpertRows, choice: int, imbalance: float) -> float:
         """The same by the strategy of the decision on the counts."""
         return min(imbalance, self.ranks_by_expert(rows, choice)) - 1.0
 
     def share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
         """Return the ratio of the busiest rank's rows to its share, by which their cost grows; 1 for other tensors."""
-        return 1.0 + self.excess(rows, choices, imbalance)
+        return 1.0 + self.uneven_share(rows, choices, imbalance)
 
-    def table(self, wire: Wire, kept: bool = False) -> ReshardTable:
+    def table(self, edge: TensorEdge, saved: bool = False) -> ReshardTable:
         """Return the reshard table with every layout that either end of the edge may have.
 
-        `kept` is the table of a parameter that is not gathered again in the backward.
+        `saved` is the table of a parameter that is not gathered again in the backward.
         """
-        menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
-        dims, dealt = _split_dims(menus[0], wire.source_output, menus[1], wire.target_input)
-        tensor = replace(wire.tensor, regather=False) if kept and wire.tensor.regather else wire.tensor
-        return reshard_table(tensor, dims, self.mesh, self.hardware, dealt)
+        by_identity = self.decisions[edge.source].candidates, self.decisions[edge.target].candidates
+        dims, zigzag_dims = _split_dims(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
+        tensor = replace(edge.tensor, regather=False) if saved and edge.tensor.regather else edge.tensor
+        return reshard_table(tensor, dims, self.mesh, self.hardware, zigzag_dims)
 
-    def reshard_seconds(self, wire: Wire) -> np.ndarray:
+    def reshard_seconds(self, edge: TensorEdge) -> np.ndarray:
         """Return the seconds of the reshard for every pair of strategies at the two ends of an edge."""
-        table = self.table(wire)
-        rows = [table.index[layout] for layout in self.source_layouts(wire)]
-        columns = [table.index[layout] for layout in self.target_layouts(wire)]
+        table = self.table(edge)
+        rows = [table.index[layout] for layout in self.source_layouts(edge)]
+        columns = [table.index[layout] for layout in self.target_layouts(edge)]
         seconds = table.seconds[np.ix_(rows, columns)]
-        kept = [i for i, s in enumerate(self.decisions[wire.source].menu.strategies) if s.kept]
-        if kept:
-            other = self.table(wire, kept=True)
-            seconds[kept] = other.seconds[np.ix_([rows[i] for i in kept], columns)]
-        between_hubs = self.decisions[wire.target].kind == "hub"  # those of one kind may, whatever others do
-        if wire.target_input == 0 and self.decisions[wire.source].kind == "hub" and not between_hubs:
-            seconds = self._moved_together(wire, seconds)
+        saved = [i for i, s in enumerate(self.decisions[edge.source].candidates.strategies) if s.saved]
+        if saved:
+            other = self.table(edge, saved=True)
+            seconds[saved] = other.seconds[np.ix_([rows[i] for i in saved], columns)]
+        between_shared_reshards = (
+            self.decisions[edge.target].kind == "shared_reshard"
+        )  # those of one kind may, whatever others do
+        if (
+            edge.target_input == 0
+            and self.decisions[edge.source].kind == "shared_reshard"
+            and not between_shared_reshards
+        ):
+            seconds = self._moved_together(edge, seconds)
         return seconds
 
-    def forward_seconds(self, wire: Wire, travelling: bool = False) -> np.ndarray:
+    def forward_seconds(self, edge: TensorEdge, travelling: bool = False) -> np.ndarray:
         """Return the seconds of the forward collectives of an activation's edge, by the strategies at its ends.
 
         `travelling`: a gather at its end overlaps with compute, which loses the share of the device that it takes.
         """
-        table = self.table(wire)
-        rows = [table.index[layout] for layout in self.source_layouts(wire)]
-        columns = [table.index[layout] for layout in self.target_layouts(wire)]
+        table = self.table(edge)
+        rows = [table.index[layout] for layout in self.source_layouts(edge)]
+        columns = [table.index[layout] for layout in self.target_layouts(edge)]
         found = table.forward_seconds[np.ix_(rows, columns)]
         if not travelling:
             return found
         return found - (1 - self.hardware.communication_share) * table.last_gather_seconds[np.ix_(rows, columns)]
 
-    def _moved_together(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
+    def _moved_together(self, edge: TensorEdge, seconds: np.ndarray) -> np.ndarray:
         """Return the seconds between a shared reshard and a consumer; its consumers move a tensor together or never."""
-        source, target = (self.decisions[end].menu.strategies for end in (wire.source, wire.target))
+        source, target = (self.decisions[end].candidates.strategies for end in (edge.source, edge.target))
         if not any(each.shared for each in (*source, *target)):
             return seconds
         fits = [
@@ -257,34 +265,36 @@ class Space:
         ]
         return np.where(fits, seconds, np.inf)
 
-    def source_layouts(self, wire: Wire) -> list[Layout]:
-        return [s.outputs[wire.source_output] for s in self.decisions[wire.source].menu.strategies]
+    def source_layouts(self, edge: TensorEdge) -> list[Layout]:
+        return [s.outputs[edge.source_output] for s in self.decisions[edge.source].candidates.strategies]
 
-    def target_layouts(self, wire: Wire) -> list[Layout]:
-        return [s.inputs[wire.target_input] for s in self.decisions[wire.target].menu.strategies]
+    def target_layouts(self, edge: TensorEdge) -> list[Layout]:
+        return [s.inputs[edge.target_input] for s in self.decisions[edge.target].candidates.strategies]
 
-    def path(self, wire: Wire, choices: Sequence[int]) -> ReshardPath:
+    def path(self, edge: TensorEdge, choices: Sequence[int]) -> ReshardPath:
         """Return the reshard along an edge under the choices at its two ends."""
-        source = self.decisions[wire.source].menu.strategies[choices[wire.source]]
-        target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
-        return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
+        source = self.decisions[edge.source].candidates.strategies[choices[edge.source]]
+        target = self.decisions[edge.target].candidates.strategies[choices[edge.target]].inputs[edge.target_input]
+        return self.table(edge, source.saved).path(source.outputs[edge.source_output], target)
 
-    def kind(self, wire: Wire) -> int:
+    def kind(self, edge: TensorEdge) -> int:
         """Return a number shared by edges that move alike: same candidates and positions at both ends, same tensor."""
-        end = wire.target, wire.target_input
+        end = edge.target, edge.target_input
         if end not in self._kinds:
-            menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
-            alike = id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor
+            by_identity = self.decisions[edge.source].candidates, self.decisions[edge.target].candidates
+            alike = id(by_identity[0]), edge.source_output, id(by_identity[1]), edge.target_input, edge.tensor
             self._kinds[end] = self._numbers.setdefault(alike, len(self._numbers))
         return self._kinds[end]
 
     def unruled(self) -> dict[str, str]:
         """Calls that run replicated because no rule fits them, with the reason."""
-        return {d.name: d.menu.reason for d in self.decisions if d.menu.reason}
+        return {d.name: d.candidates.reason for d in self.decisions if d.candidates.reason}
 
 
 @functools.lru_cache(maxsize=16384)
-def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple[frozenset[int], frozenset[int]]:
+def _split_dims(
+    source: Candidates, output: int, target: Candidates, position: int
+) -> tuple[frozenset[int], frozenset[int]]:
     """Return the dims that some strategy at either end splits in order, and those that one zigzag-shards.
 
     Candidates are shared by equal calls and hashed by identity.
@@ -297,7 +307,7 @@ def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple
 def stores_dtensors(space: Space, choices: Sequence[int]) -> bool:
     """Return whether parameters are DTensors: all of them are if any is stored in parts."""
     return any(
-        decision.kind == "parameter" and decision.menu.strategies[choice].outputs[0].is_split
+        decision.kind == "parameter" and decision.candidates.strategies[choice].outputs[0].is_split
         for decision, choice in zip(space.decisions, choices, strict=True)
     )
 
@@ -313,9 +323,9 @@ def without_gradient(space: Space) -> frozenset[int]:
     if not reached:
         return frozenset()
     inbound: dict[int, list[int]] = defaultdict(list)
-    for wire in space.wires:
-        if wire.tensor.requires_grad:
-            inbound[wire.target].append(wire.source)
+    for edge in space.edges:
+        if edge.tensor.requires_grad:
+            inbound[edge.target].append(edge.source)
     waiting = list(reached)
     while waiting:
         more = set(inbound[waiting.pop()]) - reached

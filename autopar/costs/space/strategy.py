@@ -37,11 +37,11 @@ class Strategy:
     """
     regathering: Strategy | None = None
     """The same by the variant of the implementation that gathers again in the backward; None if it has none."""
-    kept: bool = False
+    saved: bool = False
     """A parameter that is stored in parts: once gathered it is saved for the backward, not gathered again there."""
 
     def __str__(self) -> str:
-        return strategy_name(self.choices, self.kept, self.implementation.name)
+        return strategy_name(self.choices, self.saved, self.implementation.name)
 
     @property
     def implemented(self) -> bool:
@@ -68,8 +68,8 @@ class Strategy:
             for factor, size in sizes.items()
         }
         if self.zigzag:
-            dealt = self.dealt_by(mesh)
-            local.update((ZIGZAG + each, 1 + (len(dealt[each]) < len(axes[each]))) for each in self.zigzag)
+            axes_of = self.zigzag_by(mesh)
+            local.update((ZIGZAG + each, 1 + (len(axes_of[each]) < len(axes[each]))) for each in self.zigzag)
         for size, choice in zip(mesh.sizes, self.choices, strict=True):
             for factor in factors_of(choice)[1:]:
                 local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
@@ -83,7 +83,7 @@ class Strategy:
                 found[factor] = (*found.get(factor, ()), name)
         return found
 
-    def dealt_by(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    def zigzag_by(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         """Return zigzag-sharded factors → the names of the mesh axes that shard them, outer first."""
         found: dict[str, tuple[str, ...]] = {}
         for axis, (name, choice) in enumerate(zip(mesh.names, self.choices, strict=True)):

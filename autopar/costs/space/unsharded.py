@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from autopar.costs.hardware.overlap import Beside, Pass
+from autopar.costs.hardware.overlap import OverlappedWork, Pass
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.pricing.operations import backward_share, bandwidth, flops, forward_seconds
 from autopar.costs.pricing.product_efficiency import full_rate_flops, sides_of
@@ -20,9 +20,9 @@ from autopar.ir.sharding.rule import BoundRule
 from autopar.strategies.roles import RoledProgram
 
 
-def beside_of(program: Program, hardware: Hardware) -> Beside:
+def overlapped_of(program: Program, hardware: Hardware) -> OverlappedWork:
     """Return the computation and moves of all calls and parameters; cached by program and hardware."""
-    known: dict[Hardware, Beside] = program.facts.setdefault("beside", {})
+    known: dict[Hardware, OverlappedWork] = program.facts.setdefault("beside", {})
     if hardware not in known:
         counts = Counter(each.ruled for each in RoledProgram.of(program).calls.values() if not is_view(each.call))
         computed = [
@@ -33,7 +33,7 @@ def beside_of(program: Program, hardware: Hardware) -> Beside:
         gathered = sum(elements * used.itemsize for elements, used, _ in weights)
         summed = sum(elements * dtype.itemsize for elements, _, dtype in weights if dtype is not None)
         backward = sum(count * share for count, _, share in computed)
-        known[hardware] = Beside(
+        known[hardware] = OverlappedWork(
             Pass(sum(n * seconds for n, seconds, _ in computed), counts.total() * hardware.op_latency_s, gathered),
             Pass(sum(n * seconds * share for n, seconds, share in computed), backward * hardware.op_latency_s, summed),
             len(weights),

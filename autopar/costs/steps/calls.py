@@ -40,7 +40,7 @@ class Calls:
     def begin_ahead(self, numbers: Iterable[int]) -> None:
         """Issue what calls have begun in front of the forward."""
         for number in numbers:
-            for each in self.space.decisions[number].menu.strategies[self.choices[number]].transfers:
+            for each in self.space.decisions[number].candidates.strategies[self.choices[number]].transfers:
                 if each.ahead:
                     self._ahead[number].append(self.tasks.issue(each, self.space.decisions[number].name))
 
@@ -48,46 +48,46 @@ class Calls:
         """Issue the sums of outputs that ranks have parts of, for which the user waits."""
         for number, decision in enumerate(self.space.decisions):
             if decision.kind == "output":
-                for each in decision.menu.strategies[self.choices[number]].transfers:
+                for each in decision.candidates.strategies[self.choices[number]].transfers:
                     self.tasks.issue(each, decision.name)
 
     def run(self, number: int, backward: bool) -> None:
         """Add the tasks of a call in one pass: what it computes, and what it moves overlapped with or after that."""
         decision, choice = self.space.decisions[number], self.choices[number]
         strategy = self.memory.second_forward.running(number, self.choices, self.modes)
-        call, op = decision.menu.call, decision.menu.op
-        bound = decision.menu.bound
+        call, op = decision.candidates.call, decision.candidates.op
+        bound = decision.candidates.bound
         share = self.space.share(self.space.rows.get(number), self.choices)
-        seconds = forward = float(decision.menu.forward_seconds[choice])
+        seconds = forward = float(decision.candidates.forward_seconds[choice])
         launches = 1
         if backward:
-            chosen = decision.menu.strategies[choice]
-            seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(chosen.waits))
+            chosen = decision.candidates.strategies[choice]
+            seconds = max(0.0, float(decision.candidates.seconds[choice]) - forward - sum(chosen.waits))
             launches = backward_launches(call, op) if call is not None and op is not None else 0
         if not launches:
             return
         if call is not None and is_view(call) and not self.space.hardware.launch_s:
             seconds += self.space.hardware.op_latency_s
-        own = _together([each for each in strategy.transfers if each.backward == backward and not each.ahead])
-        beside = 0.0
+        own = _grouped_transfers([each for each in strategy.transfers if each.backward == backward and not each.ahead])
+        overlapped = 0.0
         if strategy.implemented and call is not None and bound is not None:
             local = strategy.local_sizes(bound.sizes, self.space.mesh)
             launches *= strategy.implementation.launches(call, local)
-            beside = strategy.implementation.hidden_share(call, local) if own else 0.0
+            overlapped = strategy.implementation.hidden_share(call, local) if own else 0.0
         running = [
-            self.tasks.issue(each, decision.name, times=share * beside * count, launches=count)
+            self.tasks.issue(each, decision.name, times=share * overlapped * count, launches=count)
             for each, count in own
-            if beside
+            if overlapped
         ]
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
-        if beside < 1 and not (backward and number in self.unused):
+        if overlapped < 1 and not (backward and number in self.unused):
             for each, count in own:
-                self.tasks.move([each], decision.name, share * (1 - beside) * count, 1 - beside, count)
+                self.tasks.move([each], decision.name, share * (1 - overlapped) * count, 1 - overlapped, count)
         self.tasks.wait(self._ahead.pop(number, ()))
 
 
-def _together(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
+def _grouped_transfers(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
     """Return the transfers of a call with a count: of many, as of a long ring, equal ones in a row are one task."""
     if len(transfers) <= MOST_APART:
         return [(each, 1) for each in transfers]

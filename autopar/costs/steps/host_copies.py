@@ -33,10 +33,10 @@ class HostCopies:
         if OFFLOAD not in modes.values():
             return
         copies, lifetimes = memory.host_copies, memory.lifetimes
-        self._bytes = {number: copies.leaving(number, choices, modes) for number in lifetimes.calls}
-        for wire in memory.space.wires:
-            if num_bytes := copies.leaving_on(wire, choices, modes):
-                self._bytes[lifetimes.calls[lifetimes.position[wire.target]]] += num_bytes
+        self._bytes = {number: copies.offloaded(number, choices, modes) for number in lifetimes.calls}
+        for edge in memory.space.edges:
+            if num_bytes := copies.offloaded_on(edge, choices, modes):
+                self._bytes[lifetimes.calls[lifetimes.position[edge.target]]] += num_bytes
         for number, num_bytes in self._bytes.items():
             if num_bytes:
                 self._whole[lifetimes.segment[number]] += num_bytes
@@ -70,4 +70,4 @@ class HostCopies:
         if self._memory.space.hardware.is_host:
             self._tasks.compute(stream, seconds, row)
             return []
-        return [self._tasks.beside(stream, stream, seconds, row, behind=behind)]
+        return [self._tasks.overlapped(stream, stream, seconds, row, behind=behind)]

@@ -29,11 +29,11 @@ class HostSteps:
         """The gradient of a parameter is there, and leaves, where gradients do."""
         if not self._space.optimizer.sends_gradients:
             return
-        row, (elements, step) = self._space.decisions[number].name, self._of(number)
+        row, (elements, step) = self._space.decisions[number].name, self._host_step_of(number)
         if self._space.hardware.is_host:
             self._tasks.compute(DOWN, elements * step.before, row)
         else:
-            self._left[number] = self._tasks.beside(DOWN, DOWN, elements * step.before, row)
+            self._left[number] = self._tasks.overlapped(DOWN, DOWN, elements * step.before, row)
         if self._space.optimizer.in_backward:
             self._step(number)
 
@@ -43,20 +43,20 @@ class HostSteps:
             self._step(number)
 
     def _step(self, number: int) -> None:
-        row, (elements, step) = self._space.decisions[number].name, self._of(number)
+        row, (elements, step) = self._space.decisions[number].name, self._host_step_of(number)
         if self._space.hardware.is_host:
             each = elements * (step.seconds - step.before)
             self._tasks.compute("optimizer", each + self._space.hardware.op_latency_s, row)
             return
         behind = [self._left[number]] if number in self._left else []
         if step.down:
-            behind.append(self._tasks.beside(DOWN, DOWN, elements * step.down, row))
+            behind.append(self._tasks.overlapped(DOWN, DOWN, elements * step.down, row))
         stepping = elements * step.host + self._space.hardware.op_latency_s
-        host = self._tasks.beside(HOST, HOST, stepping, row, behind=behind)
-        self._tasks.beside(UP, UP, elements * step.up, row, [host])
+        host = self._tasks.overlapped(HOST, HOST, stepping, row, behind=behind)
+        self._tasks.overlapped(UP, UP, elements * step.up, row, [host])
 
-    def _of(self, number: int) -> tuple[int, HostStep]:
+    def _host_step_of(self, number: int) -> tuple[int, HostStep]:
         """Return the elements of a parameter on a device, and what each of them takes."""
         decision, space = self._space.decisions[number], self._space
-        info, layout = decision.node.meta["tensor"], decision.menu.strategies[self._choices[number]].outputs[0]
+        info, layout = decision.node.meta["tensor"], decision.candidates.strategies[self._choices[number]].outputs[0]
         return local_elements(info, layout, space.mesh.sizes), host_step(info, space.hardware, space.optimizer)

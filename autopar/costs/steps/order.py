@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.costs.pricing.message_sizes import joined_layers, layers_in_order
 from autopar.costs.pricing.reshard import ReshardPath
 from autopar.costs.space.parameter_buckets import Bucket, buckets_of
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.calls import is_call, module_of
 from autopar.ir.program.paths import layer_of
 from autopar.ir.program.program import tensor_inputs
@@ -32,7 +32,7 @@ class Call:
 class Moved:
     """Tensor of an edge that is resharded to the layout its target takes."""
 
-    wire: Wire
+    edge: TensorEdge
     path: ReshardPath
     layer: int | None
 
@@ -104,18 +104,18 @@ class _Walk:
             if not bucket.at_entry and id(bucket) not in self.begun:
                 self._bucket(bucket)
             return
-        wire = self.space.inbound[number, position]
-        self._value(wire.source, layer)
-        path = self._path(wire)
+        edge = self.space.inbound[number, position]
+        self._value(edge.source, layer)
+        path = self._path(edge)
         if path.moves:
-            self.entries.append(Moved(wire, path, layer))
+            self.entries.append(Moved(edge, path, layer))
 
     def _value(self, number: int, layer: int | None) -> None:
         """Provide a decision's output; shared reshards and casts of weights are emitted when first used."""
         decision = self.space.decisions[number]
         if decision.name in self.space.weight_casts:
             self._call(number)
-        elif decision.kind == "hub" and number not in self.there:
+        elif decision.kind == "shared_reshard" and number not in self.there:
             self.there.add(number)
             self._input(number, 0, layer)
 
@@ -126,8 +126,8 @@ class _Walk:
             self._value(source, layer)
         self.entries.append(Gathered(bucket, layer))
 
-    def _path(self, wire: Wire) -> ReshardPath:
-        key = self.space.kind(wire), self.choices[wire.source], self.choices[wire.target]
+    def _path(self, edge: TensorEdge) -> ReshardPath:
+        key = self.space.kind(edge), self.choices[edge.source], self.choices[edge.target]
         if key not in self.paths:
-            self.paths[key] = self.space.path(wire, self.choices)
+            self.paths[key] = self.space.path(edge, self.choices)
         return self.paths[key]

@@ -52,7 +52,7 @@ class ReductionSeconds:
     """Seconds of the reductions on one communicator, one after the other, for the communicator that has the most."""
 
 
-def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: Send) -> MicrobatchSeconds:
+def overlapped_with_sends(tasks: Sequence[Task], share: float, forward: Send, backward: Send) -> MicrobatchSeconds:
     """Return the seconds of a micro-batch's tasks, overlapped with its stage's sends.
 
     Args:
@@ -69,7 +69,7 @@ def beside_sends(tasks: Sequence[Task], share: float, forward: Send, backward: S
     return MicrobatchSeconds(ends[0], ends[1] - ends[0], of_output, of_gradient)
 
 
-def reduced_beside(
+def reduced_overlapped(
     tasks: Sequence[Task], share: float, forward: Send, backward: Send, of_weights: float | None = None
 ) -> ReductionSeconds:
     """Return the seconds of a stage's last reductions, overlapped with its backward and its sends.
@@ -141,4 +141,4 @@ def _with_sends(tasks: Sequence[Task], forward: Send, backward: Send) -> list[Ta
 
 
 def _task(send: Send, phase: str, after: tuple[int, ...]) -> Task:
-    return Task("send", STREAM, send.seconds, phase, after=after, links=send.links, beside=True)
+    return Task("send", STREAM, send.seconds, phase, after=after, links=send.links, overlapped=True)

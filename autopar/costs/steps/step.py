@@ -32,7 +32,7 @@ from autopar.costs.steps.host_steps import HostSteps
 from autopar.costs.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.costs.steps.tasks import Tasks
 from autopar.costs.steps.uses import Uses
-from autopar.costs.steps.weights import Backward, Messages, Reductions, Regathered, of_sums
+from autopar.costs.steps.weights import Backward, BucketMessages, Reductions, Regathered, of_sums
 from autopar.costs.timeline.simulation import simulate
 from autopar.costs.timeline.values import Task, Timeline
 
@@ -104,15 +104,15 @@ class _Step:
         casts = late_casts(self.space, (*gathered, *order.reduced))
         every = {id(bucket): range(len(bucket.ends)) for bucket in (*gathered, *self.reduced)}
         self.messages = {
-            id(bucket): Messages(self.space, bucket, every[id(bucket)], casts)
+            id(bucket): BucketMessages(self.space, bucket, every[id(bucket)], casts)
             if self.once
-            else Messages(self.space, bucket, bucket.regathered, casts, before=())
+            else BucketMessages(self.space, bucket, bucket.regathered, casts, before=())
             for bucket in gathered
         }
         for bucket in self.reduced:
             sums = (not self.once, False)
-            self.messages[id(bucket)] = Messages(self.space, bucket, every[id(bucket)], casts, sums=sums)
-        self.held: dict[int, list[Messages]] = defaultdict(list)
+            self.messages[id(bucket)] = BucketMessages(self.space, bucket, every[id(bucket)], casts, sums=sums)
+        self.held: dict[int, list[BucketMessages]] = defaultdict(list)
         """Place in the order → messages of the last backward besides those of entries; END: behind it."""
         for place, bucket in () if self.once else self._followed(order.entries):
             for messages, at_end in of_sums(self.space, bucket, casts, memory.microbatches.reduce_each):
@@ -137,10 +137,10 @@ class _Step:
         dtensor_s = self.space.hardware.dtensor_s if stores_dtensors(self.space, self.choices) else 0.0
         own_seconds, launching = (dtensor_s, 0.0) if self.space.hardware.is_host else (0.0, dtensor_s)
         for number, decision in enumerate(self.space.decisions):
-            seconds = float(decision.menu.seconds[self.choices[number]])
+            seconds = float(decision.candidates.seconds[self.choices[number]])
             if decision.kind != "parameter" or not seconds:
                 continue
-            own = decision.menu.strategies[self.choices[number]]
+            own = decision.candidates.strategies[self.choices[number]]
             if self.space.optimizer.offload is not None:
                 self.on_host.step(number)
             else:
@@ -156,9 +156,9 @@ class _Step:
             return not more.once(entry.number)
         if isinstance(entry, Gathered):
             return bool(entry.bucket.regathered)
-        wire = entry.wire
-        ends = self.choices[wire.source], self.choices[wire.target]
-        return not more.is_weight(wire) or bool(more.each_time(wire)[ends])
+        edge = entry.edge
+        ends = self.choices[edge.source], self.choices[edge.target]
+        return not more.is_weight(edge) or bool(more.each_time(edge)[ends])
 
     def _followed(self, entries: Iterable[Entry]) -> Iterator[tuple[int, Bucket]]:
         """Every bucket of gathered weights, at the place of what follows it in each micro-batch."""
@@ -172,13 +172,13 @@ class _Step:
 
     def _forward(self) -> None:
         self.calls.begin_ahead(self.places)
-        ahead = self._ahead()
+        ahead = self._buckets_ahead()
         on_their_way: dict[int, int] = {}
         for place, entry in enumerate(self.entries):
             for bucket in ahead.get(place, ()):
                 on_their_way[id(bucket)] = self._gather(bucket, self.messages[id(bucket)].gathers()[0])
             if isinstance(entry, Moved):
-                row = self.space.decisions[entry.wire.target].name
+                row = self.space.decisions[entry.edge.target].name
                 forward = [each for each in entry.path.transfers if not each.backward]
                 self.tasks.move(forward, row, self._share(entry))
             elif isinstance(entry, Gathered):
@@ -192,7 +192,7 @@ class _Step:
         if self.part != "microbatch":
             self.calls.sum_losses()
 
-    def _ahead(self) -> dict[int, list[Bucket]]:
+    def _buckets_ahead(self) -> dict[int, list[Bucket]]:
         """Place in the order → the buckets whose gathers are issued there, ahead of their layer."""
         entries, depth = self.entries, self.memory.prefetch
         without_weights = {each.layer for each in entries if isinstance(each, Gathered)}
@@ -221,8 +221,8 @@ class _Step:
     # Backward.
 
     def _backward(self) -> None:
-        kept_by = self._regathered()
-        regathered = dict.fromkeys(bucket for each in kept_by.values() for bucket in each)
+        saved_by = self._regathered()
+        regathered = dict.fromkeys(bucket for each in saved_by.values() for bucket in each)
         weights = Backward(self.tasks, regathered, self.memory.prefetch, self.streams)
         last_gradient: dict[int, list[Bucket]] = defaultdict(list)
         for bucket in self.reduced:
@@ -231,23 +231,23 @@ class _Step:
         again: dict[str, list[Call | Moved]] = defaultdict(list)
         for entry in self.entries:
             if not isinstance(entry, Gathered):
-                number = entry.number if isinstance(entry, Call) else entry.wire.target
+                number = entry.number if isinstance(entry, Call) else entry.edge.target
                 again[self.memory.lifetimes.segment[number]].append(entry)
         for place, entry in reversed(list(enumerate(self.entries))):
             if isinstance(entry, Moved):
                 backward = [each for each in reversed(entry.path.transfers) if each.backward]
-                if entry.wire.target not in self.unused:
-                    row = self.space.decisions[entry.wire.target].name
+                if entry.edge.target not in self.unused:
+                    row = self.space.decisions[entry.edge.target].name
                     self.tasks.move(backward, row, self._share(entry))
             elif isinstance(entry, Gathered):
                 self._reduce(self.messages[id(entry.bucket)])
             else:
                 self.copies.enter_backward(entry.number)
-                for bucket in kept_by.get(entry.number, ()):
+                for bucket in saved_by.get(entry.number, ()):
                     weights.use(bucket)
                 if self.uses.is_made_again(entry.number, self.modes):
                     for each in again.pop(self.memory.lifetimes.segment[entry.number], ()):
-                        self._run_again(each, weights, kept_by)
+                        self._run_again(each, weights, saved_by)
                 self.tasks.wait(self.travelling.pop(entry.number, ()))
                 self.calls.run(entry.number, backward=True)
             for messages in self.held.get(place, ()):
@@ -260,31 +260,31 @@ class _Step:
         for messages in reversed(self.held.get(END, [])):
             self._reduce(messages)
 
-    def _run_again(self, entry: Call | Moved, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
+    def _run_again(self, entry: Call | Moved, weights: Backward, saved_by: Mapping[int, Sequence[Regathered]]) -> None:
         """Run what the mode of its segment says of an entry again."""
         second = self.memory.second_forward
         if isinstance(entry, Moved):
-            collectives = [each for each, _ in second.collectives_on(entry.wire, self.choices, self.modes)]
-            row = self.space.decisions[entry.wire.target].name
+            collectives = [each for each, _ in second.collectives_on(entry.edge, self.choices, self.modes)]
+            row = self.space.decisions[entry.edge.target].name
             self.tasks.phase = "recomputation"
-            if second.travels(entry.wire, self.choices, self.modes):
+            if second.travels(entry.edge, self.choices, self.modes):
                 *collectives, last = collectives
                 self.tasks.move(collectives, row, self._share(entry))
                 issued = self.tasks.issue(last, row, times=self._share(entry))
-                for number in self.uses.takers(entry.wire):
+                for number in self.uses.takers(entry.edge):
                     self.travelling[number].append(issued)
             else:
                 self.tasks.move(collectives, row, self._share(entry))
         elif second.runs_again(entry.number, self.memory.lifetimes.mode_of(entry.number, self.modes)) is not None:
             self.tasks.wait(self.travelling.pop(entry.number, ()))
         if isinstance(entry, Call) and second.is_rerun(entry.number, self.choices, self.modes):
-            for bucket in kept_by.get(entry.number, ()):
+            for bucket in saved_by.get(entry.number, ()):
                 weights.use(bucket)
             self.tasks.phase = "recomputation"
             self.calls.run(entry.number, backward=False)
         self.tasks.phase = "backward"
 
-    def _reduce(self, messages: Messages) -> None:
+    def _reduce(self, messages: BucketMessages) -> None:
         if any(end not in self.unused for end, _ in messages.bucket.ends):
             self.reductions.issue(messages)
 
@@ -310,19 +310,19 @@ class _Step:
             if not isinstance(entry, Gathered) or not entry.bucket.regathered:
                 continue
             messages = self.messages[id(entry.bucket)]
-            kept = {
-                call for position in entry.bucket.regathered for call in self.uses.keepers(messages.wires[position])
+            saved = {
+                call for position in entry.bucket.regathered for call in self.uses.keepers(messages.edges[position])
             }
-            if not kept:
+            if not saved:
                 continue
             gathers = messages.gathers(entry.bucket.regathered)
-            last = max(self._held_at(number) for number in kept)
+            last = max(self._waiting_at(number) for number in saved)
             bucket = Regathered(gathers, entry.layer, entry.bucket.layer, last)
-            for number in kept:
+            for number in saved:
                 found[number].append(bucket)
         return found
 
-    def _held_at(self, number: int) -> int:
+    def _waiting_at(self, number: int) -> int:
         """Return the position from which a call's saved tensors are resident: its segment's end, if it runs again."""
         segment = self.memory.lifetimes.segment
         if not self.memory.second_forward.is_rerun(number, self.choices, self.modes):
@@ -331,9 +331,9 @@ class _Step:
 
     def _backward_transfers(self) -> Iterator[Transfer]:
         for entry in self.entries:
-            if isinstance(entry, Moved) and entry.wire.target not in self.unused:
+            if isinstance(entry, Moved) and entry.edge.target not in self.unused:
                 yield from (each for each in entry.path.transfers if each.backward)
-                again = self.memory.second_forward.collectives_on(entry.wire, self.choices, self.modes)
+                again = self.memory.second_forward.collectives_on(entry.edge, self.choices, self.modes)
                 yield from (each for each, _ in again)
             elif isinstance(entry, Gathered):
                 if entry.bucket.regathered:
@@ -347,4 +347,4 @@ class _Step:
             yield from (each.transfer for each in messages.reductions)
 
     def _share(self, entry: Moved) -> float:
-        return self.space.share(self.space.rows_on(entry.wire), self.choices)
+        return self.space.share(self.space.rows_on(entry.edge), self.choices)

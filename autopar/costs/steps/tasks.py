@@ -74,7 +74,7 @@ class Tasks:
         )
         return len(self.found) - 1
 
-    def beside(
+    def overlapped(
         self,
         name: str,
         stream: str,
@@ -89,7 +89,7 @@ class Tasks:
         """
         computed = self._awaited if self._computed is None else {*self._awaited, self._computed}
         before = tuple(sorted({*(after or computed), *behind}))
-        self.found.append(Task(name, stream, seconds, self.phase, 0.0, before, row=row, beside=True))
+        self.found.append(Task(name, stream, seconds, self.phase, 0.0, before, row=row, overlapped=True))
         return len(self.found) - 1
 
     def wait(self, numbers: Iterable[int]) -> None:

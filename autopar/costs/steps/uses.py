@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.space.space import Wire
+from autopar.costs.space.space import TensorEdge
 
 
 class Uses:
@@ -14,18 +14,18 @@ class Uses:
 
     def __init__(self, memory: MemoryModel, places: Mapping[int, int]) -> None:
         self.memory, self.places = memory, places
-        self.outgoing: dict[int, list[Wire]] = defaultdict(list)
-        for wire in memory.space.wires:
-            self.outgoing[wire.source].append(wire)
+        self.outgoing: dict[int, list[TensorEdge]] = defaultdict(list)
+        for edge in memory.space.edges:
+            self.outgoing[edge.source].append(edge)
 
-    def keepers(self, wire: Wire) -> Iterator[int]:
+    def keepers(self, edge: TensorEdge) -> Iterator[int]:
         """Yield the calls that save an edge's tensor for their backward, through views and shared reshards."""
-        target = self.memory.space.decisions[wire.target]
+        target = self.memory.space.decisions[edge.target]
         saved = self.memory.lifetimes.saved(target) if target.kind == "call" else None
-        if saved is not None and wire.target_input in saved.inputs:
-            yield wire.target
-        elif target.kind == "hub" or (saved is not None and saved.aliases):
-            for each in self.outgoing[wire.target]:
+        if saved is not None and edge.target_input in saved.inputs:
+            yield edge.target
+        elif target.kind == "shared_reshard" or (saved is not None and saved.aliases):
+            for each in self.outgoing[edge.target]:
                 yield from self.keepers(each)
 
     def is_made_again(self, number: int, modes: Mapping[str, str]) -> bool:
@@ -36,21 +36,21 @@ class Uses:
             return True
         return any(self._arrives_again(space.inbound[number, position], mode) for position in saved.inputs)
 
-    def _arrives_again(self, wire: Wire, mode: int) -> bool:
+    def _arrives_again(self, edge: TensorEdge, mode: int) -> bool:
         lifetimes, second = self.memory.lifetimes, self.memory.second_forward
-        if second.moves_again(wire, mode) is not None:
+        if second.moves_again(edge, mode) is not None:
             return True
-        if self.memory.space.decisions[wire.source].kind == "hub":
-            return self._arrives_again(self.memory.space.inbound[wire.source, 0], mode)
-        inside = lifetimes.segment[wire.source] == lifetimes.segment[wire.target]
-        return inside and lifetimes.reruns(wire.source, mode)
+        if self.memory.space.decisions[edge.source].kind == "shared_reshard":
+            return self._arrives_again(self.memory.space.inbound[edge.source, 0], mode)
+        inside = lifetimes.segment[edge.source] == lifetimes.segment[edge.target]
+        return inside and lifetimes.reruns(edge.source, mode)
 
-    def takers(self, wire: Wire) -> Iterator[int]:
+    def takers(self, edge: TensorEdge) -> Iterator[int]:
         """Yield the calls that take an edge's tensor, through shared reshards."""
-        if self.memory.space.decisions[wire.target].kind != "hub":
-            yield wire.target
+        if self.memory.space.decisions[edge.target].kind != "shared_reshard":
+            yield edge.target
             return
-        for each in self.outgoing[wire.target]:
+        for each in self.outgoing[edge.target]:
             yield from self.takers(each)
 
     def first(self, number: int) -> int:
@@ -61,4 +61,4 @@ class Uses:
         """
         if number in self.places:
             return self.places[number]
-        return min((self.first(wire.target) for wire in self.outgoing[number]), default=max(self.places.values()))
+        return min((self.first(edge.target) for edge in self.outgoing[number]), default=max(self.places.values()))

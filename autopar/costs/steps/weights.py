@@ -30,7 +30,7 @@ class Message:
     """True if it reduces gradients that several micro-batches have added up."""
 
 
-class Messages:
+class BucketMessages:
     """Messages that a bucket sends for its weights at some positions."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Messages:
         """
         self.space, self.bucket, self.positions = space, bucket, positions
         self.before, self.sums = positions if before is None else before, sums
-        self.wires = [space.inbound[end] for end in bucket.ends]
+        self.edges = [space.inbound[end] for end in bucket.ends]
         self.casts_late = any(source in casts for source in bucket.sources)
 
     def gathers(self, positions: Sequence[int] | None = None) -> list[Transfer]:
@@ -82,7 +82,7 @@ class Messages:
             each
             for position in positions
             for each in transfers(
-                self.bucket.paths[position].moves[step.number], self.wires[position].tensor, self.space.mesh, False
+                self.bucket.paths[position].moves[step.number], self.edges[position].tensor, self.space.mesh, False
             )
             if each.backward == backward
         ]
@@ -92,7 +92,7 @@ class Messages:
 
     def _is_left_running(self, number: int) -> bool:
         """Return whether gradients go from this step to their storage without a cast or another move."""
-        tensor = self.wires[0].tensor
+        tensor = self.edges[0].tensor
         stored = {info_of(self.space.decisions[source].node).dtype for source in self.bucket.sources}
         if self.casts_late:
             names = [self.space.weight_casts[self.space.decisions[source].name] for source in self.bucket.sources]
@@ -108,7 +108,9 @@ def first_gather(bucket: Bucket) -> int:
     return next((number for number, step in enumerate(bucket.steps) if step.gathers), len(bucket.steps))
 
 
-def of_sums(space: Space, bucket: Bucket, casts: Container[int], reduce_each: bool) -> Iterator[tuple[Messages, bool]]:
+def of_sums(
+    space: Space, bucket: Bucket, casts: Container[int], reduce_each: bool
+) -> Iterator[tuple[BucketMessages, bool]]:
     """The messages of a bucket of which a step of several micro-batches gathers some weights once, or sums gradients.
 
     True if they are issued when the last backward is over: they are those of gradients that each backward reduces
@@ -118,11 +120,11 @@ def of_sums(space: Space, bucket: Bucket, casts: Container[int], reduce_each: bo
     held = [position for position in every if position not in bucket.regathered]
     each = reduce_each and sum(step.gathers for step in bucket.steps) == 1
     if first and each and held:
-        yield Messages(space, bucket, held, casts, before=()), False
+        yield BucketMessages(space, bucket, held, casts, before=()), False
     if first and (each or bucket.regathered):
-        yield Messages(space, bucket, () if each else held, casts, every, (True, True)), True
+        yield BucketMessages(space, bucket, () if each else held, casts, every, (True, True)), True
     elif held:
-        yield Messages(space, bucket, held, casts, every, (True, not each)), False
+        yield BucketMessages(space, bucket, held, casts, every, (True, not each)), False
 
 
 class Reductions:
@@ -139,7 +141,7 @@ class Reductions:
         self._scattered: list[int] = []
         """Reduce-scatters that may be running: each holds what it sends."""
 
-    def issue(self, messages: Messages) -> None:
+    def issue(self, messages: BucketMessages) -> None:
         """Reduce the gradients of a bucket."""
         for message in messages.reductions:
             if message.of_sum and not self.with_sums:

@@ -13,7 +13,7 @@ from autopar.costs.plans.workload import OneDevice, Workload
 from autopar.costs.pricing.model_flops import batch_of, model_flops
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.costs.space.space import Decision
-from autopar.costs.space.unsharded import beside_of
+from autopar.costs.space.unsharded import overlapped_of
 from autopar.ir.program.program import Program, TensorInfo, info_of
 from autopar.ir.program.recompute_segments import MODES
 
@@ -74,11 +74,11 @@ def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> O
     """Price the step with every call and tensor whole: seconds without moves, bytes without recomputation."""
     space, runs = memory.space, memory.microbatches.count
     choices = [_whole(decision) for decision in space.decisions]
-    found = beside_of(space.program, space.hardware)
+    found = overlapped_of(space.program, space.hardware)
     passes = (found.forward, found.backward) if space.program.learns else (found.forward,)
     computing = sum(each.seconds + each.latency for each in passes)
     stepping = sum(
-        float(decision.menu.seconds[choice])
+        float(decision.candidates.seconds[choice])
         for decision, choice in zip(space.decisions, choices, strict=True)
         if decision.kind == "parameter"
     )
@@ -89,7 +89,7 @@ def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> O
 
 def _whole(decision: Decision) -> int:
     """Return the strategy that splits nothing; of a tensor that arrives split, its only one."""
-    for number, strategy in enumerate(decision.menu.strategies):
+    for number, strategy in enumerate(decision.candidates.strategies):
         if decision.kind == "call":
             if not strategy.implemented and all(choice == "-" for choice in strategy.choices):
                 return number

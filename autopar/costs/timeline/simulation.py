@@ -13,8 +13,8 @@ whatever mesh axes they run over, and all of them take their share of the device
     load of a link          sum of the port shares of the running collectives that use it
     rate of computing       1 - share · rates of all running collectives
 
-Tasks that run `beside` take nothing of the device, but share the ports of the links that they load: what is sent from
-stage to stage of a pipeline.
+Tasks that run `overlapped` take nothing of the device, but share the ports of the links that they load: what is sent
+from stage to stage of a pipeline.
 
 With a share of 0 collectives overlap with compute entirely, and with 1, as if a host's own cores move the bytes,
 overlap gains nothing: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one
@@ -96,7 +96,7 @@ def _to_blame(
 
 
 def _rates(running: Sequence[Task], share: float) -> list[float]:
-    collectives = [task for task in running if task.stream != COMPUTE and not task.beside]
+    collectives = [task for task in running if task.stream != COMPUTE and not task.overlapped]
     load: dict[str, float] = defaultdict(float)
     for task in running:
         for link, part in task.links:
@@ -106,5 +106,5 @@ def _rates(running: Sequence[Task], share: float) -> list[float]:
         for task in collectives
     }
     computing = max(0.0, 1 - share * sum(found.values()))
-    found |= {id(task): 1 / max((1.0, *(load[link] for link, _ in task.links))) for task in running if task.beside}
+    found |= {id(task): 1 / max((1.0, *(load[link] for link, _ in task.links))) for task in running if task.overlapped}
     return [found.get(id(task), computing) for task in running]

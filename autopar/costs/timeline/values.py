@@ -8,7 +8,7 @@ from autopar.console.tables import fitted_table, wrapped
 from autopar.console.units import format_seconds
 
 COMPUTE = "compute"
-"""The stream that computes; all others are communicators, but for those of tasks that run `beside`."""
+"""The stream that computes; all others are communicators, but for those of tasks that run `overlapped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Task:
     """The links that it loads, each with the share of a device's port that it takes where it runs alone."""
     num_bytes: int = 0
     """Bytes of a collective, in NCCL's convention."""
-    beside: bool = False
+    overlapped: bool = False
     """True if the task takes nothing of the device, although its stream does not compute: copies, and work of hosts."""
     row: str = ""
     """The decision that it belongs to."""
@@ -57,7 +57,7 @@ class Event:
 
     @property
     def is_collective(self) -> bool:
-        return self.task.stream != COMPUTE and not self.task.beside
+        return self.task.stream != COMPUTE and not self.task.overlapped
 
 
 LONGEST = 5

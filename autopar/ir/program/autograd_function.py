@@ -99,9 +99,9 @@ class FunctionCall:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
     def __repr__(self) -> str:
-        said = [str(self.autocast)] if self.autocast is not None else []
-        said += [f"{position}: {type(value).__qualname__}" for position, value in self.objects]
-        return f"{self}[{', '.join(said)}]" if said else str(self)
+        specified = [str(self.autocast)] if self.autocast is not None else []
+        specified += [f"{position}: {type(value).__qualname__}" for position, value in self.objects]
+        return f"{self}[{', '.join(specified)}]" if specified else str(self)
 
 
 def function_call(

@@ -64,18 +64,18 @@ NAMED: Mapping[str, Precision] = {
 }
 
 
-def precision_of(asked: str | Precision | None) -> Precision:
+def precision_of(requested: str | Precision | None) -> Precision:
     """Return a precision by its name, or itself; without one, that of the model. InputError for unknown names."""
-    if asked is None:
+    if requested is None:
         return AS_IT_IS
-    if isinstance(asked, Precision):
-        return asked
-    if asked not in NAMED:
+    if isinstance(requested, Precision):
+        return requested
+    if requested not in NAMED:
         raise InputError(
-            f"precision={asked!r} is not known; names are {', '.join(map(repr, NAMED))}, and others are given as "
+            f"precision={requested!r} is not known; names are {', '.join(map(repr, NAMED))}, and others are given as "
             "autopar.Precision(parameters=…, compute=…, reduce=…, outputs=…)."
         )
-    return NAMED[asked]
+    return NAMED[requested]
 
 
 AS_IT_IS = Precision()

@@ -60,7 +60,7 @@ class Recomputation:
     """The calls of a segment that run again in the backward, and those whose outputs are saved instead."""
 
     rerun: frozenset[fx.Node]
-    kept: frozenset[fx.Node]
+    saved: frozenset[fx.Node]
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
@@ -94,7 +94,7 @@ def recomputation(program: Program, segment: Segment, mode: str, products: Colle
     saved_by = saved_in(program)
     needed: set[fx.Node] = set()
     rerun: set[fx.Node] = set()
-    kept: set[fx.Node] = set()
+    saved_nodes: set[fx.Node] = set()
     for node in reversed(segment.nodes):
         if node.target is operator.getitem:
             if node in needed:
@@ -105,15 +105,15 @@ def recomputation(program: Program, segment: Segment, mode: str, products: Colle
         needed.update(inputs[i] for i in saved.inputs)
         if node not in needed and not saved.outputs and not saved.other_bytes:
             continue
-        if is_kept(node, mode, products):
-            kept.add(node)
+        if is_saved(node, mode, products):
+            saved_nodes.add(node)
         else:
             rerun.add(node)
             needed.update(inputs)
-    return Recomputation(frozenset(rerun), frozenset(kept))
+    return Recomputation(frozenset(rerun), frozenset(saved_nodes))
 
 
-def is_kept(node: fx.Node, mode: str, products: Collection[fx.Node], communicates: bool = False) -> bool:
+def is_saved(node: fx.Node, mode: str, products: Collection[fx.Node], communicates: bool = False) -> bool:
     """Return whether a call of a segment never runs again; `communicates`: whether it runs collectives itself."""
     saved = (mode == SELECTIVE and node in products) or (communicates and mode != FULL)
     return saved or node.target in GRADIENTS_IN_FORWARD
@@ -131,18 +131,18 @@ def moves_again(mode: str, inside: bool, before: Bytes, after: Bytes) -> bool | 
     return mode in GATHERING_AGAIN and ((mode == FULL and inside) | (before < after))
 
 
-def leaving(program: Program) -> frozenset[fx.Node]:
+def offloadable(program: Program) -> frozenset[fx.Node]:
     """Return the calls whose results may leave for the host with what a segment saves: nothing but that segment uses
     them.
 
     A view is used by who uses what it is a view of; views of parameters, buffers and inputs never leave.
     """
-    if "leaving" not in program.facts:
-        program.facts["leaving"] = _leaving(program)
-    return program.facts["leaving"]
+    if "offloadable" not in program.facts:
+        program.facts["offloadable"] = _offloadable(program)
+    return program.facts["offloadable"]
 
 
-def _leaving(program: Program) -> frozenset[fx.Node]:
+def _offloadable(program: Program) -> frozenset[fx.Node]:
     saved = saved_in(program)
     segment = {node: each.name for each in segments_of(program) for node in each.nodes}
     memory: dict[fx.Node, fx.Node] = {}

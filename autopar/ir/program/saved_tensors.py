@@ -225,7 +225,7 @@ def _saved_on(question: _Question, on_meta: bool) -> Saved:
         hidden = () if question.target in DRAWN_AGAIN else kept.items()
         other = sum(storage.nbytes() for address, storage in hidden if address not in known)
         strides = tuple(tuple(map(int, x.stride())) for x in outputs)
-        return Saved(_among(tensors, kept), _among(outputs, kept), other, aliases, strides)
+        return Saved(_positions_among(tensors, kept), _positions_among(outputs, kept), other, aliases, strides)
 
 
 def _empty(info: TensorInfo, strides: Strides | None, device: torch.device) -> torch.Tensor:
@@ -234,5 +234,5 @@ def _empty(info: TensorInfo, strides: Strides | None, device: torch.device) -> t
     return torch.empty_strided(info.shape, strides, dtype=info.dtype, device=device)
 
 
-def _among(tensors: list[torch.Tensor], kept: Mapping[int, object]) -> frozenset[int]:
+def _positions_among(tensors: list[torch.Tensor], kept: Mapping[int, object]) -> frozenset[int]:
     return frozenset(i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata in kept)

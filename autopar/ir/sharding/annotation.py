@@ -32,7 +32,7 @@ NODE = "%"
 FACTOR = "factor:"
 """Prefix of a user-specified role that is the name of a factor."""
 
-Said = str | int | None
+Specified = str | int | None
 """A role, a dim, None (replicated), or "factor:" with the name of a factor, or several joined by "+"."""
 Slices = tuple[tuple[int, ...], ...]
 
@@ -46,7 +46,7 @@ class Annotation:
     """
 
     pattern: str
-    axes: tuple[tuple[str, Said], ...] = ()
+    axes: tuple[tuple[str, Specified], ...] = ()
     """Mesh axis → the user-specified role or layout on it."""
     slices: Slices | None = None
     storage: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ class Annotation:
                 f'{self}: the annotation is empty; name a mesh axis, as in tp="column", or slices=((2, 1), …), '
                 'storage="dp", regather=True, or stage=1.'
             )
-        for axis, said in self.axes:
-            self._check_said(axis, said)
+        for axis, specified in self.axes:
+            self._check_specified(axis, specified)
         if self.slices is not None:
             self._check_slices()
         if not all(isinstance(axis, str) and axis for axis in self.storage):
@@ -86,11 +86,16 @@ class Annotation:
     @property
     def implementations(self) -> frozenset[str]:
         """Names of requested implementations."""
-        return frozenset(said.partition(VIA)[2] for _, said in self.axes if isinstance(said, str) and VIA in said)
+        return frozenset(
+            specified.partition(VIA)[2] for _, specified in self.axes if isinstance(specified, str) and VIA in specified
+        )
 
     def __str__(self) -> str:
         words = [f'"{self.pattern}"']
-        words += [f'{axis}="{said}"' if isinstance(said, str) else f"{axis}={said}" for axis, said in self.axes]
+        words += [
+            f'{axis}="{specified}"' if isinstance(specified, str) else f"{axis}={specified}"
+            for axis, specified in self.axes
+        ]
         if self.slices is not None:
             words.append(f"slices={self.slices}")
         if self.storage:
@@ -103,18 +108,18 @@ class Annotation:
         who = f"{self.strategy}: " if self.strategy else ""
         return f"{who}annotate({', '.join(words)}){where}"
 
-    def _check_said(self, axis: str, said: object) -> None:
-        if said is None or (isinstance(said, int) and not isinstance(said, bool)):
+    def _check_specified(self, axis: str, specified: object) -> None:
+        if specified is None or (isinstance(specified, int) and not isinstance(specified, bool)):
             return
-        if not isinstance(said, str):
+        if not isinstance(specified, str):
             raise AnnotationError(
-                f"{self}: found {said!r} for axis {axis}, needed a role ({', '.join(ROLES)}), a dim, None, "
+                f"{self}: found {specified!r} for axis {axis}, needed a role ({', '.join(ROLES)}), a dim, None, "
                 "Shard(dim) or Replicate()."
             )
-        if not said.startswith(FACTOR) and said not in ROLES:
-            near = difflib.get_close_matches(said, ROLES, n=1)
+        if not specified.startswith(FACTOR) and specified not in ROLES:
+            near = difflib.get_close_matches(specified, ROLES, n=1)
             hint = f' Did you mean "{near[0]}"?' if near else ""
-            raise AnnotationError(f'{self}: "{said}" is no role; roles are {", ".join(ROLES)}.{hint}')
+            raise AnnotationError(f'{self}: "{specified}" is no role; roles are {", ".join(ROLES)}.{hint}')
 
     def _check_slices(self) -> None:
         assert self.slices is not None
@@ -129,7 +134,7 @@ class Annotation:
             raise AnnotationError(f"{self}: slices is empty; give a tuple per tensor input, as in ((2, 1, 1), (4, 1)).")
 
 
-def said_of(value: object, where: str) -> Said:
+def specified_of(value: object, where: str) -> Specified:
     """Return a role, a dim or None, also from a placement of torch; AnnotationError where it is a partial one."""
     if isinstance(value, Shard):
         return value.dim

@@ -83,7 +83,7 @@ def Z(dim: int) -> Placement:
     return Placement("S", dim, zigzag=True)
 
 
-def dealt_in(placement: Placement, dims: Collection[int]) -> Placement:
+def zigzag_in(placement: Placement, dims: Collection[int]) -> Placement:
     """Z(d) in place of S(d) where d is one of the dims."""
     return Z(placement.dim) if placement.is_split and placement.dim in dims else placement
 
@@ -149,13 +149,13 @@ class Layout(tuple[Placement, ...]):
         """Into how many parts `dim` is split on a mesh of these axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes_of(dim))
 
-    def is_dealt(self, dim: int) -> bool:
+    def is_zigzag(self, dim: int) -> bool:
         """Return whether some axis zigzag-shards `dim`, so that each rank has two whole chunks."""
         return any(placement.zigzag and placement.dim == dim for placement in self)
 
     def num_pieces(self, dim: int, sizes: Sequence[int]) -> int:
         """Return the number of equal chunks of `dim`, of which its size is a multiple unless it is padded."""
-        return self.num_parts(dim, sizes) * (2 if self.is_dealt(dim) else 1)
+        return self.num_parts(dim, sizes) * (2 if self.is_zigzag(dim) else 1)
 
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape each rank holds (padded when a dim does not divide) on a mesh of these axis sizes."""

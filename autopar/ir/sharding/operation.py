@@ -221,9 +221,9 @@ class OpRule:
         """Factors that an implementation is needed for."""
         return frozenset().union(*(each.factors or () for each in self.implementations))
 
-    def offering(self, asked: Collection[str]) -> OpRule:
+    def offering(self, requested: Collection[str]) -> OpRule:
         """Return the rule without implementations on demand, but for those of these names."""
-        ways = tuple(each for each in self.implementations if not each.on_demand or each.name in asked)
+        ways = tuple(each for each in self.implementations if not each.on_demand or each.name in requested)
         return self if ways == self.implementations else replace(self, implementations=ways)
 
     def following(self) -> OpRule:

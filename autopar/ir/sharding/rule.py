@@ -186,8 +186,8 @@ class BoundRule:
             found.append(Choice(f"{PASS_PARTIAL}+", (P,) * len(inputs), outputs))
         for index, term in enumerate(inputs):
             if term.mark == "~":
-                asked = tuple(P if i == index or other.mark == "+" else R for i, other in enumerate(inputs))
-                found.append(Choice(f"{PASS_PARTIAL}{index}", asked, outputs))
+                requested = tuple(P if i == index or other.mark == "+" else R for i, other in enumerate(inputs))
+                found.append(Choice(f"{PASS_PARTIAL}{index}", requested, outputs))
         return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from autopar.errors import AnnotationError
-from autopar.ir.sharding.annotation import Annotation, said_of, slices_of
+from autopar.ir.sharding.annotation import Annotation, slices_of, specified_of
 from autopar.ir.sharding.constraint import CONSTRAIN
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.annotations.tp_plans import ForeignPlan, translate
@@ -52,8 +52,8 @@ def annotate(
     named = (storage,) if isinstance(storage, str) else storage if storage is not None else ()
     if not isinstance(named, Sequence):
         raise AnnotationError(f'{where}: storage={storage!r}; give a mesh axis, "dp", or several, ("dp", "tp").')
-    said = tuple((axis, said_of(value, where)) for axis, value in axes.items())
-    return _remember(model, Annotation(pattern, said, slices_of(slices, where), tuple(named), regather, stage))
+    specified = tuple((axis, specified_of(value, where)) for axis, value in axes.items())
+    return _remember(model, Annotation(pattern, specified, slices_of(slices, where), tuple(named), regather, stage))
 
 
 def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
@@ -66,8 +66,8 @@ def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
     """
     if not isinstance(axis, str) or not axis:
         raise AnnotationError(f'annotate_plan: axis={axis!r}; give the name of a mesh axis, as in axis="tp".')
-    for pattern, said in translate(model, plan):
-        _remember(model, Annotation(pattern, ((axis, said),)))
+    for pattern, specified in translate(model, plan):
+        _remember(model, Annotation(pattern, ((axis, specified),)))
     return model
 
 
@@ -90,26 +90,26 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise AnnotationError(f"constrain: found a {type(x).__name__}, needed a tensor.")
-    said = ", ".join(f"{axis}={value}" for axis, value in axes.items())
-    where = f"constrain({list(x.shape)}{', ' if said else ''}{said})"
+    specified = ", ".join(f"{axis}={value}" for axis, value in axes.items())
+    where = f"constrain({list(x.shape)}{', ' if specified else ''}{specified})"
     if not axes:
         raise AnnotationError(
             f"{where}: the annotation is empty; name a mesh axis and a dim, as in constrain(x, dp=0)."
         )
-    dims = [_dim_of(said_of(value, where), x.ndim, axis, where) for axis, value in axes.items()]
+    dims = [_dim_of(specified_of(value, where), x.ndim, axis, where) for axis, value in axes.items()]
     return CONSTRAIN(x, list(axes), dims)
 
 
-def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
+def _dim_of(specified: object, ndim: int, axis: str, where: str) -> int:
     """Return the dim counted from 0, or -1 where the value stays whole."""
-    if said is None:
+    if specified is None:
         return _REPLICATED
-    if not isinstance(said, int) or isinstance(said, bool) or not -ndim <= said < ndim:
+    if not isinstance(specified, int) or isinstance(specified, bool) or not -ndim <= specified < ndim:
         raise AnnotationError(
-            f"{where}: found {said!r} for axis {axis}, needed a dim of a tensor with {ndim} dims, "
+            f"{where}: found {specified!r} for axis {axis}, needed a dim of a tensor with {ndim} dims, "
             "or None to keep it whole."
         )
-    return said % ndim
+    return specified % ndim
 
 
 def _remember(model: M, annotation: Annotation) -> M:

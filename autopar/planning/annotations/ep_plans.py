@@ -15,14 +15,14 @@ from torch import nn
 
 from autopar.errors import AnnotationError
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
-from autopar.ir.sharding.annotation import FACTOR, Said
+from autopar.ir.sharding.annotation import FACTOR, Specified
 
 DISPATCHED = "ep_dispatch_experts"
 FACTORS: Mapping[str, str | None] = {"auto": None, "all_to_all": "+x", "all_reduce": "x"}
 """Implementation → the factors of both ends that it splits, by the rules of strategies/rules/expert_rules.py."""
 
 
-def exchange_of(model: nn.Module, pattern: str) -> Iterator[tuple[str, Said]]:
+def exchange_of(model: nn.Module, pattern: str) -> Iterator[tuple[str, Specified]]:
     """Yield the annotations of a module of experts: one for each of dispatch and combine, or "expert" for "auto".
 
     Raises AnnotationError for an implementation that autopar has no layout for.

@@ -25,27 +25,27 @@ from autopar.strategies.presets.split import Split
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
 
 MANUAL = "manual"
-_Said = Mapping[str, str | None]
+_Specified = Mapping[str, str | None]
 """Call → the factor that annotations split on an axis; None: they keep it whole."""
 
 
-def unsaid(space: Space, masks: Mapping[int, np.ndarray]) -> tuple[Annotation, ...]:
+def without_warnings(space: Space, masks: Mapping[int, np.ndarray]) -> tuple[Annotation, ...]:
     """Return annotations for every call and parameter, which give way to the pins `masks` of the user's."""
     graph = RoledProgram.of(space.program)
     split = Split(graph, space.mesh, MANUAL)
     for number, axis in enumerate(space.mesh.names):
-        said = _said_on(space, masks, number)
-        split.along(axis, _Following(graph, space.mesh, axis, said).factor)
+        specified = _specified_on(space, masks, number)
+        split.along(axis, _Following(graph, space.mesh, axis, specified).factor)
     return split.annotations()
 
 
-def _said_on(space: Space, masks: Mapping[int, np.ndarray], axis: int) -> _Said:
+def _specified_on(space: Space, masks: Mapping[int, np.ndarray], axis: int) -> _Specified:
     """Return what pins leave of calls on an axis, for those of which they leave one thing."""
     found: dict[str, str | None] = {}
     for number, mask in masks.items():
         decision = space.decisions[number]
         if decision.kind == "call":
-            strategies = decision.menu.strategies
+            strategies = decision.candidates.strategies
             left = {factors_of(strategies[each].choices[axis])[-1:] for each in np.flatnonzero(mask)}
             if len(left) == 1:
                 found[decision.name] = next(iter(left.pop()), None)
@@ -55,18 +55,18 @@ def _said_on(space: Space, masks: Mapping[int, np.ndarray], axis: int) -> _Said:
 class _Following:
     """One walk along the calls of a graph, in their order, on one mesh axis."""
 
-    def __init__(self, graph: RoledProgram, mesh: Mesh, axis: str, said: _Said) -> None:
-        self._graph, self._parts, self._said = graph, mesh.size(axis), said
+    def __init__(self, graph: RoledProgram, mesh: Mesh, axis: str, specified: _Specified) -> None:
+        self._graph, self._parts, self._specified = graph, mesh.size(axis), specified
         self._padding = Padding.of(graph)
-        roles = ((graph.calls[name], factor) for name, factor in said.items())
+        roles = ((graph.calls[name], factor) for name, factor in specified.items())
         self._is_taken = any(factor is not None and call.roles.get(factor) != "data" for call, factor in roles)
         self._split: dict[Value, int] = {}
         """Tensor → the dim that is split on account of an annotation."""
 
     def factor(self, call: RoledCall) -> str | None:
         """Return the factor of a call that the axis is to split; None: none."""
-        if call.name in self._said:
-            found = self._said[call.name]
+        if call.name in self._specified:
+            found = self._specified[call.name]
         else:
             found = self._followed(call)
             if found is None:

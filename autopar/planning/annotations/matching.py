@@ -22,7 +22,7 @@ from autopar.ir.sharding.annotation import NODE, Annotation
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Matches:
     """Matches of a pattern, as positions in `Space.decisions`."""
 
     kind: Literal["module", "parameter", "operation"]
@@ -51,7 +51,7 @@ class Catalog:
         """Return the path of the module that makes a call."""
         return module_of(self.space.decisions[number].node)
 
-    def find(self, annotation: Annotation) -> Found | None:
+    def find(self, annotation: Annotation) -> Matches | None:
         """Return the modules, parameters or operations that an annotation names; None if no name matches."""
         if annotation.pattern.startswith(NODE):
             return self._node(annotation.pattern.removeprefix(NODE))
@@ -62,7 +62,7 @@ class Catalog:
             if modules:
                 return self._in_modules(modules, parameters)
             if parameters:
-                return Found("parameter", tuple(self._users(parameters)), (), _unique(parameters))
+                return Matches("parameter", tuple(self._users(parameters)), (), _unique(parameters))
             operations = tuple(
                 number
                 for number in self.calls
@@ -70,15 +70,15 @@ class Catalog:
                 and any(fnmatchcase(name, pattern) for name in self._operation_names(number, within))
             )
             if operations:
-                return Found("operation", operations, operations, ())
+                return Matches("operation", operations, operations, ())
         return None
 
-    def _node(self, name: str) -> Found | None:
+    def _node(self, name: str) -> Matches | None:
         number = self.space.index.get(name)
         kind = None if number is None else self.space.decisions[number].kind
         if number is not None and kind == "call":
-            return Found("operation", (number,), (number,), ())
-        return Found("parameter", (), (), (number,)) if number is not None and kind == "parameter" else None
+            return Matches("operation", (number,), (number,), ())
+        return Matches("parameter", (), (), (number,)) if number is not None and kind == "parameter" else None
 
     def near(self, annotation: Annotation) -> list[str]:
         """Return the names that look like the pattern, layers written as `*`, best first."""
@@ -91,7 +91,7 @@ class Catalog:
         relative = [relative_to(name, annotation.within) for name in names]
         return difflib.get_close_matches(annotation.pattern, sorted({name for name in relative if name}), n=3)
 
-    def _in_modules(self, modules: list[str], named: list[int]) -> Found:
+    def _in_modules(self, modules: list[str], named: list[int]) -> Matches:
         roots = set(modules)
         parameters = [
             number
@@ -101,7 +101,9 @@ class Catalog:
         calls = [number for number in self.calls if not roots.isdisjoint(ancestors(self.module(number)))]
         outputs = [number for number in calls if self._leaves(number, roots)]
         # A module whose forward is not called (its weight is used elsewhere) is matched through its parameters.
-        return Found("module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named]))
+        return Matches(
+            "module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named])
+        )
 
     def _leaves(self, number: int, modules: set[str]) -> bool:
         """Return whether a call's value is used outside at least one of `modules` that contain the call."""
@@ -117,7 +119,7 @@ class Catalog:
             for user in _users_of(left.pop()):
                 if not is_call(user) or self.space.index[user.name] in found:
                     continue
-                call = self.space.decisions[self.space.index[user.name]].menu.call
+                call = self.space.decisions[self.space.index[user.name]].candidates.call
                 if call is not None and len(call.inputs) == 1:
                     left.append(user)
                 else:
@@ -143,8 +145,8 @@ def placeholders_of(arguments: Iterable[object]) -> Iterator[str]:
 
 def operation_of(decision: Decision) -> str:
     """Return the name of a call's operation, as "linear"."""
-    assert decision.menu.call is not None, f"{decision.name} is no call"
-    return decision.menu.call.name
+    assert decision.candidates.call is not None, f"{decision.name} is no call"
+    return decision.candidates.call.name
 
 
 def _unique(numbers: list[int]) -> tuple[int, ...]:

@@ -14,20 +14,20 @@ from autopar.ir.sharding.layout import P
 
 def offered_roles(decision: Decision) -> np.ndarray:
     """Return the role of every strategy on every mesh axis: strings, of shape (strategies, axes)."""
-    strategies = decision.menu.strategies
+    strategies = decision.candidates.strategies
     words = [[decision.role(number, axis) for axis in range(len(s.choices))] for number, s in enumerate(strategies)]
     return np.array(words, dtype=object)
 
 
 def is_weighted(decision: Decision) -> bool:
     """Return whether the rule has a column or row factor, as linear, matmul, convolution and embedding do."""
-    bound = decision.menu.bound
+    bound = decision.candidates.bound
     return bound is not None and not {"o", "k"}.isdisjoint(bound.rule.factors)
 
 
 def output_shapes(decision: Decision) -> tuple[tuple[int, ...], ...]:
     """Shapes of the tensors that a decision decides about."""
-    call = decision.menu.call
+    call = decision.candidates.call
     return tuple(info.shape for info in call.outputs) if call is not None else (info_of(decision.node).shape,)
 
 
@@ -35,7 +35,7 @@ def offered_slices(decision: Decision, sizes: Sequence[int]) -> tuple[Slices | N
     """Return the number of slices of every dim of every input, per strategy; None for those that take a partial
     input.
     """
-    call = decision.menu.call
+    call = decision.candidates.call
     assert call is not None, f"{decision.name} has no inputs"
 
     def of(layouts: Sequence) -> Slices | None:
@@ -46,4 +46,4 @@ def offered_slices(decision: Decision, sizes: Sequence[int]) -> tuple[Slices | N
             for layout, info in zip(layouts, call.inputs, strict=True)
         )
 
-    return tuple(of(strategy.inputs) for strategy in decision.menu.strategies)
+    return tuple(of(strategy.inputs) for strategy in decision.candidates.strategies)

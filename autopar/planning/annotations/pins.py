@@ -18,13 +18,13 @@ from autopar.costs.space.strategy import Strategy
 from autopar.errors import AnnotationError, warn_user
 from autopar.ir.program.calls import module_of
 from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
-from autopar.ir.sharding.annotation import FACTOR, NODE, Annotation, Said
+from autopar.ir.sharding.annotation import FACTOR, NODE, Annotation, Specified
 from autopar.ir.sharding.constraint import is_constraint
 from autopar.ir.sharding.layout import I, Layout, Placement, R, S, Z
 from autopar.ir.sharding.rule import TOGETHER, VIA, factors_of
 from autopar.planning.annotations import refusals
-from autopar.planning.annotations.manual import unsaid
-from autopar.planning.annotations.matching import Catalog, Found, placeholders_of
+from autopar.planning.annotations.manual import without_warnings
+from autopar.planning.annotations.matching import Catalog, Matches, placeholders_of
 from autopar.planning.annotations.offered import is_weighted, offered_roles, offered_slices, output_shapes
 
 Mode = Literal["auto", "semi_auto", "manual"]
@@ -58,7 +58,7 @@ def pins_of(
         warn_user(text)
     for number in catalog.calls:
         pins.constrain(number)
-    added = unsaid(space, pins.masks) if mode == "manual" else ()
+    added = without_warnings(space, pins.masks) if mode == "manual" else ()
     pins.store(storage)
     for annotation in (*(each for each in annotations if each.strategy), *added):
         found = catalog.find(annotation)
@@ -74,8 +74,8 @@ def regather_pins(annotations: Sequence[Annotation], space: Space, storage: Mapp
     nothing say nothing.
     """
     pins, catalog = _Pins(space, frozenset(storage)), Catalog(space)
-    said = (each for each in annotations if each.regather is not None)
-    for annotation in sorted(said, key=lambda each: bool(each.strategy)):
+    specified = (each for each in annotations if each.regather is not None)
+    for annotation in sorted(specified, key=lambda each: bool(each.strategy)):
         found = catalog.find(annotation)
         if found is not None:
             pins.regather(annotation, found)
@@ -94,17 +94,17 @@ class _Pins:
         self.known_roles: dict[object, np.ndarray] = {}
         self.known_masks: dict[object, Mask] = {}
 
-    def annotate(self, annotation: Annotation, found: Found) -> None:
+    def annotate(self, annotation: Annotation, found: Matches) -> None:
         """Everything an annotation says about what it matches."""
-        for axis, said in annotation.axes:
+        for axis, specified in annotation.axes:
             if self.space.mesh.size(axis) == 1:
                 continue  # an axis of one device splits nothing, whatever is requested
-            if isinstance(said, str) and said.startswith(FACTOR):
-                self._factor(annotation, found, axis, said.removeprefix(FACTOR))
-            elif isinstance(said, str):
-                self._role(annotation, found, axis, said)
+            if isinstance(specified, str) and specified.startswith(FACTOR):
+                self._factor(annotation, found, axis, specified.removeprefix(FACTOR))
+            elif isinstance(specified, str):
+                self._role(annotation, found, axis, specified)
             else:
-                self._dim(annotation, found, axis, said)
+                self._dim(annotation, found, axis, specified)
         if annotation.slices is not None:
             self._slices(annotation, found)
         if annotation.storage:
@@ -112,7 +112,7 @@ class _Pins:
         if annotation.regather is not None:
             self.regather(annotation, found)
 
-    def _role(self, annotation: Annotation, found: Found, axis: str, role: str) -> None:
+    def _role(self, annotation: Annotation, found: Matches, axis: str, role: str) -> None:
         index = self.space.mesh.index(axis)
         contractions = [n for n in found.calls if is_weighted(self._decision(n))]
         calls = contractions if contractions and role in ("column", "row") else found.calls
@@ -123,7 +123,7 @@ class _Pins:
         for number, mask in offered.items():
             self._add(number, annotation, mask)
 
-    def _role_of_call(self, annotation: Annotation, found: Found, number: int, role: str) -> str:
+    def _role_of_call(self, annotation: Annotation, found: Matches, number: int, role: str) -> str:
         """Return the role of a call: columns of the first layers of an MLP in tiles are the rows of the last one."""
         node = self._decision(number).node
         if node.target is not MLP_IN_TILES or role not in ("column", "row"):
@@ -137,7 +137,7 @@ class _Pins:
             raise AnnotationError(f"{annotation}: {refusals.why_no_row_of_first_layer(self._decision(number))}")
         return "row"
 
-    def _factor(self, annotation: Annotation, found: Found, axis: str, factor: str) -> None:
+    def _factor(self, annotation: Annotation, found: Matches, axis: str, factor: str) -> None:
         """A factor of the rule that every operation found has."""
         index = self.space.mesh.index(axis)
         if found.kind != "operation":
@@ -149,23 +149,27 @@ class _Pins:
                 raise AnnotationError(f"{annotation}: {refusals.why_no_factor(self.space, decision, axis, factor)}")
             self._add(number, annotation, mask)
 
-    def _dim(self, annotation: Annotation, found: Found, axis: str, said: Said) -> None:
-        assert not isinstance(said, str)
+    def _dim(self, annotation: Annotation, found: Matches, axis: str, specified: Specified) -> None:
+        assert not isinstance(specified, str)
         index = self.space.mesh.index(axis)
         numbers = found.parameters if found.kind == "parameter" else found.outputs
-        tensors = [number for number in numbers if said is None or _has_dim(self._decision(number), said)]
+        tensors = [number for number in numbers if specified is None or _has_dim(self._decision(number), specified)]
         if not tensors:
-            raise AnnotationError(f"{annotation}: {refusals.why_no_dim(self.space, numbers, annotation.pattern, said)}")
+            raise AnnotationError(
+                f"{annotation}: {refusals.why_no_dim(self.space, numbers, annotation.pattern, specified)}"
+            )
         for number in tensors:
             decision = self._decision(number)
             if number in self.fixed:
                 continue
-            mask = self._mask_of(number, ("dim", index, said), lambda s, d=decision: _gives(s, d, index, said))
+            mask = self._mask_of(
+                number, ("dim", index, specified), lambda s, d=decision: _splits_outputs(s, d, index, specified)
+            )
             if not mask.any():
-                raise AnnotationError(f"{annotation}: {refusals.why_no_split(self.space, decision, axis, said)}")
+                raise AnnotationError(f"{annotation}: {refusals.why_no_split(self.space, decision, axis, specified)}")
             self._add(number, annotation, mask)
 
-    def _slices(self, annotation: Annotation, found: Found) -> None:
+    def _slices(self, annotation: Annotation, found: Matches) -> None:
         slices = annotation.slices
         assert slices is not None
         fitting = [number for number in found.calls if _fits(self._decision(number), slices)]
@@ -180,7 +184,7 @@ class _Pins:
                 raise AnnotationError(f"{annotation}: {refusals.why_no_slices(self.space, decision, slices)}")
             self._add(number, annotation, mask)
 
-    def _storage(self, annotation: Annotation, found: Found) -> None:
+    def _storage(self, annotation: Annotation, found: Matches) -> None:
         """Parameters too small for the axes stay free, unless none of those matched can be split."""
         axes = [self.space.mesh.index(axis) for axis in annotation.storage if self.space.mesh.size(axis) > 1]
         masks = {
@@ -194,7 +198,7 @@ class _Pins:
             if number not in self.fixed:
                 self._add(number, annotation, mask)
 
-    def regather(self, annotation: Annotation, found: Found) -> None:
+    def regather(self, annotation: Annotation, found: Matches) -> None:
         """Parameters whose weight the backward does not need have no such choice, nor those that several calls share.
 
         Unless all of these take views, such as the slices of a packed weight.
@@ -202,16 +206,16 @@ class _Pins:
         matched = {self._decision(number).name for number in found.parameters}
         casts = [self.space.index[cast] for cast, weight in self.space.weight_casts.items() if weight in matched]
         for number in (*found.parameters, *casts):
-            strategies = self._decision(number).menu.strategies
-            if any(strategy.kept for strategy in strategies) and number not in self.fixed:
-                mask = np.array([not s.outputs[0].is_split or s.kept != annotation.regather for s in strategies])
+            strategies = self._decision(number).candidates.strategies
+            if any(strategy.saved for strategy in strategies) and number not in self.fixed:
+                mask = np.array([not s.outputs[0].is_split or s.saved != annotation.regather for s in strategies])
                 self._add(number, annotation, mask)
-        for number in filter(self._narrows, casts):
+        for number in filter(self._shrinks, casts):
             self._cast_in_parts(number, annotation)
 
-    def _narrows(self, cast: int) -> bool:
+    def _shrinks(self, cast: int) -> bool:
         """Return whether a cast shrinks a weight, so that the cast runs before the weight is communicated."""
-        call = self._decision(cast).menu.call
+        call = self._decision(cast).candidates.call
         assert call is not None, "a cast is a call"
         return call.outputs[0].dtype.itemsize < call.inputs[0].dtype.itemsize
 
@@ -229,16 +233,16 @@ class _Pins:
     def constrain(self, number: int) -> None:
         """The pin that a call of `autopar.constrain` carries; every other call carries none."""
         decision = self._decision(number)
-        call = decision.menu.call
+        call = decision.candidates.call
         if call is None or not is_constraint(call.target):
             return
         dims = {axis: None if dim < 0 else dim for axis, dim in zip(call["axes"], call["dims"], strict=True)}
-        said = ", ".join(f"{axis}={dim}" for axis, dim in dims.items())
-        text = f"constrain({call.inputs[0]}, {said}) in {module_of(decision.node) or 'the model'}"
+        specified = ", ".join(f"{axis}={dim}" for axis, dim in dims.items())
+        text = f"constrain({call.inputs[0]}, {specified}) in {module_of(decision.node) or 'the model'}"
         for axis in dims:
             _check_axis(axis, text, self.space)
         indices = {self.space.mesh.index(axis): dim for axis, dim in dims.items() if self.space.mesh.size(axis) > 1}
-        mask = _mask(decision, lambda s: all(_gives(s, decision, axis, dim) for axis, dim in indices.items()))
+        mask = _mask(decision, lambda s: all(_splits_outputs(s, decision, axis, dim) for axis, dim in indices.items()))
         if not mask.any():
             raise AnnotationError(f"{text}: {refusals.why_no_layout(self.space, decision, dims)}")
         self._add(number, text, mask)
@@ -274,15 +278,15 @@ class _Pins:
 
     def _mask_of(self, number: int, key: tuple[object, ...], allowed: Callable[[Strategy], bool]) -> Mask:
         """Return a mask over a decision's candidates, built once for the equal decisions of all layers."""
-        menu = self._decision(number).menu
-        if (id(menu), *key) not in self.known_masks:
-            self.known_masks[id(menu), *key] = _mask(self._decision(number), allowed)
-        return self.known_masks[id(menu), *key]
+        candidates = self._decision(number).candidates
+        if (id(candidates), *key) not in self.known_masks:
+            self.known_masks[id(candidates), *key] = _mask(self._decision(number), allowed)
+        return self.known_masks[id(candidates), *key]
 
     def _roles(self, number: int) -> np.ndarray:
         """`offered_roles` of a decision, made once for the equal calls of all layers."""
         decision = self._decision(number)
-        key = (id(decision.menu), frozenset(decision.roles.items()))
+        key = (id(decision.candidates), frozenset(decision.roles.items()))
         if key not in self.known_roles:
             self.known_roles[key] = offered_roles(decision)
         return self.known_roles[key]
@@ -317,7 +321,7 @@ def _matches_nothing(annotation: Annotation, catalog: Catalog) -> str:
 
 
 def _mask(decision: Decision, allowed: Callable[[Strategy], bool]) -> Mask:
-    return np.array([allowed(strategy) for strategy in decision.menu.strategies])
+    return np.array([allowed(strategy) for strategy in decision.candidates.strategies])
 
 
 def _splits(strategy: Strategy, axis: int, named: str) -> bool:
@@ -339,17 +343,17 @@ def _has_dim(decision: Decision, dim: int) -> bool:
     return any(-len(shape) <= dim < len(shape) for shape in output_shapes(decision))
 
 
-def _gives(strategy: Strategy, decision: Decision, axis: int, said: int | None) -> bool:
-    """Return whether a strategy splits all outputs that have dim `said` along it on a mesh axis.
+def _splits_outputs(strategy: Strategy, decision: Decision, axis: int, specified: int | None) -> bool:
+    """Return whether a strategy splits all outputs that have dim `specified` along it on a mesh axis.
 
     Without a dim, return whether all outputs are equal on every device of the axis.
     """
     placements: list[tuple[Placement, int]] = [
         (layout[axis], len(shape)) for layout, shape in zip(strategy.outputs, output_shapes(decision), strict=True)
     ]
-    if said is None:
+    if specified is None:
         return all(placement in (I, R) for placement, _ in placements)
-    split = [(each, said % ndim) for each, ndim in placements if -ndim <= said < ndim]
+    split = [(each, specified % ndim) for each, ndim in placements if -ndim <= specified < ndim]
     return all(placement in (S(dim), Z(dim)) for placement, dim in split)
 
 
@@ -358,7 +362,7 @@ def _fits(decision: Decision, slices: Sequence[Sequence[int]]) -> bool:
 
     The optional input is the bias.
     """
-    call = decision.menu.call
+    call = decision.candidates.call
     assert call is not None
     optional = 1 if is_weighted(decision) else 0
     ranks = [len(info.shape) for info in call.inputs]

@@ -12,10 +12,10 @@ from autopar.costs.space.space import Decision, Space
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.calls import module_of
 from autopar.ir.program.program import TensorInfo
-from autopar.ir.sharding.annotation import FACTOR, NODE, Said, Slices
+from autopar.ir.sharding.annotation import FACTOR, NODE, Slices, Specified
 from autopar.ir.sharding.layout import P
 from autopar.ir.sharding.rule import TOGETHER, VIA, factors_of
-from autopar.planning.annotations.matching import Found, operation_of
+from autopar.planning.annotations.matching import Matches, operation_of
 from autopar.planning.annotations.offered import offered_roles, offered_slices, output_shapes
 
 _SHOWN = 6
@@ -34,8 +34,8 @@ def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str
     for number in calls:
         decision = space.decisions[number]
         factors = [factor for factor, each in decision.roles.items() if each == role]
-        if factors and decision.menu.bound is not None:
-            size = decision.menu.bound.sizes[factors[0]]
+        if factors and decision.candidates.bound is not None:
+            size = decision.candidates.bound.sizes[factors[0]]
             return (
                 f'{_place(decision)}: "{role}" on axis {axis} splits {size} {_WHAT_A_ROLE_SPLITS[role]} into '
                 f"{num_parts} parts; {_divisors(size)}. Use an axis of such a size, or one of "
@@ -57,7 +57,7 @@ def why_no_row_of_first_layer(decision: Decision) -> str:
     )
 
 
-def why_no_operation_named(found: Found, pattern: str, axis: str) -> str:
+def why_no_operation_named(found: Matches, pattern: str, axis: str) -> str:
     """Why what a pattern matches has no factors."""
     if found.kind == "parameter":
         return (
@@ -72,9 +72,9 @@ def why_no_operation_named(found: Found, pattern: str, axis: str) -> str:
 
 def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> str:
     """Why one operation cannot be split by a factor of its rule on an axis."""
-    index, bound, num_parts = space.mesh.index(axis), decision.menu.bound, space.mesh.size(axis)
+    index, bound, num_parts = space.mesh.index(axis), decision.candidates.bound, space.mesh.size(axis)
     assert bound is not None
-    offered = dict.fromkeys(_named(strategy, index) for strategy in decision.menu.strategies)
+    offered = dict.fromkeys(_named(strategy, index) for strategy in decision.candidates.strategies)
     words = _quoted(f"{FACTOR}{each}" for each in offered if factors_of(each))
     for each in factors_of(factor.removeprefix(TOGETHER)):
         size = bound.sizes.get(each, num_parts)
@@ -92,29 +92,31 @@ def _named(strategy: Strategy, axis: int) -> str:
     return f"{strategy.choices[axis]}{VIA}{name}" if name else strategy.choices[axis]
 
 
-def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, said: Said) -> str:
+def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, specified: Specified) -> str:
     """Why there is no tensor with such a dim."""
     if not numbers:
         return f'"{pattern}" gives no value that is used elsewhere; annotate the operation that makes the value.'
     shapes = dict.fromkeys(
         f"{_place(space.decisions[n])} {list(output_shapes(space.decisions[n])[0])}" for n in numbers
     )
-    return f"there is no dim {said}; found {_some(shapes)}. Dims count from 0, or from -1 at the end."
+    return f"there is no dim {specified}; found {_first_few(shapes)}. Dims count from 0, or from -1 at the end."
 
 
-def why_no_split(space: Space, decision: Decision, axis: str, said: Said) -> str:
+def why_no_split(space: Space, decision: Decision, axis: str, specified: Specified) -> str:
     """Why a tensor cannot have a placement on one axis."""
     offered = dict.fromkeys(_placement_words(space, decision, axis))
-    shape = next((s for s in output_shapes(decision) if isinstance(said, int) and -len(s) <= said < len(s)), ())
+    shape = next(
+        (s for s in output_shapes(decision) if isinstance(specified, int) and -len(s) <= specified < len(s)), ()
+    )
     where = f"{_place(decision)} {list(output_shapes(decision)[0])}"
-    if isinstance(said, int) and shape[said] % space.mesh.size(axis):
-        size = shape[said]
+    if isinstance(specified, int) and shape[specified] % space.mesh.size(axis):
+        size = shape[specified]
         return (
-            f"{where}: dim {said} on axis {axis} splits {size} into {space.mesh.size(axis)} parts; "
-            f"{_divisors(size)}. Use an axis of such a size, or {_some(offered)}."
+            f"{where}: dim {specified} on axis {axis} splits {size} into {space.mesh.size(axis)} parts; "
+            f"{_divisors(size)}. Use an axis of such a size, or {_first_few(offered)}."
         )
-    wanted = "be equal everywhere" if said is None else f"be split along dim {said}"
-    return f"{where} cannot {wanted} on axis {axis}; it can have {_some(offered)}. Use one of these."
+    wanted = "be equal everywhere" if specified is None else f"be split along dim {specified}"
+    return f"{where} cannot {wanted} on axis {axis}; it can have {_first_few(offered)}. Use one of these."
 
 
 def why_no_operation(space: Space, calls: Sequence[int], wanted: Slices) -> str:
@@ -122,7 +124,7 @@ def why_no_operation(space: Space, calls: Sequence[int], wanted: Slices) -> str:
     found = dict.fromkeys(_signature(space.decisions[number]) for number in calls)
     ranks = ", ".join(str(len(each)) for each in wanted)
     return (
-        f"it states slices of {len(wanted)} tensors with {ranks} dims; found {_some(found)}. "
+        f"it states slices of {len(wanted)} tensors with {ranks} dims; found {_first_few(found)}. "
         "Give a tuple per tensor input with a number per dim."
     )
 
@@ -132,11 +134,11 @@ def why_no_slices(space: Space, decision: Decision, wanted: Slices) -> str:
     offered = dict.fromkeys(str(e[: len(wanted)]) for e in offered_slices(decision, space.mesh.sizes) if e is not None)
     return (
         f"{_place(decision)}: {_signature(decision)} on the mesh {space.mesh} cannot be cut into {wanted}. "
-        f"Use one of {_some(offered)}."
+        f"Use one of {_first_few(offered)}."
     )
 
 
-def why_no_storage(space: Space, found: Found, axes: Sequence[str]) -> str:
+def why_no_storage(space: Space, found: Matches, axes: Sequence[str]) -> str:
     """Why no parameter can be stored split."""
     if not found.parameters:
         return f"it matches {found.kind}s without parameters, and storage is about parameters; name some."
@@ -146,7 +148,7 @@ def why_no_storage(space: Space, found: Found, axes: Sequence[str]) -> str:
     )
     num_parts = math.prod(space.mesh.size(axis) for axis in axes)
     return (
-        f"none can be stored in {num_parts} parts over {', '.join(axes)}; found {_some(shapes)}. "
+        f"none can be stored in {num_parts} parts over {', '.join(axes)}; found {_first_few(shapes)}. "
         "Leave storage out here."
     )
 
@@ -162,7 +164,7 @@ def why_no_layout(space: Space, decision: Decision, dims: Mapping[str, int | Non
                 f"dim {dim} of {size} does not divide into {num_parts} parts over {', '.join(axes)}; "
                 f"{_divisors(size)}. Constrain another dim, or use axes of such a size."
             )
-    found = _some(dict.fromkeys(str(strategy.outputs[0]) for strategy in decision.menu.strategies))
+    found = _first_few(dict.fromkeys(str(strategy.outputs[0]) for strategy in decision.candidates.strategies))
     return f"a tensor of shape {list(shape)} can have {found} on the mesh {space.mesh}. Constrain it to one of these."
 
 
@@ -171,7 +173,7 @@ def contradiction(space: Space, decision: Decision, text: str, other: str) -> st
     if text == other:
         return (
             f"{text} says things of {_place(decision)} that exclude each other on the mesh {space.mesh}: "
-            f"each can hold, but not all. {_not_dealt(space, decision)}Leave one out."
+            f"each can hold, but not all. {_no_zigzag(space, decision)}Leave one out."
         )
     return (
         f"{text} contradicts {other}: {_place(decision)} cannot satisfy both on the mesh {space.mesh}. "
@@ -179,11 +181,15 @@ def contradiction(space: Space, decision: Decision, text: str, other: str) -> st
     )
 
 
-def _not_dealt(space: Space, decision: Decision) -> str:
+def _no_zigzag(space: Space, decision: Decision) -> str:
     """Return a hint to pad causal positions if they do not split into two zigzag shards per device, else ""."""
-    dealt = sorted({factor for strategy in decision.menu.strategies for factor in strategy.zigzag})
+    zigzag_factors = sorted({factor for strategy in decision.candidates.strategies for factor in strategy.zigzag})
     pieces = 2 * space.mesh.num_devices
-    sizes = [decision.menu.bound.sizes[factor] for factor in dealt] if decision.menu.bound is not None else []
+    sizes = (
+        [decision.candidates.bound.sizes[factor] for factor in zigzag_factors]
+        if decision.candidates.bound is not None
+        else []
+    )
     size = next((size for size in sizes if size % pieces), None)
     if size is None:
         return ""
@@ -195,14 +201,14 @@ def _not_dealt(space: Space, decision: Decision) -> str:
 
 def _place(decision: Decision) -> str:
     """Return a decision's location for messages: its module, a parameter's placeholder, or the operation itself."""
-    if decision.menu.call is None:
+    if decision.candidates.call is None:
         return decision.name
     return module_of(decision.node) or operation_of(decision)
 
 
 def _signature(decision: Decision) -> str:
     """Return a call with its inputs: `linear(float32[2, 8], float32[4, 8])`."""
-    call = decision.menu.call
+    call = decision.candidates.call
     inputs: tuple[TensorInfo, ...] = call.inputs if call is not None else ()
     return f"{operation_of(decision)}({', '.join(map(str, inputs))})"
 
@@ -217,7 +223,7 @@ def _offered(space: Space, calls: Iterable[int], axis: str) -> list[str]:
 def _placement_words(space: Space, decision: Decision, axis: str) -> list[str]:
     """Return the placements of a decision's first output on an axis, as annotations say them."""
     index = space.mesh.index(axis)
-    placements = [strategy.outputs[0][index] for strategy in decision.menu.strategies]
+    placements = [strategy.outputs[0][index] for strategy in decision.candidates.strategies]
     return [f"{axis}={p.dim}" if p.is_split else f"{axis}=None" for p in placements if p is not P]
 
 
@@ -232,6 +238,6 @@ def _quoted(words: Iterable[str]) -> str:
     return ", ".join(f'"{word}"' for word in words) or "nothing"
 
 
-def _some(texts: Iterable[str]) -> str:
+def _first_few(texts: Iterable[str]) -> str:
     found = list(texts)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")

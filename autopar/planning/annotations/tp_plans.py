@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autopar.errors import AnnotationError
-from autopar.ir.sharding.annotation import Said
+from autopar.ir.sharding.annotation import Specified
 from autopar.planning.annotations.ep_plans import DISPATCHED, exchange_of
 
 ForeignPlan = Mapping[str, str | ParallelStyle] | Literal["auto", "ep"]
@@ -37,7 +37,7 @@ EXAMPLES = {
 }
 
 # Names that transformers registered from 4.48 to 5.23.
-_SAID: dict[str, Said] = {
+_SPECIFIED: dict[str, Specified] = {
     **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise"), "column"),
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_rowwise"), "row"),
     "local_packed_rowwise": "row",
@@ -54,10 +54,10 @@ _NOTHING = frozenset(
     )
 )
 _TRANSPOSED = ("packed_rowwise", "local_packed_rowwise")
-_OTHER_WAY: dict[Said, Said] = {"column": "row", "row": "column"}
+_OTHER_WAY: dict[Specified, Specified] = {"column": "row", "row": "column"}
 
 
-def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Said]]:
+def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Specified]]:
     """The patterns of a plan with what each says about the axis of the plan.
 
     Raises AnnotationError for a style that is not known, and for "auto" and "ep" where the model brings no plan along.
@@ -76,13 +76,13 @@ def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Said]]
         if isinstance(style, str) and style == DISPATCHED:
             yield from exchange_of(model, pattern)
         elif not _says_nothing(style):
-            said = _said(pattern, style)
-            yield pattern, _OTHER_WAY.get(said, said) if pattern in transposed else said
+            specified = _specified(pattern, style)
+            yield pattern, _OTHER_WAY.get(specified, specified) if pattern in transposed else specified
 
 
-def plan_of(model: nn.Module, asked: str) -> Mapping[str, str]:
+def plan_of(model: nn.Module, requested: str) -> Mapping[str, str]:
     """Return the plan of a Hugging Face model that "auto" or "ep" asks for; AnnotationError where it has none."""
-    name, config = BROUGHT[asked], getattr(model, "config", None)
+    name, config = BROUGHT[requested], getattr(model, "config", None)
     for found in (
         getattr(model, name, None),
         getattr(model, f"_{name}", None),
@@ -91,7 +91,7 @@ def plan_of(model: nn.Module, asked: str) -> Mapping[str, str]:
         if isinstance(found, Mapping) and found:
             return found
     raise AnnotationError(
-        f'annotate_plan(model, "{asked}"): {type(model).__name__} brings no {name} along; give a mapping, '
+        f'annotate_plan(model, "{requested}"): {type(model).__name__} brings no {name} along; give a mapping, '
         f"for example {EXAMPLES[name]}."
     )
 
@@ -109,16 +109,16 @@ def _says_nothing(style: object) -> bool:
     return style in _NOTHING if isinstance(style, str) else isinstance(style, only_moves)
 
 
-def _said(pattern: str, style: object) -> Said:
-    if isinstance(style, str) and style in _SAID:
-        return _SAID[style]
+def _specified(pattern: str, style: object) -> Specified:
+    if isinstance(style, str) and style in _SPECIFIED:
+        return _SPECIFIED[style]
     if isinstance(style, ColwiseParallel):
         return "column"
     if isinstance(style, RowwiseParallel):
         return "row"
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim
-    known = ", ".join(sorted({*_SAID, *_NOTHING, DISPATCHED}))
+    known = ", ".join(sorted({*_SPECIFIED, *_NOTHING, DISPATCHED}))
     raise AnnotationError(
         f'annotate_plan: "{pattern}" has the style {style!r}; known are {known}, '
         "and ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModule… of torch.distributed.tensor.parallel."

@@ -65,16 +65,18 @@ def choices_of_nodes(choices: Sequence[int], modes: Iterable[str]) -> tuple[int,
     return (*choices, *(MODES.index(mode) for mode in modes))
 
 
-def in_each_mode(answer: Answer, modes: Mapping[str, str], known: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the choices of an answer, and the same with every segment in each of the `known` modes that it may have.
+def in_each_mode(answer: Answer, modes: Mapping[str, str], among: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the choices of an answer, and the same with every segment in each of the `among` modes that it may have.
 
     `modes` say which these are, as of problems (`Formulation.problem`). So it shows what memory costs where nothing
     changes but what is computed again.
     """
     own = {name: answer.modes.get(name, MODES[0]) for name in modes}
     found = [own]
-    for mode in known:
-        found.append({name: mode if mode in (said or mode).split("|") else own[name] for name, said in modes.items()})
+    for mode in among:
+        found.append(
+            {name: mode if mode in (specified or mode).split("|") else own[name] for name, specified in modes.items()}
+        )
     return list(dict.fromkeys(choices_of_nodes(answer.choices, each.values()) for each in found))
 
 
@@ -86,14 +88,14 @@ def without_idle_modes(
 
     Among answers of the same seconds any may be found. `modes` say what a segment may be (`Formulation.problem`).
     """
-    kept = dict(answer.modes)
-    if all(mode == MODES[0] for mode in kept.values()):
+    new_modes = dict(answer.modes)
+    if all(mode == MODES[0] for mode in new_modes.values()):
         return answer
     problem = answer.problem
-    if len(problem.nodes) < len(answer.choices) + len(kept):  # the bound is of the problem without segments
+    if len(problem.nodes) < len(answer.choices) + len(new_modes):  # the bound is of the problem without segments
         problem = formulation.problem(pins, modes=modes)
 
-    choices, edges = list(choices_of_nodes(answer.choices, kept.values())), defaultdict[int, list[Edge]](list)
+    choices, edges = list(choices_of_nodes(answer.choices, new_modes.values())), defaultdict[int, list[Edge]](list)
     for edge in problem.edges:
         for end in set(edge.ends):
             edges[end].append(edge)
@@ -106,22 +108,22 @@ def without_idle_modes(
     for node, (name, mode) in enumerate(answer.modes.items(), start=len(answer.choices)):
         if mode != MODES[0] and MODES[0] in (modes.get(name) or MODES[0]).split("|"):
             before, chosen = seconds(node), choices[node]
-            choices[node], kept[name] = MODES.index(MODES[0]), MODES[0]
+            choices[node], new_modes[name] = MODES.index(MODES[0]), MODES[0]
             if seconds(node) - before > same:
-                choices[node], kept[name] = chosen, mode
-    if kept == answer.modes:
+                choices[node], new_modes[name] = chosen, mode
+    if new_modes == answer.modes:
         return answer
-    peak, use, place = memory_use(formulation.memory, answer.choices, kept)
-    return replace(answer, modes=kept, peak_bytes=peak, memory=use, fullest=place) if peak <= limit else answer
+    peak, use, place = memory_use(formulation.memory, answer.choices, new_modes)
+    return replace(answer, modes=new_modes, peak_bytes=peak, memory=use, fullest=place) if peak <= limit else answer
 
 
 def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
     """Yield an answer and the smaller choices known with it, with their bytes by a model of memory."""
     count = len(memory.space.decisions)
     own = choices_of_nodes(answer.choices, answer.modes.values())
-    for number, known in enumerate((own, *answer.smaller)):
-        choices = known[:count]
-        modes = {name: MODES[mode] for name, mode in zip(answer.modes, known[count:], strict=True)}
+    for number, among in enumerate((own, *answer.smaller)):
+        choices = among[:count]
+        modes = {name: MODES[mode] for name, mode in zip(answer.modes, among[count:], strict=True)}
         peak, use, place = memory_use(memory, choices, modes)
         found = replace(
             answer,
@@ -133,7 +135,7 @@ def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
             smaller=answer.smaller[number:],
         )
         if number:
-            seconds = answer.problem.cost_of(known)[0]
+            seconds = answer.problem.cost_of(among)[0]
             found = replace(found, seconds=seconds, bound=min(answer.bound, seconds))
         yield found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.costs.memory.moments import MemoryRow, Priced
+from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.errors import TimeLimitError
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.least_peak import least_peak
@@ -29,7 +29,7 @@ class Bounds:
 
 
 def bounds_at(
-    formulation: Formulation, pins: Pins, limit: int, modes: Modes | None, priced: Priced | None, deadline: float
+    formulation: Formulation, pins: Pins, limit: int, modes: Modes | None, priced: PricedMemory | None, deadline: float
 ) -> Bounds:
     """Return the bounds of all plans under pins that keep to the limit (bytes per device).
 
@@ -43,6 +43,6 @@ def bounds_at(
     prepared = Prepared.of(formulation.problem(pins, row, row.total * limit, modes), deadline)
     seconds = bound_at(prepared, price, deadline)
     try:
-        return Bounds(seconds, least_peak(formulation, pins, modes, deadline, enough=limit, is_brief=True).bound)
+        return Bounds(seconds, least_peak(formulation, pins, modes, deadline, sufficient=limit, is_brief=True).bound)
     except TimeLimitError:
         return Bounds(seconds, 0)

@@ -27,9 +27,9 @@ from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
-from autopar.solver.elimination.min_marginals import MAX_CALIBRATED, Excesses, excesses
+from autopar.solver.elimination.min_marginals import MAX_CALIBRATED, ReducedCosts, reduced_costs
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.low_treewidth import unsaid
+from autopar.solver.low_treewidth import without_warnings
 from autopar.solver.presolve.reduced_cost_fixing import remaining
 from autopar.solver.problem import Edge, Node, Problem, Solution
 from autopar.solver.solve import solve
@@ -68,18 +68,18 @@ def least_peak(
     pins: Pins,
     modes: Mapping[str, str] | None,
     deadline: float = NEVER,
-    enough: int = 0,
+    sufficient: int = 0,
     is_brief: bool = False,
 ) -> LeastPeak:
     """Return the plan under pins whose fullest moment is the least full; where a little search proves no plan less
     full.
 
-    Ends early at a plan of at most `enough` bytes, and where it is to be brief once no plan can take so little, or
+    Ends early at a plan of at most `sufficient` bytes, and where it is to be brief once no plan can take so little, or
     weights of moments prove no more. Unless the time is over the answer does not depend on how fast the
     machine is. Raises InfeasibleError where the pins contradict each other, and TimeLimitError where the search for a
     first plan takes until the deadline.
     """
-    search = _Search(formulation, pins, modes, deadline, enough, is_brief)
+    search = _Search(formulation, pins, modes, deadline, sufficient, is_brief)
     search.by_weights()
     if not is_brief:
         search.by_fixing()
@@ -131,12 +131,12 @@ class _Search(Moments):
         pins: Pins,
         modes: Mapping[str, str] | None,
         deadline: float,
-        enough: int,
+        sufficient: int,
         is_brief: bool = False,
     ) -> None:
         super().__init__()
         self.formulation, self.pins, self.modes = formulation, pins, modes
-        self.deadline, self.enough, self.is_brief = deadline, enough, is_brief
+        self.deadline, self.sufficient, self.is_brief = deadline, sufficient, is_brief
         self.points: list[tuple[int, ...]] = []
         """Visited choices, of decisions and segments."""
         self.best, self.best_point = 2**62, -1
@@ -164,7 +164,7 @@ class _Search(Moments):
 
     def by_fixing(self) -> None:
         """Close the gap by fixings and an ILP, with a row for each moment that was the fullest of some point."""
-        found: Excesses | None = None
+        found: ReducedCosts | None = None
         while len(self.moments) <= MAX_ROWS and not self.is_done():
             smaller = self.best - 1
             rows = (self.weights, *(MemoryRow(((moment, 1),)) for moment in self.moments))
@@ -172,7 +172,7 @@ class _Search(Moments):
             weighted = weighted.in_bytes()
             open_bytes = float((smaller - self.least + 1) * self.weights.total)
             try:
-                found = found or _excesses_of(weighted, open_bytes, self.deadline)
+                found = found or _reduced_costs_of(weighted, open_bytes, self.deadline)
             except TimeLimitError:
                 return
             if found is None:
@@ -197,7 +197,7 @@ class _Search(Moments):
         It has to have visited a point, and the best is proven, small enough or out of time. A brief search also stops
         once no plan can be small enough.
         """
-        is_settled = self.best <= max(self.least, self.enough) or (self.is_brief and self.least > self.enough)
+        is_settled = self.best <= max(self.least, self.sufficient) or (self.is_brief and self.least > self.sufficient)
         return bool(self.points) and (is_settled or is_over(self.deadline))
 
     def meet_point(self, point: tuple[int, ...]) -> None:
@@ -215,18 +215,18 @@ class _Search(Moments):
 
 
 def _solved(problem: Problem, deadline: float) -> Solution:
-    with unsaid():  # the answer says it
+    with without_warnings():  # the answer says it
         return solve(problem, time_limit=seconds_until(deadline))
 
 
-def _excesses_of(problem: Problem, margin: float, deadline: float) -> Excesses | None:
+def _reduced_costs_of(problem: Problem, margin: float, deadline: float) -> ReducedCosts | None:
     """Return the reduced cost of each choice, up to a margin; None if the graph's treewidth is too high."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None or elimination.largest > MAX_CALIBRATED:
         return None
     evaluated = evaluate(elimination, tables.weighted(0.0), deadline)
-    return excesses(problem, elimination, evaluated, margin, deadline=deadline)
+    return reduced_costs(problem, elimination, evaluated, margin, deadline=deadline)
 
 
 def _with_bytes(problem: Problem, other: Problem) -> Problem:

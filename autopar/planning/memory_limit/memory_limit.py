@@ -8,7 +8,8 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
    solving expensive, and may not matter: solve without it. Find the plan's fullest moment.
 2. Solve with a row for each of the moments that an answer, or what prices mix, was over the limit at (`several_rows`).
    Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out;
-   what is not near enough then is solved again by a restricted master problem over all visited choices (`pieced`).
+   what is not near enough then is solved again by a restricted master problem over all visited choices
+   (`restricted_search`).
 3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
    answers so far exceed the most (Karwan & Rardin 1979). The bytes by which the answer exceeds the limit somewhere are
    subtracted from the limit of the row: so answers are found that fit, and cost little more.
@@ -28,20 +29,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.console.units import format_share
-from autopar.costs.memory.moments import MemoryRow, Priced
+from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError, warn_user
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit import answers
 from autopar.planning.memory_limit.answers import Answer, Found, Places, in_each_mode, share, smaller_ones
 from autopar.planning.memory_limit.narrowed import Narrowed
 from autopar.planning.memory_limit.refusal import Modes
-from autopar.planning.memory_limit.restricted_search import Pieced
+from autopar.planning.memory_limit.restricted_search import RestrictedSearch
 from autopar.planning.settings import Settings
 from autopar.solver.deadline import after, grace, is_over, seconds_until, why_over
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
-from autopar.solver.low_treewidth import Enough, unsaid
-from autopar.solver.memory_rows.fixings import Cuts
+from autopar.solver.low_treewidth import Tolerances, without_warnings
+from autopar.solver.memory_rows.fixings import FixingSearch
 from autopar.solver.memory_rows.several_rows import solve_rows
 from autopar.solver.prepared import Prepared
 from autopar.solver.problem import Solution
@@ -54,11 +55,11 @@ MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at 
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 FEW_CALLS = 256  # of a model that is planned to the end: rows for all its moments are no more than the search takes
-ENOUGH = 1e-3  # of the seconds: default optimality gap if a smaller one is expensive
-WIDELY = 5e-3  # of the seconds: default optimality gap at high treewidth
+STOP_GAP = 1e-3  # of the seconds: default optimality gap if a smaller one is expensive
+WIDE_GAP = 5e-3  # of the seconds: default optimality gap at high treewidth
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
-FAR = 2e-3  # of the seconds: an answer further from the best is no help; a nearer one is a good start
+START_GAP = 2e-3  # of the seconds: an answer further from the best is no help; a nearer one is a good start
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 
@@ -68,47 +69,49 @@ def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, setti
 
     Without a gap the optimum is searched. For many calls a choice within a thousandth of it suffices if a smaller gap
     is expensive: if elimination takes seconds, and counts of equal parts take longer (five thousandths at high
-    treewidth). If that is not proven, the bound is below the seconds, and a RuntimeWarning says so. `hurried`: none
-    counts long. InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError
-    where none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to
-    be faster than that, or none is within the limit: what pays nothing for memory is an answer.
+    treewidth). If that is not proven, the bound is below the seconds, and a RuntimeWarning says so. `brief_counts`:
+    none counts long. InfeasibleError where no choice is within the limit, with the least that one needs, and
+    TimeLimitError where none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and
+    none is found to be faster than that, or none is within the limit: what pays nothing for memory is an answer.
     """
-    limit, hurried, cutoff = settings.tensor_limit, settings.hurried, settings.cutoff
+    limit, brief_counts, cutoff = settings.tensor_limit, settings.brief_counts, settings.cutoff
     solver, gap, time_limit = settings.search.solver, settings.search.gap, settings.search.time_limit
-    is_rough = gap is None and (hurried or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
-    enough, far, widely = (ENOUGH, FAR, WIDELY) if is_rough else (gap or 0.0,) * 3
+    is_rough = gap is None and (brief_counts or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
+    stop_gap, start_gap, wide_gap = (STOP_GAP, START_GAP, WIDE_GAP) if is_rough else (gap or 0.0,) * 3
     deadline, spare = after(time_limit), SPARE * time_limit
-    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, widely, cutoff)
+    search = _Search(
+        formulation, pins, deadline, spare, solver, gap or 0.0, stop_gap, brief_counts, start_gap, wide_gap, cutoff
+    )
     forced = None if modes is None or not all(modes.values()) else modes
-    found = search.known(limit, forced) or search.where_the_backward_begins(limit, modes)
+    found = search.cached(limit, forced) or search.where_the_backward_begins(limit, modes)
     if limit is None or found is None:
         found = search.without_a_limit(limit, forced)
         if limit is None or found.peak_bytes <= limit:
             return found
     search.check(found.bound if found.multiplier or found.peak_bytes > limit else -math.inf)
     if found.peak_bytes > limit:
-        with unsaid():
+        with without_warnings():
             found = search.stated(search.at_every_moment(found, limit, modes), found.row, limit, modes)
         search.check(found.bound)
-    if share(found) > enough:
+    if share(found) > stop_gap:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
         most = f"at most {format_share(share(found))} of its step could be saved"
-        said = f"{why}the plan is within the limit at every moment, but not proven best: {most}."
-        warn_user(said, RuntimeWarning)
+        message = f"{why}the plan is within the limit at every moment, but not proven best: {most}."
+        warn_user(message, RuntimeWarning)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Search(Pieced):
+class _Search(RestrictedSearch):
     solver: str
     gap: float
-    enough: float
+    stop_gap: float
     """Gap at which a search may stop if closing more of it would be expensive."""
-    is_hurried: bool
+    brief_counts: bool
     """True if no count may take long."""
-    far: float
+    start_gap: float
     """Gap at which an answer on a graph of high treewidth is a good starting point, and counts stop."""
-    widely: float
+    wide_gap: float
     """Gap that is enough on a graph of high treewidth once the best given the fixed nodes is known (`several_rows`)."""
     cutoff: float = math.inf
     """Seconds of a plan that is known: what is no faster is not looked for."""
@@ -132,25 +135,25 @@ class _Search(Pieced):
             return self._answer(problem, solve(problem, solver="ilp", time_limit=left), modes, row)
         price = 0.0 if row is None or near is None else near.price / row.total
         prepared = self._prepared(row, limit, modes)
-        enough = Enough(max(gap, self.enough), max(gap, self.counted))
-        solution = solve_prepared(prepared, time_limit=left, gap=gap, price=price, enough=enough)
+        tolerances = Tolerances(max(gap, self.stop_gap), max(gap, self.counted))
+        solution = solve_prepared(prepared, time_limit=left, gap=gap, price=price, tolerances=tolerances)
         return self._answer(prepared.problem, solution, modes, row)
 
     def without_a_limit(self, limit: int | None, modes: Modes | None) -> Answer:
         """Return the best without the limit, or where that would not fit, choices near it."""
-        found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
+        found = self.solve(None, limit, modes, 0.0 if limit is None else self.start_gap)
         fits = limit is None or found.peak_bytes <= limit
         if limit and fits and share(found):
             found = self.solve(None, limit, modes)
         # A search that the deadline ended is repeated if there is more time.
-        is_near = share(found) <= (self.gap if fits else self.far)
-        is_kept = is_near and self.prepared and is_wide(self.prepared[None].elimination)
-        return self.kept(found, limit, modes) if is_kept else found
+        is_near = share(found) <= (self.gap if fits else self.start_gap)
+        is_cached = is_near and self.prepared and is_wide(self.prepared[None].elimination)
+        return self.cache(found, limit, modes) if is_cached else found
 
     @property
     def counted(self) -> float:
-        """Gap at which an answer is enough if counts take long (`Enough`); infinite in a hurried search."""
-        return math.inf if self.is_hurried else self.enough
+        """Gap at which an answer is enough if counts take long (`Tolerances`); infinite in a hurried search."""
+        return math.inf if self.brief_counts else self.stop_gap
 
     def _prepared(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Prepared:
         """Return the problem with a row and a limit, ready to be solved; that of the row before is kept."""
@@ -171,21 +174,23 @@ class _Search(Pieced):
         found.fitting += self.of_fewer_bytes(first, limit)
         if self.gap and not found.is_proven(self.gap):  # many answers are near enough
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
-        if not found.is_proven(self.enough):
+        if not found.is_proven(self.stop_gap):
             # What is far from the best is no help: within its margin little can be left out.
-            far, found.fitting = ([], found.fitting) if found.is_proven(FAR) else (found.fitting, [])
-            if self.is_hurried and not far:
+            distant, found.fitting = ([], found.fitting) if found.is_proven(START_GAP) else (found.fitting, [])
+            if self.brief_counts and not distant:
                 found.fitting += self.first_answer(limit, modes)
                 if not found.fitting:
                     self.check(math.inf)  # one of many plans, that may do without: little fits, if anything
             self.by_all_rows(found, limit, modes)
-            found.fitting += far + self.aside
-            if self._is_dear(first) and not found.is_proven(self.enough):
-                found.fitting += self.by_pieces(found, limit, modes, HALF * self.enough * found.proof.bound)
+            found.fitting += distant + self.aside
+            if self._is_expensive(first) and not found.is_proven(self.stop_gap):
+                found.fitting += self.by_restricted_master(
+                    found, limit, modes, HALF * self.stop_gap * found.proof.bound
+                )
         self.check(found.proof.bound)
         # At high treewidth sums prove no more than all rows did.
-        near = self.enough if first.row is not None or not self.enough else max(self.enough, WIDELY)
-        if found.is_proven(max(near, ROUGHLY)) or (found.fitting and self._is_dear(first)):
+        near = self.stop_gap if first.row is not None or not self.stop_gap else max(self.stop_gap, WIDE_GAP)
+        if found.is_proven(max(near, ROUGHLY)) or (found.fitting and self._is_expensive(first)):
             return found.best
         try:
             self.by_sums(found, limit, modes)
@@ -194,8 +199,8 @@ class _Search(Pieced):
             smallest, conflict = self.smallest(self.pins, modes), error.conflict if self.pins else None
             raise InfeasibleError(self.refusal(limit, modes, smallest, conflict), smallest.peak_bytes) from error
         if not found.fitting:
-            met = min(int(taken.max()) for taken in found.taken)
-            found.fitting.append(self.smallest_answer(limit, modes, met))
+            least_bytes = min(int(taken.max()) for taken in found.taken)
+            found.fitting.append(self.smallest_answer(limit, modes, least_bytes))
         self.check(found.proof.bound)
         if found.is_proven(self.gap) or is_over(self.deadline):
             return found.best
@@ -216,10 +221,10 @@ class _Search(Pieced):
             return None
         self.check(self.bound_elsewhere(limit, modes))
         row = MemoryRow(((last, 1),))
-        exact = Enough(self.enough, self.counted, self.cutoff)
+        exact = Tolerances(self.stop_gap, self.counted, self.cutoff)
         prepared = self._prepared(row, limit, modes)
         first: Solution | None = None
-        with unsaid():
+        with without_warnings():
             try:
                 solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
             except (MemoryLimitError, TimeLimitError) as error:  # a plan without a limit says better what is needed
@@ -243,12 +248,12 @@ class _Search(Pieced):
             return -math.inf
         return bound_at(self._prepared(near.row, limit, modes), near.price, self.deadline)
 
-    def _priced(self, proof: Answer) -> Priced:
+    def _priced(self, proof: Answer) -> PricedMemory:
         """Return the moments and prices of a proof, or of another plan, or of the start of the backward."""
         if proof.row is not None:
-            return Priced(proof.row, proof.multiplier)
+            return PricedMemory(proof.row, proof.multiplier)
         last = MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))
-        return self.formulation.near or Priced(last, proof.multiplier)
+        return self.formulation.near or PricedMemory(last, proof.multiplier)
 
     @property
     def _seconds_left(self) -> float:
@@ -261,57 +266,59 @@ class _Search(Pieced):
         places = Places({*prices, *found.moments}, limit, lambda choices: self._taken(choices, modes))
         places.add(found.taken[-1])
         halfway = self.deadline - HALF * seconds_until(self.deadline)
-        met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
+        visited = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
-        gap, most = max(self.gap, self.enough), (1 + answers.ROUNDING) * self.cutoff
-        counted = self.counted if found.first.row else max(self.counted, self.far)
-        enough = Enough(self.enough, counted, self.cutoff, widely=self.widely)
+        gap, most = max(self.gap, self.stop_gap), (1 + answers.ROUNDING) * self.cutoff
+        counted = self.counted if found.first.row else max(self.counted, self.start_gap)
+        tolerances = Tolerances(self.stop_gap, counted, self.cutoff, wide_gap=self.wide_gap)
         for _ in range(MAX_MOMENTS):
             if is_over(until := self.deadline if found.fitting else halfway):
                 return bool(found.fitting)
             numbers, rows = places.rows()
             problems = self.formulation.problems(self.pins, rows, limit, modes)
             at = [prices.get(place, 0.0) for place in numbers]
-            known = min((answer.seconds for answer in found.fitting), default=math.inf)
+            incumbent = min((answer.seconds for answer in found.fitting), default=math.inf)
             left, is_wide = max(seconds_until(until), grace()), found.first.row is None
             if narrowed is None:
-                best = solve_rows(problems, at, known, left, self.gap, enough, met, is_wide, most, places.add_mixed)
+                best = solve_rows(
+                    problems, at, incumbent, left, self.gap, tolerances, visited, is_wide, most, places.add_mixed
+                )
             else:
-                best = narrowed.best(problems, at, known, after(left), gap, enough, met, places.add_mixed)
-            found.near += best.met
+                best = narrowed.best(problems, at, incumbent, after(left), gap, tolerances, visited, places.add_mixed)
+            found.near += best.visited
             self.check(best.bound)
             prices = dict(zip(numbers, best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound)
             if best.choices is None:
                 if best.is_over_elsewhere:
                     continue
-                if narrowed is None or not narrowed.may_be_further(known):
+                if narrowed is None or not narrowed.may_be_further(incumbent):
                     return bool(found.fitting)
                 narrowed = None
                 continue
-            seconds, held = problems[0].cost_of(best.choices)
+            seconds, num_bytes = problems[0].cost_of(best.choices)
             proven = min(best.bound, seconds), "multipliers + counts", found.proof.multiplier
-            solution = Solution(best.choices, seconds, held, *proven)
+            solution = Solution(best.choices, seconds, num_bytes, *proven)
             answer = self._answer(found.proof.problem, solution, modes, found.proof.row)
             if answer.peak_bytes <= limit:
                 found.fitting.append(answer)
-                if not best.is_over_elsewhere and (self.enough or not narrowed or found.is_proven(self.gap)):
+                if not best.is_over_elsewhere and (self.stop_gap or not narrowed or found.is_proven(self.gap)):
                     return True
-            met.append(best.choices)
+            visited.append(best.choices)
             found.meet(self._bytes_of(answer))
             places.add(found.taken[-1])
         return True
 
-    def _is_dear(self, first: Answer) -> bool:
+    def _is_expensive(self, first: Answer) -> bool:
         """Return whether elimination of the first answer's problem takes seconds; sums of moments need many of them."""
         prepared = self.prepared.get(first.row)
         return prepared is not None and prepared.elimination is not None and prepared.elimination.work > CHEAP_WORK
 
     def _narrowed(self, first: Answer, limit: int, modes: Modes | None) -> Narrowed | None:
         """Return a search within the fixings by the first answer's bound if elimination takes seconds; else None."""
-        if (row := first.row) is None or not first.multiplier or not self._is_dear(first):
+        if (row := first.row) is None or not first.multiplier or not self._is_expensive(first):
             return None
-        return Narrowed(lambda: Cuts(self._prepared(row, limit, modes), first.multiplier, self.deadline))
+        return Narrowed(lambda: FixingSearch(self._prepared(row, limit, modes), first.multiplier, self.deadline))
 
     def _proven(self, proof: Answer, prices: Mapping[int, float], bound: float) -> Answer:
         """Return the proof with a better bound, if prices of moments prove one; its problem is not stated yet."""
@@ -338,13 +345,13 @@ class _Search(Pieced):
         """Answers under the limit on sums of moments, until one fits or the sums repeat; raises MemoryLimitError."""
         if not found.fitting:
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, FIRST_LIMITS)
-        known: set[MemoryRow] = set()
+        tried: set[MemoryRow] = set()
         halfway = self.deadline - HALF * seconds_until(self.deadline)  # the least that is needed is yet to be found
-        while len(known) < MAX_SUMS and not is_over(self.deadline if found.fitting else halfway):
+        while len(tried) < MAX_SUMS and not is_over(self.deadline if found.fitting else halfway):
             row = found.heaviest(SUM_PARTS)
-            if row in known:
+            if row in tried:
                 break
-            known.add(row)
+            tried.add(row)
             try:
                 answer = self.solve(row, limit, modes, near=found.proof)
             except TimeLimitError:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from autopar.errors import TimeLimitError
 from autopar.solver.bounds.prices import OverElsewhere, nowhere
 from autopar.solver.deadline import is_over, seconds_until
-from autopar.solver.low_treewidth import Enough
-from autopar.solver.memory_rows.fixings import Cut, Cuts
+from autopar.solver.low_treewidth import Tolerances
+from autopar.solver.memory_rows.fixings import Fixings, FixingSearch
 from autopar.solver.memory_rows.several_rows import Best, solve_rows
 from autopar.solver.problem import Problem
 
@@ -22,22 +22,22 @@ SHARES = (1e-3, 4e-3)  # of the bound of one row: within which choices with all 
 
 
 class Narrowed:
-    """The cuts of a problem with one row, from the narrowest on; `cuts` makes them anew, as their tables are large."""
+    """The cuts of a problem with one row, from the narrowest on; `make` makes them anew, as their tables are large."""
 
-    def __init__(self, cuts: Callable[[], Cuts]) -> None:
-        self._cuts = cuts
+    def __init__(self, make: Callable[[], FixingSearch]) -> None:
+        self._fixings_of = make
         self._wider = list(SHARES)
-        self._cut: Cut | None = None
+        self._fixings: Fixings | None = None
 
     def best(
         self,
         problems: Sequence[Problem],
         prices: Sequence[float],
-        known: float,
+        incumbent: float,
         deadline: float,
         gap: float,
-        enough: Enough,
-        met: Sequence[Sequence[int]] = (),
+        tolerances: Tolerances,
+        visited: Sequence[Sequence[int]] = (),
         is_over_elsewhere: OverElsewhere = nowhere,
     ) -> Best:
         """Solve like `solve_rows`, within the tightest fixings that may leave something better than the incumbent.
@@ -47,36 +47,44 @@ class Narrowed:
         near: list[tuple[int, ...]] = []
         while True:
             try:
-                self._cut = cut = self._cut or self._widened(known)
+                self._fixings = fixings = self._fixings or self._widened(incumbent)
             except TimeLimitError:
                 return Best(None, -math.inf, tuple(prices), is_searched=False)
-            left, seconds = cut.of(problems), seconds_until(deadline)
-            within = [each for each in met if cut.holds(each)]
+            left, seconds = fixings.of(problems), seconds_until(deadline)
+            within = [each for each in visited if fixings.holds(each)]
             found = solve_rows(
-                left, prices, known, seconds, gap, enough, within, limit=cut.limit, is_over_elsewhere=is_over_elsewhere
+                left,
+                prices,
+                incumbent,
+                seconds,
+                gap,
+                tolerances,
+                within,
+                limit=fixings.limit,
+                is_over_elsewhere=is_over_elsewhere,
             )
-            near += found.met
-            found = replace(found, bound=min(found.bound, cut.limit), met=tuple(near))
+            near += found.visited
+            found = replace(found, bound=min(found.bound, fixings.limit), visited=tuple(near))
             if (
                 found.choices is not None
                 or found.is_over_elsewhere
-                or known <= cut.limit
+                or incumbent <= fixings.limit
                 or not self._wider
                 or is_over(deadline)
             ):
                 return found
-            self._cut = None
+            self._fixings = None
 
-    def may_be_further(self, known: float) -> bool:
+    def may_be_further(self, incumbent: float) -> bool:
         """Return whether something better than the incumbent may lie outside the loosest fixings.
 
         That is so if all that is inside was tried, and its limit is below the incumbent.
         """
-        return not self._wider and self._cut is not None and self._cut.limit < known
+        return not self._wider and self._fixings is not None and self._fixings.limit < incumbent
 
-    def _widened(self, known: float) -> Cut:
+    def _widened(self, incumbent: float) -> Fixings:
         """Return the next fixings, at a margin no larger than the gap to the incumbent."""
-        cut = self._cuts().within(self._wider.pop(0), known)
-        if known <= cut.limit:
+        fixings = self._fixings_of().within(self._wider.pop(0), incumbent)
+        if incumbent <= fixings.limit:
             self._wider.clear()
-        return cut
+        return fixings

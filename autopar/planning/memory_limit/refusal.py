@@ -29,7 +29,7 @@ Modes = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LimitQuestions:
     """Request for a plan: the formulation, the pins and the deadline."""
 
     formulation: Formulation
@@ -38,21 +38,23 @@ class Asked:
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
-    def known(self, limit: int | None, modes: Modes | None) -> Answer | None:
+    def cached(self, limit: int | None, modes: Modes | None) -> Answer | None:
         """Return the cached answer to the same request without the limit; None if there is none."""
         return self.formulation.without_a_limit.get(self._key(limit, modes))
 
-    def kept(self, found: Answer, limit: int | None, modes: Modes | None) -> Answer:
+    def cache(self, found: Answer, limit: int | None, modes: Modes | None) -> Answer:
         """Cache an answer that was found without the limit, and return the cached answer of its key."""
         return self.formulation.without_a_limit.setdefault(self._key(limit, modes), found)
 
     def _key(self, limit: int | None, modes: Modes | None) -> object:
         return limit, None if modes is None else tuple(modes.items()), pinned_by(self.pins)
 
-    def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0, is_brief: bool = False) -> LeastPeak:
-        """Return the plan under pins with the least peak, or one with a peak of at most `enough` (see `least_peak`)."""
+    def smallest(self, pins: Pins, modes: Modes | None, sufficient: int = 0, is_brief: bool = False) -> LeastPeak:
+        """Return the plan under pins with the least peak, or one with a peak of at most `sufficient` (see
+        `least_peak`).
+        """
         spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
-        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), enough, is_brief)
+        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), sufficient, is_brief)
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak, conflict: Conflict | None = None) -> str:
         """Why there is no plan: the least that one needs, and what the pins of a conflict are worth."""
@@ -78,13 +80,13 @@ class Asked:
             return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
         return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
 
-    def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
-        """Return the smallest choices found, as an answer without a proof; `met` is the least peak visited."""
-        least = f"the least that was found is {format_bytes(met)}"
+    def smallest_answer(self, limit: int, modes: Modes | None, least_bytes: int) -> Answer:
+        """Return the smallest choices found, as an answer without a proof; `least_bytes` is the least peak visited."""
+        least = f"the least that was found is {format_bytes(least_bytes)}"
         try:
             smallest = self.smallest(self.pins, modes, limit)
             if smallest.peak_bytes > limit >= smallest.bound and is_over(self.deadline):
-                least = str(smallest) if smallest.peak_bytes <= met else least
+                least = str(smallest) if smallest.peak_bytes <= least_bytes else least
                 raise TimeLimitError
         except TimeLimitError:
             raise TimeLimitError(

@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import PlanMoments
-from autopar.costs.memory.resident_arrays import parts_of as held_by_decision
+from autopar.costs.memory.resident_arrays import node_parts as held_by_decision
 from autopar.costs.memory.resident_arrays import parts_on
-from autopar.costs.steps.sends import Send, reduced_beside
+from autopar.costs.steps.sends import Send, reduced_overlapped
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.costs.timeline.simulation import simulate
 from autopar.costs.timeline.values import COMPUTE, Task, Timeline
@@ -147,7 +147,7 @@ class StageBytes:
         running = self.gradients + (in_flight - 1) * self.saved + self.running
         return self.stored + np.maximum(running, self.ending)
 
-    def kept(self, in_flight: Floats) -> Floats:
+    def resident(self, in_flight: Floats) -> Floats:
         """Return the bytes of stages while others of their rank run."""
         return self.stored + self.gradients + in_flight * self.saved
 
@@ -205,7 +205,8 @@ def block_use(
         accumulates=memory.microbatches.several,
         short=short,
         strategies={
-            each.name: str(each.menu.strategies[choice]) for each, choice in zip(space.decisions, choices, strict=True)
+            each.name: str(each.candidates.strategies[choice])
+            for each, choice in zip(space.decisions, choices, strict=True)
         },
     )
 
@@ -241,7 +242,7 @@ class _Seconds:
         optimizer = np.zeros(self.count)
         for event in found.events:
             home, task = self.home.get(event.task.row), event.task
-            if home is None or task.weights or task.beside:
+            if home is None or task.weights or task.overlapped:
                 continue
             if task.phase == OPTIMIZER:
                 optimizer[home] += event.end - event.start
@@ -259,8 +260,8 @@ class _Seconds:
         """Return what each block takes more at the ends of a stage: of its forward, its backward, and behind that."""
         found = np.zeros((3, self.count))
         for home in range(self.count):
-            own = simulate(_alone(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
-            waited_for = [event for event in own.events if not (event.task.weights or event.task.beside)]
+            own = simulate(_tasks_of(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
+            waited_for = [event for event in own.events if not (event.task.weights or event.task.overlapped)]
             turn = max((event.end for event in waited_for if event.task.phase == FORWARD), default=0.0)
             end = max((event.end for event in waited_for), default=0.0)
             found[:, home] = turn - each.forward[home], end - turn - each.backward[home], own.seconds - end
@@ -289,9 +290,9 @@ class _Seconds:
         """
         found = np.zeros(self.count)
         for home in range(self.count if any(task.of_sums for task in tasks) else 0):
-            own = _alone(tasks, lambda row, home=home: self.home.get(row) == home)
+            own = _tasks_of(tasks, lambda row, home=home: self.home.get(row) == home)
             apart = None if of_weights is None else float(of_weights[home])
-            found[home] = reduced_beside(own, self.share, Send(), Send(), apart).slowing
+            found[home] = reduced_overlapped(own, self.share, Send(), Send(), apart).slowing
         return found
 
     def _paced(self, found: Timeline, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
@@ -308,7 +309,7 @@ class _Seconds:
         return forward, backward
 
 
-def _alone(tasks: Sequence[Task], is_own: Callable[[str], bool]) -> list[Task]:
+def _tasks_of(tasks: Sequence[Task], is_own: Callable[[str], bool]) -> list[Task]:
     """Return the tasks of some rows, which wait for one another alone; those of the backward for the end of forward."""
     place: dict[int, int] = {}
     found: list[Task] = []
@@ -334,19 +335,19 @@ def _bytes(
     found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "transient")}
     for number, choice in enumerate(choices):
         home = homes[number] or 0
-        held = held_by_decision(memory, number)
-        found["stored"][home] += sum(float(array[choice]) for _, array in held.stored)
-        if held.gradients is not None:
-            found["gradients"][home] += float(held.gradients[choice])
-    for wire in space.wires:
-        many, ends = parts_on(memory, wire).many, (choices[wire.source], choices[wire.target])
+        parts = held_by_decision(memory, number)
+        found["stored"][home] += sum(float(array[choice]) for _, array in parts.stored)
+        if parts.gradients is not None:
+            found["gradients"][home] += float(parts.gradients[choice])
+    for edge in space.edges:
+        many, ends = parts_on(memory, edge).many, (choices[edge.source], choices[edge.target])
         if many is None:
             continue
-        home = homes[wire.target] or 0
+        home = homes[edge.target] or 0
         for name, array in (("stored", many.held), ("gradients", many.accumulated), ("reduced", many.reduced)):
             if array is not None:
-                found[name][home] += float(np.broadcast_to(array, _shape(memory, wire.source, wire.target))[ends])
-    np.add.at(found["saved"], at_place, moments.kept)
+                found[name][home] += float(np.broadcast_to(array, _shape(memory, edge.source, edge.target))[ends])
+    np.add.at(found["saved"], at_place, moments.saved)
     phase = Phase(0, first=not memory.microbatches.several)
     totals = np.max([np.sum(list(each.values()), axis=0) for each in moments.kinds(phase)], axis=0)
     before = np.concatenate([[0.0], np.cumsum(found["saved"])])[at_place]
@@ -361,7 +362,7 @@ def _bytes(
 
 
 def _shape(memory: MemoryModel, *ends: int) -> tuple[int, ...]:
-    return tuple(len(memory.space.decisions[end].menu.strategies) for end in ends)
+    return tuple(len(memory.space.decisions[end].candidates.strategies) for end in ends)
 
 
 def strategies_of(uses: Sequence[BlockUse], whole: Sequence[Block]) -> dict[str, frozenset[str]]:

@@ -27,7 +27,7 @@ def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
         gap=plan.gap,
         microbatches=count,
         stored_bytes=_stored(plan),
-        again=_again(plan.recompute),
+        again=_recompute_text(plan.recompute),
         axes=_axes_split([plan]),
     )
 
@@ -45,7 +45,7 @@ def of_pipeline(plan: PipelinePlan) -> Candidate[Plan | PipelinePlan]:
         schedule=schedule.name,
         chunks=schedule.chunks,
         stored_bytes=max(sum(_stored(plan.stages[stage].plan) for stage in stages) for stages in on_ranks),
-        again=_again(every),
+        again=_recompute_text(every),
         axes=_axes_split([stage.plan for stage in plan.stages]),
     )
 
@@ -69,7 +69,7 @@ def _stored(plan: Plan) -> int:
     return plan.memory.parts.get(PARAMETERS, 0) if plan.memory else 0
 
 
-def _again(recompute: Mapping[Any, str]) -> str:
+def _recompute_text(recompute: Mapping[Any, str]) -> str:
     """Describe how many segments are recomputed, by mode."""
     modes = Counter(recompute.values())
     found = [f"{mode} in {modes[mode]} of {len(recompute)}" for mode in MODES[1:] if modes[mode]]

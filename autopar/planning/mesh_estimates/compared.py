@@ -74,13 +74,13 @@ def distinct(estimates: Iterable[Estimate]) -> list[Contender]:
     return found
 
 
-def beside(plan: P, others: Sequence[Plan | PipelinePlan | Contender]) -> P:
+def compared_with(plan: P, others: Sequence[Plan | PipelinePlan | Contender]) -> P:
     """Return the plan with others next to its candidates; one that is among these already stays a single line."""
     before = plan.comparison or Comparison((contender_of(plan),))
     known = {(each.mesh, each.runs, each.seconds, each.num_bytes) for each in before.planned}
     found = [each if isinstance(each, Contender) else contender_of(each) for each in others]
     found = [each for each in found if (each.mesh, each.runs, each.seconds, each.num_bytes) not in known]
-    return replace(plan, comparison=before.with_contenders(*(replace(each, is_beside=True) for each in found)))
+    return replace(plan, comparison=before.with_contenders(*(replace(each, is_compared=True) for each in found)))
 
 
 def contender_of(plan: Plan | PipelinePlan) -> Contender:

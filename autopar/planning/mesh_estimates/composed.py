@@ -188,11 +188,11 @@ class Staged:
 
     def _rank_bytes(self, use: BlockUse, starts: NDArray[np.intp]) -> Floats:
         """Return the bytes of the fullest device of every rank: one stage at its peak, others keep what they hold."""
-        held = use.stages(starts)
-        kept, peak = held.kept(self.in_flight), held.peak(self.in_flight)
+        stage_bytes = use.stages(starts)
+        resident, peak = stage_bytes.resident(self.in_flight), stage_bytes.peak(self.in_flight)
         received = use.sent[starts] * (self.in_flight + 1)
         received[0] = 0.0
-        return (kept + received)[self.ranks].sum(axis=1) + (peak - kept)[self.ranks].max(axis=1)
+        return (resident + received)[self.ranks].sum(axis=1) + (peak - resident)[self.ranks].max(axis=1)
 
     def of_plans(self, parts: Sequence[Part], limit: float = math.inf) -> Composed | None:
         """Return the step of plans within a limit; None if a rank has no room for any."""
@@ -221,8 +221,8 @@ class Staged:
                 strict=True,
             )
         )
-        num_kept = float((weights * num_bytes.T).sum(axis=1).max())
-        return Composed(float(total), num_kept, self.schedule, stages=timed)
+        num_saved = float((weights * num_bytes.T).sum(axis=1).max())
+        return Composed(float(total), num_saved, self.schedule, stages=timed)
 
     def _reducing(self, reductions: Floats, behind: Floats, backward: Floats) -> Floats:
         """Return the seconds for which the reductions of each rank run on behind its last backward.
@@ -255,15 +255,18 @@ def mixed(seconds: Floats, num_bytes: Floats, limit: float, sizes: Sequence[int]
     each. None if no plan of some column is within the limit.
     """
     found = np.zeros(seconds.T.shape)
-    for column, (taken, held) in enumerate(zip(seconds.T, num_bytes.T, strict=True)):
-        fits = np.flatnonzero(held <= limit)
+    for column, (taken, stage_bytes) in enumerate(zip(seconds.T, num_bytes.T, strict=True)):
+        fits = np.flatnonzero(stage_bytes <= limit)
         if not len(fits):
             return None
         best = int(fits[np.argmin(taken[fits])])
         least, shares = taken[best], {best: 1.0}
         for a in fits:
-            for b in np.flatnonzero((held > limit) & (taken < taken[a])):
-                share = math.floor((limit - held[a]) / (held[b] - held[a]) * sizes[column]) / sizes[column]
+            for b in np.flatnonzero((stage_bytes > limit) & (taken < taken[a])):
+                share = (
+                    math.floor((limit - stage_bytes[a]) / (stage_bytes[b] - stage_bytes[a]) * sizes[column])
+                    / sizes[column]
+                )
                 if (own := (1 - share) * taken[a] + share * taken[b]) < least:
                     least, shares = own, {int(a): 1 - share, int(b): share}
         for plan, share in shares.items():

@@ -102,8 +102,8 @@ class Estimates:
     def search(self) -> None:
         """Estimate candidates until the best have no better neighbours, or time is over."""
         say = counter("estimates of candidates")
-        first = list(dict.fromkeys(self._first()))
-        while waiting := first or self._near():
+        first = list(dict.fromkeys(self._first_candidates()))
+        while waiting := first or self._next_candidates():
             if self.is_over:
                 return
             say(self._progress(len(waiting)))
@@ -112,13 +112,13 @@ class Estimates:
     @property
     def is_over(self) -> bool:
         """True if no time is left for further estimates."""
-        return is_over(self._until)
+        return is_over(self._deadline_now)
 
     @property
-    def _until(self) -> float:
+    def _deadline_now(self) -> float:
         return self.deadline if any(self.found.values()) else max(self.deadline, self.last)
 
-    def _near(self) -> list[Candidate]:
+    def _next_candidates(self) -> list[Candidate]:
         """Return the neighbours of the best candidates that are not estimated, the likeliest first.
 
         Those whose first axis does not divide a micro-batch come last. Neighbours of the best come first, with its own
@@ -179,14 +179,14 @@ class Estimates:
 
     def counts(self, mesh: Mesh) -> list[int]:
         """Return the numbers of micro-batches that go with a mesh, ascending."""
-        asked, samples = self.subject.request.microbatches, self.subject.samples(self._stage(mesh))
-        if asked is not None:
-            return [asked] if samples % asked == 0 else []
+        requested, samples = self.subject.request.microbatches, self.subject.samples(self._stage(mesh))
+        if requested is not None:
+            return [requested] if samples % requested == 0 else []
         if not self._is_pipeline(mesh) and (self.subject.keeps_batch or self.subject.request.static_argnames):
             return [1]
         return [each for each in range(1, samples + 1) if samples % each == 0]
 
-    def _first(self) -> Iterator[Candidate]:
+    def _first_candidates(self) -> Iterator[Candidate]:
         """Yield, for every length of a pipeline, data parallelism alone and with tensor parallelism inside hosts.
 
         Data parallelism divides the samples of a micro-batch, where such meshes are known.
@@ -274,8 +274,8 @@ class Estimates:
         programs = itertools.islice(self.subject.short(count, inner), None if limited else 1)
         for number, (short, arriving) in enumerate(programs):
             if number == len(known):
-                asked = request, short, inner, mesh.num_devices, count, arriving, self._until, self._known
-                known.append(Inner(*asked, like=known[0] if known else None))
+                requested = request, short, inner, mesh.num_devices, count, arriving, self._deadline_now, self._known
+                known.append(Inner(*requested, like=known[0] if known else None))
             yield known[number]
 
     def _steps(self, candidate: Candidate) -> InOnePiece | InStages:

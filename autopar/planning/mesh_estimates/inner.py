@@ -18,12 +18,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.hardware.overlap import Beside
+from autopar.costs.hardware.overlap import OverlappedWork
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
-from autopar.costs.space.dealing import deals, is_worth_another_search, may_deal
 from autopar.costs.space.space import Space
+from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
 from autopar.ir.program.recompute_segments import RECOMPUTATIONS
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
@@ -85,7 +85,7 @@ class Inner:
     like: Inner | None = None
     """Plans of the same model in another form; the overlap of moves of weights is priced once for both."""
     _space: Space | None = None
-    _dealing: frozenset[str] = frozenset()
+    _zigzag_axes: frozenset[str] = frozenset()
     """Axes over which attention divides its queries, so that positions are zigzag-sharded."""
     _stated: dict[frozenset[str], tuple[Statements, Pins]] = field(default_factory=dict)
     """Problems of the space in which these axes zigzag-shard positions, and its pins."""
@@ -116,9 +116,9 @@ class Inner:
     def _planned(self, price: float, reduces_each: bool, limit: float) -> Level:
         stated, pins = self._laid_out()
         level = self._solved(stated, pins, price, reduces_each, limit)
-        needed = deals(stated.space, level.choices)
+        needed = zigzag_axes_of(stated.space, level.choices)
         if is_worth_another_search(stated.space, level.choices, needed):
-            self._dealing = needed  # plans at further prices begin here
+            self._zigzag_axes = needed  # plans at further prices begin here
             stated, pins = self._laid_out()
             level = self._solved(stated, pins, price, reduces_each, limit)
         return level
@@ -129,8 +129,8 @@ class Inner:
             reduce_each=reduces_each,
             main_gradients=self.request.conventions.main_gradients and self.request.training,
         )
-        asked, limited = self.request.settings, math.isfinite(limit)
-        alone = asked.for_tensors(None)
+        requested, limited = self.request.settings, math.isfinite(limit)
+        alone = requested.for_tensors(None)
         formulation = stated.of(replace(alone, memory=replace(alone.memory, recompute="none")), runs)[0]
         memory, calls = formulation.memory, len(formulation.memory.lifetimes.calls)
         problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
@@ -143,38 +143,40 @@ class Inner:
             self.known.add(stated.space, choices)
         if not memory.weights.gathers(choices):
             memory = memory.fetching_ahead(0)
-        recompute = asked.memory.recompute
+        recompute = requested.memory.recompute
         modes = RECOMPUTATIONS if recompute == "auto" else (recompute,)
         is_whole = self.mesh.num_devices == self.num_devices
         return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
 
     def _laid_out(self) -> tuple[Statements, Pins]:
-        """Return the problems of the space in which the axes of `_dealing` zigzag-shard positions, and its pins."""
+        """Return the problems of the space in which the axes of `_zigzag_axes` zigzag-shard positions, and its pins."""
         if self._space is None:
             program = self.short.program
             here = program.placeholders()
             arriving = {name: each for name, each in self.arriving.items() if name in here}
-            beside = self.like.beside if self.like else None
-            self._space = self.request.space(program, self.mesh, arriving, num_devices=self.num_devices, beside=beside)
-            self._dealing = may_deal(self._space, self._pins_of(self._space))
-        if self._dealing not in self._stated:
-            space = self._space.dealing_over(self._dealing)
+            overlapped = self.like.overlapped if self.like else None
+            self._space = self.request.space(
+                program, self.mesh, arriving, num_devices=self.num_devices, overlapped=overlapped
+            )
+            self._zigzag_axes = possible_zigzag_axes(self._space, self._pins_of(self._space))
+        if self._zigzag_axes not in self._stated:
+            space = self._space.with_zigzag_axes(self._zigzag_axes)
             pins = self._pins_of(space)
             if self.mesh.ndim > FEW_AXES:
                 space = self.known.narrowed(space, pins)
-            self._stated[self._dealing] = Statements(space), pins
-        return self._stated[self._dealing]
+            self._stated[self._zigzag_axes] = Statements(space), pins
+        return self._stated[self._zigzag_axes]
 
     def _pins_of(self, space: Space) -> Pins:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings are issued for the whole model
-            said = self.request.annotations_about(space.program, self.mesh)
-            return pins_of(said, space, self.request.mode, {})
+            specified = self.request.annotations_about(space.program, self.mesh)
+            return pins_of(specified, space, self.request.mode, {})
 
     @property
-    def beside(self) -> Beside:
+    def overlapped(self) -> OverlappedWork:
         """Computation that may be overlapped with moves of weights."""
-        return self._laid_out()[0].space.beside
+        return self._laid_out()[0].space.overlapped
 
 
 def priced(problem: Problem, price: float) -> Problem:

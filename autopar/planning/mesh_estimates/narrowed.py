@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.costs.space.menu import Menu
-from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.call_candidates import Candidates
+from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.layout import I, Layout
 from autopar.ir.sharding.rule import NONE
@@ -40,7 +40,7 @@ class Choices:
         """Take the choices of a plan into account."""
         for decision, choice in zip(space.decisions, choices, strict=True):
             if decision.kind in CHOOSING:
-                self.made[decision.name].update(_on_axes(decision, decision.menu.strategies[choice]))
+                self.made[decision.name].update(_on_axes(decision, decision.candidates.strategies[choice]))
 
     def narrowed(self, space: Space, pins: Pins) -> Space:
         """Return the space with strategies of these choices alone; what is pinned keeps all."""
@@ -48,30 +48,30 @@ class Choices:
         masks = {
             number: mask
             for number, decision in enumerate(space.decisions)
-            if (mask := offered.get(id(decision.menu))) is not None and number not in pins
+            if (mask := offered.get(id(decision.candidates))) is not None and number not in pins
         }
-        masks |= _of_hubs(space, masks)
-        made: dict[tuple[int, bytes], Menu] = {}
+        masks |= _of_shared_reshards(space, masks)
+        made: dict[tuple[int, bytes], Candidates] = {}
         decisions = list(space.decisions)
         for number, mask in masks.items():
-            menu = decisions[number].menu
-            key = id(menu), mask.tobytes()
+            candidates = decisions[number].candidates
+            key = id(candidates), mask.tobytes()
             if key not in made:
-                made[key] = _only(menu, mask)
-            decisions[number] = replace(decisions[number], menu=made[key])
+                made[key] = _masked(candidates, mask)
+            decisions[number] = replace(decisions[number], candidates=made[key])
         return replace(space, decisions=decisions)
 
     def _offered(self, space: Space) -> dict[int, np.ndarray]:
         """Return which candidate strategies use choices that any decision with the same candidates made."""
         words: dict[int, set[str]] = defaultdict(set)
-        menus: dict[int, Decision] = {}
+        by_candidates: dict[int, Decision] = {}
         for decision in space.decisions:
             if decision.kind in CHOOSING and decision.name in self.made:
-                words[id(decision.menu)] |= self.made[decision.name]
-                menus[id(decision.menu)] = decision
+                words[id(decision.candidates)] |= self.made[decision.name]
+                by_candidates[id(decision.candidates)] = decision
         return {
-            each: np.array([ALWAYS.union(words[each]).issuperset(_on_axes(d, s)) for s in d.menu.strategies])
-            for each, d in menus.items()
+            each: np.array([ALWAYS.union(words[each]).issuperset(_on_axes(d, s)) for s in d.candidates.strategies])
+            for each, d in by_candidates.items()
         }
 
 
@@ -80,36 +80,45 @@ def _on_axes(decision: Decision, strategy: Strategy) -> tuple[str, ...]:
     return strategy.choices if decision.kind == "call" else tuple(map(repr, strategy.outputs[0]))
 
 
-def _only(menu: Menu, mask: np.ndarray) -> Menu:
-    strategies = tuple(each for each, is_left in zip(menu.strategies, mask, strict=True) if is_left)
-    return replace(menu, strategies=strategies, seconds=menu.seconds[mask], forward_seconds=menu.forward_seconds[mask])
+def _masked(candidates: Candidates, mask: np.ndarray) -> Candidates:
+    strategies = tuple(each for each, is_left in zip(candidates.strategies, mask, strict=True) if is_left)
+    return replace(
+        candidates,
+        strategies=strategies,
+        seconds=candidates.seconds[mask],
+        forward_seconds=candidates.forward_seconds[mask],
+    )
 
 
-def _of_hubs(space: Space, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+def _of_shared_reshards(space: Space, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Return which strategies of shared reshards have layouts that are left at either end."""
-    consumers: dict[int, list[Wire]] = defaultdict(list)
-    for wire in space.wires:
-        consumers[wire.source].append(wire)
+    consumers: dict[int, list[TensorEdge]] = defaultdict(list)
+    for edge in space.edges:
+        consumers[edge.source].append(edge)
 
     def left(number: int) -> list[Strategy]:
-        every = space.decisions[number].menu.strategies
+        every = space.decisions[number].candidates.strategies
         mask = masks.get(number)
         return list(every) if mask is None else [each for each, is_left in zip(every, mask, strict=True) if is_left]
 
-    def taken(hub: int) -> set[Layout]:
+    def taken(shared_reshard: int) -> set[Layout]:
         found = set[Layout]()
-        for wire in consumers[hub]:
-            is_hub = space.decisions[wire.target].kind == "hub"
-            found |= taken(wire.target) if is_hub else {each.inputs[wire.target_input] for each in left(wire.target)}
+        for edge in consumers[shared_reshard]:
+            is_shared_reshard = space.decisions[edge.target].kind == "shared_reshard"
+            found |= (
+                taken(edge.target)
+                if is_shared_reshard
+                else {each.inputs[edge.target_input] for each in left(edge.target)}
+            )
         return found
 
     found: dict[int, np.ndarray] = {}
     for number, decision in enumerate(space.decisions):
-        if decision.kind != "hub":
+        if decision.kind != "shared_reshard":
             continue
-        wire = space.inbound[number, 0]
-        while space.decisions[wire.source].kind == "hub":
-            wire = space.inbound[wire.source, 0]
-        layouts = taken(number) | {each.outputs[wire.source_output] for each in left(wire.source)}
-        found[number] = np.array([each.outputs[0] in layouts for each in decision.menu.strategies])
+        edge = space.inbound[number, 0]
+        while space.decisions[edge.source].kind == "shared_reshard":
+            edge = space.inbound[edge.source, 0]
+        layouts = taken(number) | {each.outputs[edge.source_output] for each in left(edge.source)}
+        found[number] = np.array([each.outputs[0] in layouts for each in decision.candidates.strategies])
     return found

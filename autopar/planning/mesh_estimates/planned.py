@@ -67,10 +67,10 @@ class Planned:
         last: Estimate | None = None
         say = counter("exact plans of candidates")
         while queue and not is_over(self.deadline):
-            worth = self._worth
+            worth = self._seconds_worth_planning
             if queue[0].seconds >= worth:
                 break
-            chosen = self._next(queue, last, worth)
+            chosen = self._next_estimate(queue, last, worth)
             queue.remove(chosen)
             say(self._progress(sum(each.seconds < worth for each in queue)))
             if (same := self._same_as(chosen)) is not None:
@@ -90,7 +90,9 @@ class Planned:
             else:
                 self.failed[chosen.mesh, chosen.microbatches] = of_estimate(chosen, tried.excluded, tried.reason)
             last = chosen
-        self.num_left = sum(each.seconds < self._worth and self._same_as(each) is None for each in queue)
+        self.num_left = sum(
+            each.seconds < self._seconds_worth_planning and self._same_as(each) is None for each in queue
+        )
         lines = merged(tuple(self.tried.values()))
         if not lines:
             return None
@@ -102,7 +104,7 @@ class Planned:
         return min((each.found.seconds for each in self.tried.values() if each.found), default=math.inf)
 
     @property
-    def _worth(self) -> float:
+    def _seconds_worth_planning(self) -> float:
         """Seconds by estimate below which a candidate may be better than the best plan."""
         return self._best_seconds / (1 - max(self.error, LEAST_ERROR))
 
@@ -139,10 +141,10 @@ class Planned:
         if (slower := self.estimates.slower_at(mesh, microbatches)) is not None:
             return Contender(mesh, microbatches, excluded="estimate", reason=no_better(slower))
         if math.isfinite(subject.limit(mesh)):
-            return Contender(mesh, microbatches, excluded="room", reason="not known to fit within the memory limit")
+            return Contender(mesh, microbatches, excluded="memory", reason="not known to fit within the memory limit")
         return Contender(mesh, microbatches, excluded="error", reason="no schedule or strategy fits it")
 
-    def _next(self, queue: list[Estimate], last: Estimate | None, worth: float) -> Estimate:
+    def _next_estimate(self, queue: list[Estimate], last: Estimate | None, worth: float) -> Estimate:
         """Return the first of the queue, or the first of the other kind than the last, if that is about as good."""
         axis, most = self.estimates.subject.axis, min(worth, ABOUT_AS_GOOD * queue[0].seconds)
         if last is None:

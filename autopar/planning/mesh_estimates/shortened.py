@@ -50,7 +50,7 @@ class Shortened:
         return found
 
 
-def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, object]) -> Shortened:
+def shortened(program: Program, blocks: Sequence[Block], specified: Mapping[str, object]) -> Shortened:
     """Take out all but three repetitions of every repeated pattern of blocks.
 
     Args:
@@ -59,14 +59,14 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
         said: The user's annotations of nodes, by name; blocks with different annotations are of unlike kinds.
     """
     outside = [_taken(block) for block in blocks]
-    kinds = _numbered(_described(program, blocks, said))
+    kinds = _numbered(_described(program, blocks, specified))
     origin, removed, place = list[int](), set[int](), 0
     moved: dict[fx.Node, fx.Node] = {}
     kept = 0
     while place < len(blocks):
         length, times = _pattern(kinds, place)
         middle = range(place + (REMAINING - 1) * length, place + (times - 1) * length)
-        instead = _instead(program, blocks, outside, middle, length) if times > REMAINING else None
+        instead = _stand_ins(program, blocks, outside, middle, length) if times > REMAINING else None
         if instead is None:
             origin.append(kept)
             place, kept = place + 1, kept + 1
@@ -81,7 +81,7 @@ def shortened(program: Program, blocks: Sequence[Block], said: Mapping[str, obje
     if not removed:
         return Shortened(program, tuple(blocks), tuple(origin))
     gone = {node for number in removed for node in blocks[number].nodes}
-    shorter, copies = _without(program, gone, moved)
+    shorter, copies = _without_nodes(program, gone, moved)
     own = tuple(Block(each.name, tuple(copies[node] for node in each.nodes)) for each in left)
     return Shortened(shorter, own, tuple(origin))
 
@@ -105,7 +105,7 @@ def _taken(block: Block) -> list[fx.Node]:
     return list(dict.fromkeys(each for node in block.nodes for each in node.all_input_nodes if each not in own))
 
 
-def _described(program: Program, blocks: Sequence[Block], said: Mapping[str, object]) -> list[object]:
+def _described(program: Program, blocks: Sequence[Block], specified: Mapping[str, object]) -> list[object]:
     """Return every block in a form in which two are equal that differ in the names of nodes alone."""
     parameters, inputs = program.parameter_names, {name for name in program.inputs if name is not None}
     found: list[object] = []
@@ -118,7 +118,7 @@ def _described(program: Program, blocks: Sequence[Block], said: Mapping[str, obj
             if number >= len(taken):
                 args = str(map_arg((node.args, dict(node.kwargs)), lambda n, place=place: f"%{place[n]}"))
                 made = node.op, str(node.target), args
-            described.append((made, repr(node.meta.get("tensor")), node.name in parameters, said.get(node.name)))
+            described.append((made, repr(node.meta.get("tensor")), node.name in parameters, specified.get(node.name)))
         found.append(tuple(described))
     return found
 
@@ -141,7 +141,7 @@ def _pattern(kinds: Sequence[int], place: int) -> tuple[int, int]:
     return best
 
 
-def _instead(
+def _stand_ins(
     program: Program, blocks: Sequence[Block], outside: Sequence[Sequence[fx.Node]], middle: range, length: int
 ) -> dict[fx.Node, fx.Node] | None:
     """Return the values that stand for those of the middle behind it; None if others of them are read there."""
@@ -159,7 +159,7 @@ def _instead(
     return found if read <= found.keys() else None
 
 
-def _without(
+def _without_nodes(
     program: Program, gone: set[fx.Node], moved: Mapping[fx.Node, fx.Node]
 ) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """Return the program without some nodes and what only they need, and the copies of its nodes."""

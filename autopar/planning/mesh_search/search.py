@@ -52,7 +52,7 @@ MOST_PIPELINES = 4
 """Largest number of pipelines that are planned; each takes as long as many meshes without a pipeline."""
 
 
-class Found(Protocol):
+class Ranked(Protocol):
     """The plan of a mesh, with or without a pipeline."""
 
     @property
@@ -61,7 +61,7 @@ class Found(Protocol):
     def peak_bytes(self) -> int: ...
 
 
-P = TypeVar("P", bound=Found)
+P = TypeVar("P", bound=Ranked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Tried(Generic[P]):
     """Least peak in bytes that a plan was found to take; None unless no plan is within the memory limit."""
     is_cut_short: bool = False
     """True if its turn ended before its plan was proven as far as others are."""
-    said: tuple[warnings.WarningMessage, ...] = ()
+    warned: tuple[warnings.WarningMessage, ...] = ()
     """Warnings of its plan, which are issued if the mesh is taken."""
 
 
@@ -170,7 +170,7 @@ def best_mesh(
 def warn_of_best(searched: Searched[Any]) -> None:
     """Issue the warnings of the best plan, with its mesh."""
     best = searched.lines[0][0]
-    for text, category in dict.fromkeys((str(each.message), each.category) for each in best.said):
+    for text, category in dict.fromkeys((str(each.message), each.category) for each in best.warned):
         warn_user(text if str(best.mesh) in text else f"mesh {best.mesh}: {text}", category)
 
 
@@ -232,7 +232,7 @@ def try_meshes(
         best, left, before = min(map(_seconds, found.values())), seconds_until(deadline), again.pop(mesh)
         if left > before and _least(found[mesh]) < best:
             share = 1.0 if math.isinf(best) else max(0.5, min(2 * before / left, 1.0))
-            found[mesh] = _better(found[mesh], plan(mesh, deadline, share))
+            found[mesh] = _better_of(found[mesh], plan(mesh, deadline, share))
     return tuple(found[mesh] for mesh in meshes)
 
 
@@ -252,7 +252,7 @@ def _is_open(tried: Tried[Any]) -> bool:
     return tried.found.gap is not None and tried.found.gap > EQUAL_SECONDS
 
 
-def _better(before: Tried[P], again: Tried[P]) -> Tried[P]:
+def _better_of(before: Tried[P], again: Tried[P]) -> Tried[P]:
     """Return the result with more time, unless it is no better than the one before."""
     if before.found is None:
         return again
@@ -283,16 +283,16 @@ def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
 def tried_on(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
     """Return the plan of a mesh with what was warned of, or the reason why it has none."""
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             found = make(mesh, turn)
-        return Tried(mesh, found, said=tuple(said))
+        return Tried(mesh, found, warned=tuple(warned))
     except CutOffError as error:
         return Tried(mesh, None, no_better(error.seconds), "bound")
     except TimeLimitError:
         return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found", "time")
     except InfeasibleError as error:
-        return Tried(mesh, None, str(error), "room", error.least_bytes)
+        return Tried(mesh, None, str(error), "memory", error.least_bytes)
     except (AnnotationError, PipelineError) as error:
         return Tried(mesh, None, str(error), "error")
 

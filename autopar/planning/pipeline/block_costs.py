@@ -19,7 +19,7 @@ from torch import fx
 from autopar.costs.hardware.collectives import message_seconds
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.calls import source_of
 from autopar.ir.program.effects import of_weights_alone
 from autopar.ir.program.program import TensorInfo
@@ -43,11 +43,11 @@ class PlannedWhole:
         return self.memory.space
 
     @cached_property
-    def wires_from(self) -> Mapping[tuple[int, int], Sequence[Wire]]:
+    def edges_from(self) -> Mapping[tuple[int, int], Sequence[TensorEdge]]:
         """The edges that each output leaves by, by decision and output."""
-        found: dict[tuple[int, int], list[Wire]] = defaultdict(list)
-        for wire in self.space.wires:
-            found[wire.source, wire.source_output].append(wire)
+        found: dict[tuple[int, int], list[TensorEdge]] = defaultdict(list)
+        for edge in self.space.edges:
+            found[edge.source, edge.source_output].append(edge)
         return found
 
 
@@ -96,11 +96,11 @@ def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
     space, choices = whole.space, whole.choices
     made, position = source_of(node)
     maker = space.index[made.name]
-    offered = [space.decisions[maker].menu.strategies[choices[maker]].outputs[position]]
-    for wire in whole.wires_from.get((maker, position), ()):
-        target = space.decisions[wire.target].menu.strategies[choices[wire.target]]
-        found = target.inputs[wire.target_input]
-        offered = [found, *offered] if space.decisions[wire.target].kind == "hub" else [*offered, found]
+    offered = [space.decisions[maker].candidates.strategies[choices[maker]].outputs[position]]
+    for edge in whole.edges_from.get((maker, position), ()):
+        target = space.decisions[edge.target].candidates.strategies[choices[edge.target]]
+        found = target.inputs[edge.target_input]
+        offered = [found, *offered] if space.decisions[edge.target].kind == "shared_reshard" else [*offered, found]
     info: TensorInfo = node.meta["tensor"]
     for layout in offered:
         if P not in layout and R not in layout and layout.divides(info.shape, space.mesh.sizes):
@@ -130,13 +130,13 @@ def block_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None
     """
     place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     found: list[int | None] = [place.get(d.node) if d.kind == "call" else None for d in space.decisions]
-    for wire in reversed(space.wires):  # the edges out of a shared reshard lie behind the one into it
-        target = found[wire.target]
-        if space.decisions[wire.source].kind in ("hub", "parameter") and target is not None:
-            before = found[wire.source]
-            found[wire.source] = target if before is None else min(before, target)
-    for wire in space.wires:
-        ends = space.decisions[wire.source].kind, space.decisions[wire.target].kind
-        if ends == ("call", "hub") or ends[1] == "output":
-            found[wire.target] = found[wire.source]
+    for edge in reversed(space.edges):  # the edges out of a shared reshard lie behind the one into it
+        target = found[edge.target]
+        if space.decisions[edge.source].kind in ("shared_reshard", "parameter") and target is not None:
+            before = found[edge.source]
+            found[edge.source] = target if before is None else min(before, target)
+    for edge in space.edges:
+        ends = space.decisions[edge.source].kind, space.decisions[edge.target].kind
+        if ends == ("call", "shared_reshard") or ends[1] == "output":
+            found[edge.target] = found[edge.source]
     return found

@@ -17,7 +17,7 @@ from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.pipeline.masks import masks_of
-from autopar.planning.pipeline.stage_search import Known, StageSearch
+from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
 from autopar.planning.planner import Solved, fetched_ahead, formulations_of, plan_of, written
 from autopar.solver.bounds.high_treewidth import lower_bound
 
@@ -39,18 +39,18 @@ class StageFinisher:
         """
         search = self.search
         (program, number), stored = search.program(first, end), search.planned.request.storage
-        known = None
+        searched = None
         if not any(name in storage and name not in stored for name in program.parameters):
-            if search.best_known(first, end, stage) is None:
+            if search.best_searched(first, end, stage) is None:
                 search.seconds(first, end, stage)
-            known = search.best_known(first, end, stage)
-        if known is None:
+            searched = search.best_searched(first, end, stage)
+        if searched is None:
             return plan_of(search.solve(program, stage, storage))[0]
-        return self._like(known, program, number, stage)
+        return self._plan_like(searched, program, number, stage)
 
-    def _like(self, known: Known, program: Program, number: int, stage: int) -> Plan:
+    def _plan_like(self, searched: SearchedStage, program: Program, number: int, stage: int) -> Plan:
         """Return the plan of a stage by the choices of a known one of equal structure."""
-        search, made = self.search, known.made
+        search, made = self.search, searched.made
         assert made is not None
         space = search.space(program)
         settings = search.settings(stage).lasting(search.planned.request.settings.search.time_limit)
@@ -58,17 +58,17 @@ class StageFinisher:
         own = Solved(
             formulation, masks_of(search.planned, space, search.planned.request.storage), settings, made.answer
         )
-        if id(known) not in self.ahead:
+        if id(searched) not in self.ahead:
             answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
-            self.ahead[id(known)] = answer, model.prefetch
-        answer, prefetch = self.ahead[id(known)]
+            self.ahead[id(searched)] = answer, model.prefetch
+        answer, prefetch = self.ahead[id(searched)]
         found = _answer_on(answer, made, own, formulation.memory.fetching_ahead(prefetch))
         if (
             settings.tensor_limit is not None and found.peak_bytes > settings.tensor_limit
         ):  # fetched ahead it does not fit
             prefetch = made.formulation.memory.prefetch
             found = _answer_on(made.answer, made, own, formulation.memory.fetching_ahead(prefetch))
-        if (known.runs, known.room) != (search.runs[stage], search.rooms[stage]):
+        if (searched.runs, searched.budget) != (search.runs[stage], search.budgets[stage]):
             found = self._bounded(found, own, number)
         return written(own, found, formulation.memory.fetching_ahead(prefetch))[0]
 

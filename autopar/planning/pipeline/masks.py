@@ -31,17 +31,17 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
             continue
         there = whole.index.get(decision.name, -1)
         if there in pins and whole.decisions[there].kind == decision.kind:
-            menu = whole.decisions[there].menu
-            pinned = [each for each, is_left in zip(menu.strategies, pins[there], strict=True) if is_left]
-            is_chosen = all(any(s.kept for s in each.strategies) for each in (menu, decision.menu))
+            candidates = whole.decisions[there].candidates
+            pinned = [each for each, is_left in zip(candidates.strategies, pins[there], strict=True) if is_left]
+            is_chosen = all(any(s.saved for s in each.strategies) for each in (candidates, decision.candidates))
             names = {_name(each, is_chosen) for each in pinned}
-            found[here] = np.array([_name(each, is_chosen) in names for each in decision.menu.strategies])
+            found[here] = np.array([_name(each, is_chosen) in names for each in decision.candidates.strategies])
     for number, value in enumerate(program.output[: program.num_results]):
         if not isinstance(value, fx.Node):
             continue
         here = space.index[f"output:{number}"]
         there = whole.index[f"output:{number - program.num_sent}"] if number >= program.num_sent else -1
-        strategies = space.decisions[here].menu.strategies
+        strategies = space.decisions[here].candidates.strategies
         if number < program.num_sent and len(strategies) > 1:
             wanted = planned.boundary(value.name)
             found[here] = np.array([s.outputs[0] == wanted for s in strategies])
@@ -54,7 +54,7 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
     for name, layout in storage.items():
         if name in program.parameters:
             here = space.index[program.parameters[name]]
-            stored = np.array([s.outputs[0] == layout for s in space.decisions[here].menu.strategies])
+            stored = np.array([s.outputs[0] == layout for s in space.decisions[here].candidates.strategies])
             found[here] = stored & found.get(here, True)
     return found
 
@@ -63,4 +63,4 @@ def _name(strategy: Strategy, is_chosen: bool) -> str:
     """Return the name of a strategy: one for a weight that is gathered again and one that is saved, unless that is
     chosen.
     """
-    return str(strategy if is_chosen else replace(strategy, kept=False))
+    return str(strategy if is_chosen else replace(strategy, saved=False))

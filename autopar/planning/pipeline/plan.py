@@ -18,7 +18,17 @@ from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.plans.comparison import COMPARISON, Comparison, comparison_of
 from autopar.costs.plans.decision_rows import SAVED, KeptWhole, kept_whole_on_all
 from autopar.costs.plans.plan import Offloaded, Plan
-from autopar.costs.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, RESERVED, SECONDS, TEXT, refusing
+from autopar.costs.plans.schema import (
+    BYTES,
+    MESH,
+    PIPELINE_FORMAT,
+    PLAN,
+    RESERVED,
+    SECONDS,
+    TEXT,
+    in_current_words,
+    refusing,
+)
 from autopar.costs.plans.views import view
 from autopar.costs.plans.workload import WORKLOAD, Workload, workload_of
 from autopar.costs.pricing.offload import ACTIVATIONS, STAGING
@@ -29,7 +39,7 @@ from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
-from autopar.planning.pipeline.stages.held import TRANSIENT
+from autopar.planning.pipeline.stages.stage_bytes import TRANSIENT
 
 FORMAT = 1
 MAX_ACTIONS = 10**6
@@ -187,14 +197,14 @@ class PipelinePlan:
         numbers = self.schedule.stages_of(rank)
         plans = [self.stages[number].plan for number in numbers]
         parts = [plan.memory.parts if plan.memory else {} for plan in plans]
-        kept = [sum(row.saved_bytes for row in plan.rows) for plan in plans]
-        waiting = [self.schedule.in_flight(number) * each for number, each in zip(numbers, kept, strict=True)]
+        saved = [sum(row.saved_bytes for row in plan.rows) for plan in plans]
+        waiting = [self.schedule.in_flight(number) * each for number, each in zip(numbers, saved, strict=True)]
         running = [
-            sum(own.get(name, 0) for name in (*TRANSIENT, *SAVED)) - held
-            for own, held in zip(parts, waiting, strict=True)
+            sum(own.get(name, 0) for name in (*TRANSIENT, *SAVED)) - waiting_bytes
+            for own, waiting_bytes in zip(parts, waiting, strict=True)
         ]
         lasting = sum(plan.peak_bytes for plan in plans) - sum(running) - sum(waiting)
-        return lasting + max(running) + self.schedule.most_waiting(rank, dict(zip(numbers, kept, strict=True)))
+        return lasting + max(running) + self.schedule.most_waiting(rank, dict(zip(numbers, saved, strict=True)))
 
     @property
     def offload(self) -> Offloaded:
@@ -240,9 +250,9 @@ class PipelinePlan:
         busy = sum(each.end - each.start for each in self.timeline.slices if each.rank == rank)
         return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 
-    def beside(self, *others: Any) -> PipelinePlan:
-        """Return the plan with other plans added to its candidates; see `Plan.beside`."""
-        return view("PipelinePlan.beside")(self, others)
+    def compared_with(self, *others: Any) -> PipelinePlan:
+        """Return the plan with other plans added to its candidates; see `Plan.compared_with`."""
+        return view("PipelinePlan.compared_with")(self, others)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
@@ -275,7 +285,7 @@ class PipelinePlan:
     def from_json(cls, text: str) -> PipelinePlan:
         """Read a plan from JSON text; PlanError, which names the field, where the text is no plan of a pipeline."""
         with refusing("pipeline plan", "PipelinePlan.save"):
-            values = read_json(text)
+            values = read_json(in_current_words(text))
         if isinstance(values, dict) and "format" in values:
             raise PlanError("this is the plan of a model in one piece, not of a pipeline; read it with Plan.load.")
         if not isinstance(values, dict) or values.get(PIPELINE_FORMAT) != FORMAT:

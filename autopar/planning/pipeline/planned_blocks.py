@@ -12,8 +12,8 @@ from torch import fx
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.dealing import deals, may_deal
 from autopar.costs.space.space import Space
+from autopar.costs.space.zigzag_axes import possible_zigzag_axes, zigzag_axes_of
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Pins
@@ -47,10 +47,12 @@ class PlannedBlocks:
 
     def places(self) -> dict[int, int]:
         """Return block → its stage, if the user specified it or its parameters were assigned before."""
-        asked = self.request
-        ranges = allowed(self.blocks, asked.annotations, asked.wanted.pipeline.split_points, asked.schedule.num_stages)
-        said = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
-        return said | _held_already(asked, self.blocks)
+        requested = self.request
+        ranges = allowed(
+            self.blocks, requested.annotations, requested.wanted.pipeline.split_points, requested.schedule.num_stages
+        )
+        specified = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
+        return specified | _held_already(requested, self.blocks)
 
 
 def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
@@ -63,55 +65,59 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
         count,
         reduce_each=request.wanted.reduces_each,
         stashes=schedule.updates_each,
-        keeps_older=schedule.delays_updates,
+        saves_older=schedule.delays_updates,
     )
     recompute = settings.memory.recompute
-    activations: Activations = "leave" if settings.activations == "leave" else "stay"  # nothing else needs a limit
+    activations: Activations = (
+        "offloaded" if settings.activations == "offloaded" else "on_device"
+    )  # nothing else needs a limit
     alone = Settings(
         Memory(recompute="none" if recompute == "auto" else recompute),
         replace(settings.search, gap=None),
         activations=activations,
-        leaving=settings.leaving,
+        offloaded=settings.offloaded,
     )
 
     def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
         return make_plan(space, pins, alone, runs)
 
     space, pins = _pinned(request)
-    if possible := may_deal(space, pins):
+    if possible := possible_zigzag_axes(space, pins):
         space, pins = _pinned(request, possible)
     plan, choices = planned(space, pins)
-    needed = deals(space, choices)
-    if needed < set(space.dealing):
+    needed = zigzag_axes_of(space, choices)
+    if needed < set(space.zigzag_axes):
         space, pins = _pinned(request, needed)
         plan, choices = planned(space, pins)
-    request = replace(request, dealing=space.dealing)
-    whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "leave"), choices, plan.recompute)
+    request = replace(request, zigzag_axes=space.zigzag_axes)
+    whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "offloaded"), choices, plan.recompute)
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
     nodes = {node.name: node for node in request.program.graph.nodes}
     return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)
 
 
-def _among(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
+def _restricted_pins(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
     """Return the pins that leave the strategies that are looked at, where these are offered and pins allow them."""
     found = dict(pins)
     for number, decision in enumerate(space.decisions):
         names = request.strategies.get(decision.name)
         if names is None:
             continue
-        mask = np.array([str(each) in names for each in decision.menu.strategies]) & pins.get(number, True)
+        mask = np.array([str(each) in names for each in decision.candidates.strategies]) & pins.get(number, True)
         if mask.any():
             found[number] = mask
     return found
 
 
-def _pinned(request: PipelineRequest, dealing: Collection[str] = ()) -> tuple[Space, Pins]:
+def _pinned(request: PipelineRequest, zigzag_axes: Collection[str] = ()) -> tuple[Space, Pins]:
     """Return the whole model's space in which these axes zigzag-shard positions, and its pins; warn only once."""
-    space = replace(request, dealing=tuple(dealing)).space(request.program, {})
+    space = replace(request, zigzag_axes=tuple(zigzag_axes)).space(request.program, {})
     with warnings.catch_warnings():
-        if dealing:
+        if zigzag_axes:
             warnings.simplefilter("ignore")
-        return space, _among(request, space, pins_of(request.annotations, space, request.wanted.mode, request.storage))
+        return space, _restricted_pins(
+            request, space, pins_of(request.annotations, space, request.wanted.mode, request.storage)
+        )
 
 
 def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:

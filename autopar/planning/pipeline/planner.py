@@ -2,8 +2,8 @@
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
 cuts      `stages.cuts` cuts it where a step of the schedule is shortest; under a limit, stages that it thinks of are
-          planned within their rank's memory budget (`rooms`), with as many micro-batches in flight as the schedule has
-          there (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
+          planned within their rank's memory budget (`budgets`), with as many micro-batches in flight as the schedule
+          has there (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """
@@ -44,9 +44,15 @@ from autopar.planning.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.planning.pipeline.stages.cheapest_cut import Floats
 from autopar.planning.pipeline.stages.cut_search import StageCosts, best_cuts_within
 from autopar.planning.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
-from autopar.planning.pipeline.stages.held import Room
+from autopar.planning.pipeline.stages.memory_budgets import (
+    Sample,
+    budgets_of_least_peaks,
+    estimates_in_budgets,
+    fits_together,
+    shared_budgets,
+)
 from autopar.planning.pipeline.stages.refinement import is_allowed, refined
-from autopar.planning.pipeline.stages.rooms import Sample, fits_together, rooms_of_least, shared_rooms, thought_in_rooms
+from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.planning.record import choices_of, marked
 from autopar.planning.replicated_work import warn_of_kept_whole, warn_of_replicated_work
 from autopar.planning.request import PlanRequest
@@ -76,7 +82,7 @@ def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
     """
 
     def best(wanted: PlanRequest) -> PipelinePlan:
-        wanted = wanted.keeping_activations() if request.schedule.halves_backwards else wanted
+        wanted = wanted.with_activations_on_device() if request.schedule.halves_backwards else wanted
         return _planned(replace(request, wanted=wanted))
 
     plans = Plans(
@@ -142,40 +148,40 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
     request, memory = planned.request, planned.request.settings.tensor_limit
     schedule, problem = request.schedule, _cut_problem(planned)
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
-    room = None if memory is None else Room(memory, memory)
+    budget = None if memory is None else MemoryBudget(memory, memory)
     asking = deadline - REFINING * seconds_until(deadline)
-    search = StageSearch(planned, asking, (room,) * schedule.num_stages, until)
+    search = StageSearch(planned, asking, (budget,) * schedule.num_stages, until)
     if memory is None:
         best = best_cuts(problem)
         return refined(problem, best.starts, deadline=deadline), search, best.seconds
     if schedule.chunks == 1:
-        return _within(problem, search, deadline)
-    thought, search.rooms = thought_in_rooms(problem, memory, *sampled(search, best_cuts(problem).starts, memory))
+        return _best_cut_within(problem, search, deadline)
+    thought, search.budgets = estimates_in_budgets(problem, memory, *sampled(search, best_cuts(problem).starts, memory))
     try:
-        return _within(problem, search, deadline, thought)
+        return _best_cut_within(problem, search, deadline, thought)
     except PipelineError:
         for starts in _cuts_to_try(problem):
-            for rooms in _rooms_of_cut(search, starts, memory):
-                search.rooms = rooms
+            for budgets in _budgets_of_cut(search, starts, memory):
+                search.budgets = budgets
                 with suppress(PipelineError):
-                    return _within(problem, search, deadline)
+                    return _best_cut_within(problem, search, deadline)
         raise
 
 
-def _rooms_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[Room, ...]]:
+def _budgets_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[MemoryBudget, ...]]:
     """Yield memory budgets in which the stages of a cut are known to fit: by fastest plans, then by smallest."""
     schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
-    search.rooms = (Room(memory, memory),) * schedule.num_stages
+    search.budgets = (MemoryBudget(memory, memory),) * schedule.num_stages
     found: list[Sample] = []
     for stage, (first, end) in enumerate(pairwise((*starts, num_blocks))):
-        known = search.best_known(first, end, stage) or search.ask(first, end, stage, search.roughly)
+        known = search.best_searched(first, end, stage) or search.ask(first, end, stage, search.roughly)
         if known.made is None:
             break
         found.append(Sample.of(known.seconds, search.holding(known, search.runs[stage])))
     else:
         if fits_together(schedule, memory, found):
-            yield shared_rooms(schedule, memory, lambda stage: [found[stage]])
-    least = rooms_of_least(schedule, memory, starts, num_blocks, search.least)
+            yield shared_budgets(schedule, memory, lambda stage: [found[stage]])
+    least = budgets_of_least_peaks(schedule, memory, starts, num_blocks, search.least)
     if least is not None:
         yield least
 
@@ -191,18 +197,18 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
     return sorted(allowed, key=lambda starts: cuts_of(problem, least, starts).seconds)
 
 
-def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
+def _best_cut_within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
     """Return the best cut whose stages fit into their memory budgets; warn if it is not proven to be nearly the best.
 
     Cuts whose stages, or equal ones, were planned are compared by simulation.
     """
     costs = StageCosts(
-        search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met
+        search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.visited
     )
     with search.planned.request.settings.explaining():
         found = best_cuts_within(problem, costs, TOLERANCE, search.kinds, thought)
     if found.seconds > found.bound * (1 + TOLERANCE):
-        number = search.num_asked
+        number = search.num_planned
         why = f"{why_over()} when {number} stages had been planned"
         if not is_over(search.deadline):
             why = f"of {number} stages that were planned, large ones are not proven best"
@@ -234,7 +240,7 @@ def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
 def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
     """Return the space of a stage that was planned before, and the choices of its plan."""
     received = {name: plan.layout_of(name) for name in program.received}
-    space = replace(request, dealing=plan.dealing).space(program, received)
+    space = replace(request, zigzag_axes=plan.zigzag_axes).space(program, received)
     return space, choices_of(plan, space)
 
 

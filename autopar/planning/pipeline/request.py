@@ -22,14 +22,14 @@ ONE_DEVICE = "dp"
 """The axis of a stage on one device."""
 
 
-def pipeline_axis(mesh: Mesh, asked: str | None) -> str | None:
+def pipeline_axis(mesh: Mesh, requested: str | None) -> str | None:
     """Return the pipeline axis of a mesh: the requested one, or the one called "pp"; None if there is none."""
-    if asked is not None and asked not in mesh.axes:
+    if requested is not None and requested not in mesh.axes:
         raise PipelineError(
-            f'pipeline="{asked}" is no axis of the mesh, whose axes are {", ".join(map(repr, mesh.names))}; '
+            f'pipeline="{requested}" is no axis of the mesh, whose axes are {", ".join(map(repr, mesh.names))}; '
             "name one of them."
         )
-    return asked or ("pp" if "pp" in mesh.axes else None)
+    return requested or ("pp" if "pp" in mesh.axes else None)
 
 
 def stage_mesh(mesh: Mesh, axis: str) -> Mesh:
@@ -57,7 +57,7 @@ class PipelineRequest:
     """Parameter or buffer → the stages that hold it already."""
     strategies: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Decision → the strategies, by name, that are looked at; of others all are."""
-    dealing: tuple[str, ...] = ()
+    zigzag_axes: tuple[str, ...] = ()
     """Axes that zigzag-shard positions in every stage."""
 
     @classmethod
@@ -73,9 +73,17 @@ class PipelineRequest:
         owners: Mapping[str, tuple[int, ...]] | None = None,
     ) -> PipelineRequest:
         """Return the request with the program's annotations; StrategyError if the preset does not apply to it."""
-        said = wanted.annotations_about(program, stage_mesh(mesh, axis), stored=bool(storage))
+        specified = wanted.annotations_about(program, stage_mesh(mesh, axis), stored=bool(storage))
         return cls(
-            program, wanted.named(mesh), axis, schedule, wanted, said, input_layouts or {}, storage or {}, owners or {}
+            program,
+            wanted.named(mesh),
+            axis,
+            schedule,
+            wanted,
+            specified,
+            input_layouts or {},
+            storage or {},
+            owners or {},
         )
 
     @property
@@ -106,7 +114,7 @@ class PipelineRequest:
             stashes=schedule.updates_each,
             inputs=buffers.inputs,
             gradients=buffers.gradients,
-            keeps_older=schedule.delays_updates,
+            saves_older=schedule.delays_updates,
         )
 
     def space(self, program: Program, received: Mapping[str, Layout]) -> Space:
@@ -115,4 +123,4 @@ class PipelineRequest:
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
         received = {**inputs, **received}
         devices = self.mesh.num_devices
-        return self.wanted.space(program, self.stage_mesh, received, self.program, devices, self.dealing)
+        return self.wanted.space(program, self.stage_mesh, received, self.program, devices, self.zigzag_axes)

@@ -47,9 +47,9 @@ class Wish:
 
         Such a schedule halves backwards, and between the halves keeps the activations that were fetched back.
         """
-        leaves, said = request.memory.offloads_activations, request.pipeline
-        among = tuple(each for each in RECOMMENDED if not (leaves and each in HALVING))
-        return cls(said.schedule, request.microbatches, said.stages_per_rank, among)
+        offloads, specified = request.memory.offloads_activations, request.pipeline
+        among = tuple(each for each in RECOMMENDED if not (offloads and each in HALVING))
+        return cls(specified.schedule, request.microbatches, specified.stages_per_rank, among)
 
     def schedule(self, num_ranks: int) -> Schedule | None:
         """Return the schedule, where nothing is left open that matters."""
@@ -67,11 +67,11 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         Schedule(
             wish.name, num_ranks, 2 * MICROBATCHES_PER_STAGE * num_ranks, chunks_of(wish.name, wish.chunks)
         )  # is there such a one?
-    asked = wish.num_microbatches
+    requested = wish.num_microbatches
     counts = [
         n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= 2 * MICROBATCHES_PER_STAGE * num_ranks
     ]
-    ends = sorted({counts[0], counts[-1]}) if asked is None else [asked]
+    ends = sorted({counts[0], counts[-1]}) if requested is None else [requested]
     measured: dict[int, tuple[list[BlockCost], list[float]]] = {}
     refused: list[PipelineError] = []
     planned: PlannedBlocks | None = None
@@ -88,7 +88,7 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         )
 
     def seconds_of(count: int, chunks: int) -> Sequence[StageSeconds] | None:
-        costs, sent = _between(measured, count)
+        costs, sent = _interpolated(measured, count)
         schedule = Schedule("gpipe", num_ranks, count) if chunks == 1 else _interleaved(num_ranks, count, chunks)
         if schedule is None:
             return None
@@ -103,7 +103,7 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
 
     schedules = wish.among if wish.name is None else (wish.name,)
     try:
-        return recommend(num_ranks, batch_size, num_blocks, seconds_of, schedules, asked, wish.chunks)
+        return recommend(num_ranks, batch_size, num_blocks, seconds_of, schedules, requested, wish.chunks)
     except PipelineError:
         if refused:
             raise refused[0] from None
@@ -117,7 +117,7 @@ def _interleaved(num_ranks: int, count: int, chunks: int) -> Schedule | None:
         return None
 
 
-def _between(
+def _interpolated(
     measured: dict[int, tuple[list[BlockCost], list[float]]], count: int
 ) -> tuple[list[BlockCost], list[float]]:
     """Return the costs at a number of micro-batches: on the line, in the size of a micro-batch, through what is

@@ -8,9 +8,9 @@ from contextlib import suppress
 from itertools import pairwise
 
 from autopar.errors import TimeLimitError
-from autopar.planning.pipeline.stage_search import Known, StageSearch
-from autopar.planning.pipeline.stages.held import Room
-from autopar.planning.pipeline.stages.rooms import Sample, SamplesOf
+from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
+from autopar.planning.pipeline.stages.memory_budgets import Sample, SamplesOf
+from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.solver.deadline import is_over, seconds_until
 
 LIMITS = ((1.0, 1.05), (0.5, 0.85), (0.5, 1.2), (0.125, 0.75), (1.0, 1.25), (0.5, 1.55), (0.125, 1.0), (1.0, 1.6))
@@ -27,7 +27,7 @@ NEAR, ROUGHLY = 0.05, 0.2
 """Relative optimality gaps of samples, and of the first plans of large stages."""
 LARGE = 150
 """Decisions of a large stage."""
-ASKED = 8
+REQUESTED = 8
 """Large stages that are planned, those of the cut that samples lead to among them, before the best cut is taken."""
 
 
@@ -42,17 +42,17 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
     in_flight = [runs.in_flight for runs in search.runs]
     count, chunks = len(in_flight), search.planned.request.schedule.chunks
     by_flight = sorted(range(count), key=in_flight.__getitem__)
-    found: list[Known] = []
+    found: list[SearchedStage] = []
     until = search.deadline - (1 - SHARE_OF_TIME) * seconds_until(search.deadline)
     for place, share in LIMITS if end - first > 1 else OF_A_BLOCK:
         limit = int(min(share * memory / chunks, memory))
-        search.rooms = (Room(limit, limit),) * count
+        search.budgets = (MemoryBudget(limit, limit),) * count
         with suppress(TimeLimitError):
             found.append(search.ask(first, end, by_flight[int(place * (count - 1))], NEAR))
         if is_over(until):
             break
     if any(each.made is not None and len(each.made.space.decisions) > LARGE for each in found):
-        search.roughly, search.most_asked = ROUGHLY, ASKED
+        search.roughly, search.most_planned = ROUGHLY, REQUESTED
 
     ends = by_flight[0], by_flight[-1]
     made = [

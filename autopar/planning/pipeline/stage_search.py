@@ -1,7 +1,7 @@
 """Seconds of pipeline stages within their memory budgets, searched for as few stages as the cut needs.
 
 A stage is given by its structure (its calls, without their names), its micro-batches in flight (and with them its
-receive buffers), and its memory budget: at its peak, and while other stages of its rank run (`rooms`, per-rank memory
+receive buffers), and its memory budget: at its peak, and while other stages of its rank run (`budgets`, per-rank memory
 budgets). Stages of equal structure have the same choices, so that a result for one serves others:
 
     in flight f, budget M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
@@ -39,26 +39,26 @@ from autopar.planning.memory_limit.answers import share
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.pipeline.masks import masks_of
 from autopar.planning.pipeline.planned_blocks import PlannedBlocks
-from autopar.planning.pipeline.stages.cut_search import Met
-from autopar.planning.pipeline.stages.held import Held, Room, as_much, held_by
+from autopar.planning.pipeline.stages.cut_search import Visited
 from autopar.planning.pipeline.stages.splitting import Splitter
+from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget, StageBytes, is_at_least, stage_bytes_of
 from autopar.planning.pipeline.structure import kinds, structure
 from autopar.planning.planner import Solved, formulations_of, solved
 from autopar.planning.settings import Settings
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import grace, is_over, seconds_until
 
 TOLERANCE = 0.02
 """Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
 ROUGHLY = 0.5
 """Relative optimality gap of a stage's first plan."""
-MOST_ASKED = 32
+MOST_PLANNED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
 """Decisions of a stage up to which it is planned again within the tolerance; larger ones would take minutes."""
 STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
-NEARLY = 1.02
+BUDGET_SLACK = 1.02
 """Factor on a budget: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
 SHARE_OF_TIME = 0.06
 """Share of the remaining time for the plan of each stage, at most.
@@ -72,13 +72,13 @@ TIGHTER = 0.97
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class SearchedStage:
     """A stage that was searched: its micro-batches in flight, its memory budget, and its choices, if any fit."""
 
     span: tuple[int, int]
     """Its first block and its end."""
     runs: Microbatches
-    room: Room | None
+    budget: MemoryBudget | None
     made: Solved | None
     seconds: float
     """Seconds of one micro-batch, including its share of work once per step; infinite if the stage does not fit."""
@@ -94,18 +94,18 @@ class StageSearch:
 
     planned: PlannedBlocks
     deadline: float
-    rooms: Sequence[Room | None]
+    budgets: Sequence[MemoryBudget | None]
     """Memory budgets of the stages; None is unlimited."""
     until: tuple[float, ...]
     """Seconds of the blocks before each, and of all, by the plan of the whole."""
     roughly: float = ROUGHLY
     """Relative optimality gap of a stage's first plan."""
-    most_asked: int = MOST_ASKED
+    most_planned: int = MOST_PLANNED
     """Stages that are planned before the best cut so far, if there is one, is taken."""
-    by_structure: dict[int, list[Known]] = field(default_factory=lambda: defaultdict(list))
+    by_structure: dict[int, list[SearchedStage]] = field(default_factory=lambda: defaultdict(list))
     kinds: Sequence[int] = ()
     """Kinds of the blocks, numbered when the search begins; equal stages have equal kinds."""
-    kinds_asked: set[tuple[int, ...]] = field(default_factory=set)
+    planned_kinds: set[tuple[int, ...]] = field(default_factory=set)
     """Kinds of the blocks of each stage that was planned."""
     numbers: dict[object, int] = field(default_factory=dict)
     programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class StageSearch:
     """Structure → the space of the first stage that has it, and its pins."""
     leasts: dict[tuple[int, Microbatches], int] = field(default_factory=dict)
     """Structure and micro-batches in flight → the least bytes at the fullest moment."""
-    holds: dict[tuple[int, Microbatches], Held] = field(default_factory=dict)
+    holds: dict[tuple[int, Microbatches], StageBytes] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
     memories: dict[tuple[int, Microbatches, int], MemoryModel] = field(default_factory=dict)
     """Space (by identity), micro-batches in flight, layers fetched ahead → what choices hold; equal stages share it."""
@@ -128,13 +128,13 @@ class StageSearch:
         self.splitter = Splitter.of(self.planned.request.program, self.planned.blocks)
 
     @property
-    def num_asked(self) -> int:
+    def num_planned(self) -> int:
         """Number of stages that were planned."""
         return sum(map(len, self.by_structure.values()))
 
-    def is_over(self, asked: int, has_cut: bool) -> bool:
-        """Return whether to stop: time is over, or there is a cut and `most_asked` stages were planned."""
-        return (has_cut and asked >= self.most_asked) or is_over(self.deadline)
+    def is_over(self, requested: int, has_cut: bool) -> bool:
+        """Return whether to stop: time is over, or there is a cut and `most_planned` stages were planned."""
+        return (has_cut and requested >= self.most_planned) or is_over(self.deadline)
 
     def own_seconds(self, first: int, end: int) -> float:
         """Return the seconds of the blocks from one to another, by the plan of the whole."""
@@ -163,7 +163,7 @@ class StageSearch:
 
     def at_most(self, first: int, end: int, stage: int) -> float:
         """Return an upper bound on the seconds of a stage from known plans; infinite if none fits."""
-        known = self.best_known(first, end, stage)
+        known = self.best_searched(first, end, stage)
         return math.inf if known is None else known.seconds
 
     def beyond(self, stage: int, first: int, end: int) -> float:
@@ -172,32 +172,34 @@ class StageSearch:
 
     def fuller(self, stage: int) -> Sequence[int]:
         """Return the stages with no larger budget and at least as many micro-batches in flight."""
-        runs, room = self.runs[stage], self.rooms[stage]
-        pairs = zip(self.runs, self.rooms, strict=True)
-        return [s for s, (more, less) in enumerate(pairs) if runs.holds_no_more(more) and as_much(room, less)]
+        runs, budget = self.runs[stage], self.budgets[stage]
+        pairs = zip(self.runs, self.budgets, strict=True)
+        return [s for s, (more, less) in enumerate(pairs) if runs.holds_no_more(more) and is_at_least(budget, less)]
 
-    def met(self) -> Iterator[Met]:
+    def visited(self) -> Iterator[Visited]:
         """Yield each known plan's blocks, its lower bound in seconds, and the stages for which the bound holds."""
         for known in (each for every in self.by_structure.values() for each in every if each.made is not None):
-            pairs = enumerate(zip(self.runs, self.rooms, strict=True))
-            fuller = [s for s, (more, less) in pairs if known.runs.holds_no_more(more) and as_much(known.room, less)]
+            pairs = enumerate(zip(self.runs, self.budgets, strict=True))
+            fuller = [
+                s for s, (more, less) in pairs if known.runs.holds_no_more(more) and is_at_least(known.budget, less)
+            ]
             yield known.span, known.least, fuller
 
-    def find(self, first: int, end: int, stage: int) -> Known | None:
+    def find(self, first: int, end: int, stage: int) -> SearchedStage | None:
         """Return the result for exactly this stage, or one that proves that it does not fit; None if there is
         neither.
         """
-        runs, room = self.runs[stage], self.rooms[stage]
+        runs, budget = self.runs[stage], self.budgets[stage]
         for each in reversed(self.by_structure[self.program(first, end)[1]]):  # closer results first
-            if (each.runs, each.room) == (runs, room):
+            if (each.runs, each.budget) == (runs, budget):
                 return each
-            if each.made is None and each.runs.holds_no_more(runs) and as_much(each.room, room):
+            if each.made is None and each.runs.holds_no_more(runs) and is_at_least(each.budget, budget):
                 return each
         return None
 
-    def best_known(self, first: int, end: int, stage: int) -> Known | None:
+    def best_searched(self, first: int, end: int, stage: int) -> SearchedStage | None:
         """Return the fastest of the choices that are known to fit into a stage's memory budget."""
-        if tuple(self.kinds[first:end]) not in self.kinds_asked:
+        if tuple(self.kinds[first:end]) not in self.planned_kinds:
             return None
         known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
         return next((each for each in known if each.made is not None and self._fits(each, stage)), None)
@@ -237,20 +239,20 @@ class StageSearch:
 
     def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
         """Return the best choices within a gap, which save no more than they may while others run."""
-        room = self.rooms[stage]
-        found = self._within(space, pins, stage, gap, None if room is None else room.peak)
-        if room is None:
+        budget = self.budgets[stage]
+        found = self._best_within(space, pins, stage, gap, None if budget is None else budget.peak)
+        if budget is None:
             return found
-        made, bound, most = found, found.answer.bound, room.peak
-        while (over := room.excess(held := self._held(made))) > 0 and most > room.least_kept:
+        made, bound, most = found, found.answer.bound, budget.peak
+        while (over := budget.bytes_over(stage_bytes := self._stage_bytes(made))) > 0 and most > budget.least_resident:
             # Other choices may need the same additional bytes while the stage runs.
-            most = max(min(held.peak - over, int(TIGHTER * most)), room.least_kept)
-            made = self._within(space, pins, stage, gap, most)
+            most = max(min(stage_bytes.peak - over, int(TIGHTER * most)), budget.least_resident)
+            made = self._best_within(space, pins, stage, gap, most)
         if over > 0:
             raise InfeasibleError("no choices that were found keep as little as they may while others run")
         return replace(made, answer=replace(made.answer, bound=min(bound, made.answer.seconds)))
 
-    def _within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
+    def _best_within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
         """Return the best choices within a gap and a peak; with all of the time where a share of it was too little for
         any.
         """
@@ -261,8 +263,8 @@ class StageSearch:
             return solved(space, pins, self.settings(stage, 1.0, gap, peak), runs)
 
     @staticmethod
-    def _held(made: Solved) -> Held:
-        return held_by(made.formulation.memory, made.answer.choices, made.answer.modes)
+    def _stage_bytes(made: Solved) -> StageBytes:
+        return stage_bytes_of(made.formulation.memory, made.answer.choices, made.answer.modes)
 
     def space(self, program: Program) -> Space:
         received = {name: self.planned.boundary(name) for name in program.received}
@@ -273,21 +275,21 @@ class StageSearch:
 
         The gap counts only under a memory limit.
         """
-        asked, room = self.planned.request.settings, self.rooms[stage]
-        memory = peak if room is None or peak is not None else room.peak
-        within = asked.search.gap if memory is None else max(asked.search.gap or 0.0, gap)
+        requested, budget = self.planned.request.settings, self.budgets[stage]
+        memory = peak if budget is None or peak is not None else budget.peak
+        within = requested.search.gap if memory is None else max(requested.search.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), grace())
-        search = replace(asked.search, time_limit=left, gap=within)
-        return replace(asked.for_tensors(memory), search=search, hurried=True)
+        search = replace(requested.search, time_limit=left, gap=within)
+        return replace(requested.for_tensors(memory), search=search, brief_counts=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """Return the memory model of a stage."""
         return MemoryModel(space, self.runs[stage], offloads=self.planned.request.settings.offloads)
 
-    def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
+    def ask(self, first: int, end: int, stage: int, gap: float) -> SearchedStage:
         """Plan a stage within a gap, and note what was found."""
         number = self.program(first, end)[1]
-        self.kinds_asked.add(tuple(self.kinds[first:end]))
+        self.planned_kinds.add(tuple(self.kinds[first:end]))
         before = self.find(first, end, stage)
         # Alone a stage may cost a little less than its share of the whole, which bounds the search.
         own = self.own_seconds(first, end)
@@ -296,39 +298,39 @@ class StageSearch:
             made = self._solved(*self._first_alike(first, end), stage, gap)
         if made is not None:
             memory, choices, modes = made.formulation.memory, made.answer.choices, made.answer.modes
-            once = parts_of(memory, choices, modes).once / self.planned.request.num_microbatches
+            once = step_seconds_of(memory, choices, modes).once / self.planned.request.num_microbatches
             forward, backward = microbatch_seconds(memory, choices, modes)
             seconds = max(forward + backward + once, own)
             least = max((1 - share(made.answer)) * seconds, own)
-        elif (fits := self.best_known(first, end, stage)) is not None:  # that nothing else was found proves nothing
+        elif (fits := self.best_searched(first, end, stage)) is not None:  # that nothing else was found proves nothing
             made, seconds, least = fits.made, fits.seconds, own
         if before is not None and before.made is not None:
             least = max(min(least, seconds), before.least)
             if before.seconds <= seconds:
                 made, seconds = before.made, before.seconds
         is_close, least = gap <= TOLERANCE, min(least, seconds)
-        known = Known((first, end), self.runs[stage], self.rooms[stage], made, seconds, least, is_close)
+        known = SearchedStage((first, end), self.runs[stage], self.budgets[stage], made, seconds, least, is_close)
         self.by_structure[number].append(known)
         return known
 
-    def _fits(self, known: Known, stage: int) -> bool:
+    def _fits(self, known: SearchedStage, stage: int) -> bool:
         """Return whether choices fit into a stage's memory budget with its micro-batches in flight."""
-        runs, room = self.runs[stage], self.rooms[stage]
-        if room is None or (runs.holds_no_more(known.runs) and as_much(room, known.room)):
+        runs, budget = self.runs[stage], self.budgets[stage]
+        if budget is None or (runs.holds_no_more(known.runs) and is_at_least(budget, known.budget)):
             return True
         answer = known.made.answer if known.made is not None else None
         assert answer is not None
         stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
-        if stored + (answer.peak_bytes - stored) * runs.in_flight / known.runs.in_flight > NEARLY * room.peak:
+        if stored + (answer.peak_bytes - stored) * runs.in_flight / known.runs.in_flight > BUDGET_SLACK * budget.peak:
             return False  # far from it: memory need not be counted
-        return room.excess(self.holding(known, runs)) <= 0
+        return budget.bytes_over(self.holding(known, runs)) <= 0
 
-    def holding(self, known: Known, runs: Microbatches) -> Held:
+    def holding(self, known: SearchedStage, runs: Microbatches) -> StageBytes:
         """Return the bytes that known choices hold with other micro-batches in flight."""
         key, made = (id(known), runs), known.made
         assert made is not None
         if key not in self.holds:
-            self.holds[key] = held_by(self._memory_with(made, runs), made.answer.choices, made.answer.modes)
+            self.holds[key] = stage_bytes_of(self._memory_with(made, runs), made.answer.choices, made.answer.modes)
         return self.holds[key]
 
     def _memory_with(self, made: Solved, runs: Microbatches) -> MemoryModel:

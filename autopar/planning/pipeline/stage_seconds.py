@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
 from autopar.costs.pricing.operations import backward_shares
-from autopar.costs.steps.sends import Send, beside_sends, reduced_beside
+from autopar.costs.steps.sends import Send, overlapped_with_sends, reduced_overlapped
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks
 from autopar.costs.timeline.values import Task
 from autopar.errors import PlanError
 from autopar.planning.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
-from autopar.planning.step_seconds import StepSeconds, parts_of, reduction_seconds
+from autopar.planning.step_seconds import StepSeconds, reduction_seconds, step_seconds_of
 
 NOTHING = Send()
 
@@ -28,7 +28,7 @@ def weight_seconds_by_decision(memory: MemoryModel, choices: Sequence[int]) -> l
     space = memory.space
     found = [0.0] * len(space.decisions)
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        call, op = decision.menu.call, decision.menu.op
+        call, op = decision.candidates.call, decision.candidates.op
         if (
             call is None
             or op is None
@@ -36,14 +36,14 @@ def weight_seconds_by_decision(memory: MemoryModel, choices: Sequence[int]) -> l
             or not any(each.requires_grad for each in call.outputs)
         ):
             continue
-        wires = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
+        edges = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
         weights = sum(
             of_input
-            for wire, of_input in zip(wires, backward_shares(call, op), strict=True)
-            if wire is not None and wire.tensor.bucketed
+            for edge, of_input in zip(edges, backward_shares(call, op), strict=True)
+            if edge is not None and edge.tensor.bucketed
         )
         share = space.share(space.rows.get(number), choices)
-        found[number] = weights * share * float(decision.menu.forward_seconds[choice])
+        found[number] = weights * share * float(decision.candidates.forward_seconds[choice])
     return found
 
 
@@ -52,7 +52,7 @@ def step_parts(plan: Plan) -> StepSeconds:
     loaded.
     """
     context = _context(plan)
-    return parts_of(context.memory_model, context.choices, plan.recompute)
+    return step_seconds_of(context.memory_model, context.choices, plan.recompute)
 
 
 def stage_seconds(
@@ -95,9 +95,9 @@ def timed(
         once: Seconds of what a step does once besides.
         halves: True if the schedule makes the gradients of weights apart.
     """
-    each = beside_sends(tasks, share, *sends)
+    each = overlapped_with_sends(tasks, share, *sends)
     weight = min(of_weights, each.backward)
-    reduced = reduced_beside(last, share, *sends, weight / each.backward if halves and each.backward else None)
+    reduced = reduced_overlapped(last, share, *sends, weight / each.backward if halves and each.backward else None)
     return StageSeconds(
         *(each.forward, each.backward - weight, weight, each.send_forward, each.send_backward, once),
         last_backward=reduced.slowing,

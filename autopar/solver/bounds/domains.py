@@ -32,7 +32,7 @@ class Domains:
         for number, (scope, _) in enumerate(self._joints):
             for end in scope:
                 self._at[end].append(number)
-        left = self._left({}, range(len(self._joints)))
+        left = self._propagated({}, range(len(self._joints)))
         self.allowed.update(left or {})
         self.is_empty = left is None or not all(mask.any() for mask in self.allowed.values())
         """True if a node has no strategy left before any node took one."""
@@ -44,13 +44,13 @@ class Domains:
                 continue
             alone = np.zeros(len(row), dtype=bool)
             alone[choice] = True
-            left = self._left({node: alone}, self._at[node])
+            left = self._propagated({node: alone}, self._at[node])
             if left is not None:
                 self.allowed.update(left)
                 return choice
         return None
 
-    def _left(self, changed: dict[int, _Mask], joints: Sequence[int]) -> dict[int, _Mask] | None:
+    def _propagated(self, changed: dict[int, _Mask], joints: Sequence[int]) -> dict[int, _Mask] | None:
         """Propagate changes of some nodes; return the strategies left to all nodes they reach.
 
         None if a node is left without a strategy.

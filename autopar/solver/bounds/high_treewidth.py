@@ -8,19 +8,19 @@ import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.bounds.domains import Domains
-from autopar.solver.bounds.message_passing import Messages
+from autopar.solver.bounds.message_passing import MessagePassing
 from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
-from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.lagrangian import Point, point
 from autopar.solver.presolve.contraction import contract
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.presolve.reduction import Pruned, prune
 from autopar.solver.problem import Floats, Integers, Node, Problem
 
-DEAR_WORK = 5_000_000_000  # entries: an elimination of more takes longer than messages
+EXPENSIVE_WORK = 5_000_000_000  # entries: an elimination of more takes longer than messages
 MAX_SWEEPS = 200
 WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow (default)
 PATIENCE = 3  # slow sweeps in a row until the search ends
@@ -44,7 +44,7 @@ class Wide:
         """Share of the gap between a bound and the choices found that a sweep has to close; less counts as slow."""
         allowed = consistent((problem, *rows))
         self._pruned = None if allowed is None else allowed[0]
-        self._messages = None if allowed is None else Messages([each.problem for each in allowed], deadline)
+        self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)
         self._prices: tuple[float, ...] = ()
 
     @property
@@ -52,11 +52,13 @@ class Wide:
         """Table entries that messages touch in one direction, at most, including per-message overhead."""
         return 0 if self._messages is None else self._messages.num_entries
 
-    def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
+    def least(
+        self, *prices: float, known_bound: float = -np.inf, sufficient: float = np.inf
+    ) -> tuple[float, Point | None]:
         """Return a bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
         Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
-        choices cost no more than is `known`: no bound is above that; and at a bound that is `enough`.
+        choices cost no more than is `known_bound`: no bound is above that; and at a bound that is `sufficient`.
         """
         messages = self._messages
         if messages is None or self._pruned is None:
@@ -76,7 +78,7 @@ class Wide:
             best, gained = messages.cost, messages.bound - before
             slow = slow + 1 if gained < self.worthwhile * (best - messages.bound) or best == np.inf else 0
             is_near = best < np.inf and best - messages.bound <= max(self.near, TOLERANCE) * abs(best)
-            is_done = best <= known or messages.bound >= enough or slow >= PATIENCE
+            is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
             if is_near or is_done or is_over(self.deadline):
                 break
         if messages.cost == np.inf:
@@ -102,16 +104,16 @@ class Wide:
         masks: dict[bytes, Floats] = {}  # what is left of equal nodes stays equal
         reached = self._messages.reached(most)
         for node, kept, least in zip(self.problem.nodes, self._pruned.kept, reached, strict=True):
-            excess = np.full(node.num_strategies, np.inf)
-            excess[kept[least <= most]] = -np.inf
-            of_node.append(masks.setdefault(excess.tobytes(), excess))
+            reduced_cost = np.full(node.num_strategies, np.inf)
+            reduced_cost[kept[least <= most]] = -np.inf
+            of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
             alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
         shared: dict[tuple[int, ...], Floats] = {}  # of pairs nothing is known
         of_edge = [
             shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape))
             for edge in self.problem.edges
         ]
-        found = Excesses(tuple(alive), tuple(of_node), tuple(of_edge))
+        found = ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
         return remaining_of_each((self.problem, *self.rows), found, most)
 
 
@@ -130,16 +132,18 @@ def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
     if domains.is_empty:
         return None
     shared: dict[tuple[int, bytes], Floats] = {}  # equal candidate lists stay one array
-    menus = []
+    masked_seconds = []
     for number, node in enumerate(problem.nodes):
         mask = domains.allowed[number]
         key = id(node.seconds), mask.tobytes()
         if key not in shared:
             shared[key] = node.seconds if mask.all() else np.where(mask, node.seconds, np.inf)
-        menus.append(shared[key])
+        masked_seconds.append(shared[key])
     found = []
     for each in problems:
-        nodes = (Node(node.name, menu, node.num_bytes) for node, menu in zip(each.nodes, menus, strict=True))
+        nodes = (
+            Node(node.name, seconds, node.num_bytes) for node, seconds in zip(each.nodes, masked_seconds, strict=True)
+        )
         found.append(prune(Problem(tuple(nodes), each.edges, each.budget, is_sound=True)))
     return found
 
@@ -154,6 +158,6 @@ def lower_bound(problem: Problem, multiplier: float, deadline: float = NEVER) ->
     free = price * (problem.budget or 0)
     tables = Tables(smaller)
     elimination = narrow_elimination(smaller, tables)
-    if elimination is None or elimination.work > DEAR_WORK:
+    if elimination is None or elimination.work > EXPENSIVE_WORK:
         return Wide(smaller, deadline).least(price)[0] - free
     return optimum(elimination, evaluate(elimination, tables.weighted(price), deadline)) - free

@@ -45,7 +45,7 @@ class _Visit:
     """Share of a node's costs that stays with the node."""
 
 
-class Messages:
+class MessagePassing:
     """Costs of a problem at prices of memory, as messages move them; every strategy needs a compatible neighbour's.
 
     The problems are one with a memory row each: they differ in bytes and budgets. Raises TimeLimitError, after which it
@@ -76,7 +76,7 @@ class Messages:
         self._reached: list[Floats] = []
         self._is_guarded = False
         """True once forbidden choices were read off; further choices then leave all later nodes a strategy."""
-        self._met: list[int] | None = None
+        self._visited: list[int] | None = None
         """Best choices of the core that were read off, by node; zeros for the other nodes."""
         self.bound = -np.inf
         """On seconds + prices · bytes of any choices."""
@@ -101,25 +101,25 @@ class Messages:
         self._costs = [joined[joint.tables] for joint in self._core.joints]
         self._is_fresh, self.bound = True, -np.inf
         self._reached = [np.full(node.num_strategies, -np.inf) for node in self.problem.nodes]
-        self.cost = np.inf if self._met is None else self._cost_of(self._met)
+        self.cost = np.inf if self._visited is None else self._cost_of(self._visited)
 
     def sweep(self) -> None:
         """Once through all nodes and back; choices are read off on the way back."""
-        self._through(self._visits[0], None)
+        self._sweep(self._visits[0], None)
         choices = [0] * len(self.problem.nodes)
         domains = Domains(self._own, self._ends, self._costs) if self._is_guarded else None
-        self._through(self._visits[1], choices, domains)
+        self._sweep(self._visits[1], choices, domains)
         cost = self._cost_of(choices)
         self._is_guarded = self._is_guarded or cost == np.inf
         if cost < self.cost:
-            self._met, self.cost = choices, cost
+            self._visited, self.cost = choices, cost
 
     def choices(self) -> tuple[int, ...]:
         """Return the best choices that were read off, completed at these prices; there are some where `cost` is
         finite.
         """
-        assert self._met is not None, "no choices are allowed that were read off"
-        found = list(self._met)
+        assert self._visited is not None, "no choices are allowed that were read off"
+        found = list(self._visited)
         self._core.extend(found, self._evaluated)
         return tuple(found)
 
@@ -141,7 +141,7 @@ class Messages:
         self._core.spread(found, self._evaluated, most, self.bound)
         return found
 
-    def _through(self, visits: Sequence[_Visit], choices: list[int] | None, domains: Domains | None = None) -> None:
+    def _sweep(self, visits: Sequence[_Visit], choices: list[int] | None, domains: Domains | None = None) -> None:
         before, bound, is_fresh = self.bound, self._constant, self._is_fresh
         costs, sent, left = self._costs, self._sent, self._left
         for number, visit in enumerate(visits):

@@ -26,9 +26,9 @@ Solve = Callable[[Problem, float], Point | None]
 
 def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
     """Return the best solution found; None where none was."""
-    held = separators(problem, NARROW)
+    fixed = separators(problem, NARROW)
     best: Point | None = None
-    for start in _starts(problem, held):
+    for start in _starts(problem, fixed):
         best = solve(with_fixed(problem, start), deadline)
         if best is not None:
             break
@@ -37,11 +37,11 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
     improved = True
     while improved and not is_over(deadline):
         improved = False
-        for node in held:
+        for node in fixed:
             if is_over(deadline):
                 break
             found = solve(
-                with_fixed(problem, {other: best.choices[other] for other in held if other != node}), deadline
+                with_fixed(problem, {other: best.choices[other] for other in fixed if other != node}), deadline
             )
             if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                 best, improved = found, True
@@ -66,35 +66,35 @@ def separators(problem: Problem, most: int) -> tuple[int, ...]:
     current = {node: entries(node) for node in around}
     heap = list(current.values())
     heapq.heapify(heap)
-    held: list[int] = []
+    fixed: list[int] = []
     while heap:
         entry = heapq.heappop(heap)
         node = entry[-1]
         if current.get(node) != entry:
             continue
-        is_held = entry[0] > most
-        if is_held:
+        is_fixed = entry[0] > most
+        if is_fixed:
             heapq.heappush(heap, entry)
             node = max(around, key=lambda each: (sizes[each] > FEW, len(around[each]), sizes[each], -each))
-            held.append(node)
+            fixed.append(node)
         del current[node]
         neighbours = around.pop(node)
         for other in neighbours:
             around[other].discard(node)
-            if not is_held:
+            if not is_fixed:
                 around[other] |= neighbours - {other}
             current[other] = entries(other)
             heapq.heappush(heap, current[other])
-    return tuple(held)
+    return tuple(fixed)
 
 
-def _starts(problem: Problem, held: tuple[int, ...]) -> list[dict[int, int]]:
+def _starts(problem: Problem, fixed: tuple[int, ...]) -> list[dict[int, int]]:
     """Strategies to begin with: the fastest of each node with the best that its edges can do, and the smallest."""
     bounds = [node.seconds.copy() for node in problem.nodes]
     for edge in problem.edges:
         for place, end in enumerate(edge.ends):
             others = tuple(axis for axis in range(edge.seconds.ndim) if axis != place)
             bounds[end] = bounds[end] + edge.seconds.min(axis=others)
-    fastest = {node: int(np.argmin(bounds[node])) for node in held}
+    fastest = {node: int(np.argmin(bounds[node])) for node in fixed}
     sizes = [np.where(np.isfinite(b), n.num_bytes, np.inf) for b, n in zip(bounds, problem.nodes, strict=True)]
-    return [fastest, {node: int(np.argmin(sizes[node])) for node in held}]
+    return [fastest, {node: int(np.argmin(sizes[node])) for node in fixed}]

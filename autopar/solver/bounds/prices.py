@@ -26,7 +26,7 @@ BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its edge
 SETTLED = 1.5  # times the gap between a bound and its choices: a smaller gain is not due to a better price
-BESIDE = 4  # evaluations near the best prices, while they find new choices and none is good enough
+NEARBY = 4  # evaluations near the best prices, while they find new choices and none is good enough
 PATIENCE = 5  # evaluations in a row that prove no more
 ROUGHLY, CLOSER = 5e-3, 10.0  # of the bound: largest gap at which mixtures are first checked; growth of that threshold
 LEAST_SHARE = 1e-6  # of a mixture: smaller ones are rounding
@@ -44,18 +44,19 @@ def nowhere(mixture: Mixture) -> bool:
     return False
 
 
-class Priced(Protocol):
+class PricedRows(Protocol):
     """Problems with a memory row each, ready to be evaluated at prices of them all."""
 
     @property
     def problems(self) -> Sequence[Problem]: ...
 
     def at(
-        self, prices: tuple[float, ...], known: float = -np.inf, enough: float = np.inf
+        self, prices: tuple[float, ...], known_bound: float = -np.inf, sufficient: float = np.inf
     ) -> tuple[float, tuple[int, ...] | None]:
         """L(λ) or a bound on it, and choices that attain it, or nearly; None where none were found.
 
-        Where L(λ) is no more than what is `known`, any choices that show it will do, as will a bound that is `enough`.
+        Where L(λ) is no more than what is `known_bound`, any choices that show it will do, as will a bound that is
+        `sufficient`.
         """
         ...
 
@@ -75,7 +76,7 @@ class BestPrices:
     bound: float
     choices: tuple[int, ...] | None
     seconds: float
-    met: tuple[tuple[int, ...], ...] = ()
+    visited: tuple[tuple[int, ...], ...] = ()
     mixture: Mixture = ()
     is_over_elsewhere: bool = False
     """True if the mixture exceeds a budget that is no row."""
@@ -87,7 +88,7 @@ class BestPrices:
 
 
 def best_prices(
-    rows: Priced,
+    rows: PricedRows,
     start: tuple[float, ...],
     scale: float,
     constant: float,
@@ -95,27 +96,27 @@ def best_prices(
     deadline: float,
     radius: float = math.inf,
     worthwhile: float = WORTHWHILE,
-    met: Sequence[Sequence[int]] = (),
+    visited: Sequence[Sequence[int]] = (),
     cutoff: float = math.inf,
-    widely: float = 0.0,
+    wide_gap: float = 0.0,
     is_over_elsewhere: OverElsewhere = nowhere,
 ) -> BestPrices:
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
     `constant` seconds are added to each solution; one within the gap is enough. Prices are looked for within a `radius`
     (a share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where
-    better ones could prove less than a `worthwhile` share. `met` are choices visited earlier: without initial prices,
-    they determine the start. A bound as high as the `cutoff` ends the search, as does a solution that is within a gap
-    of `widely`, if that is more: at one price evaluations that are not exact go on for the gap, but no further price
-    is. From time to time the mixture at near-optimal prices is checked against the budgets that are not rows. The
+    better ones could prove less than a `worthwhile` share. `visited` are choices visited earlier: without initial
+    prices, they determine the start. A bound as high as the `cutoff` ends the search, as does a solution that is within
+    a gap of `wide_gap`, if that is more: at one price evaluations that are not exact go on for the gap, but no further
+    price is. From time to time the mixture at near-optimal prices is checked against the budgets that are not rows. The
     search ends if it exceeds one: with that row, other prices are optimal.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
     seen: list[tuple[tuple[int, ...], float, Floats]] = []
-    for each in met:
-        seconds, held = rows.cost(each)
-        seen.append((tuple(each), seconds, held - budgets))
+    for each in visited:
+        seconds, row_bytes = rows.cost(each)
+        seen.append((tuple(each), seconds, row_bytes - budgets))
     best = BestPrices(start, -np.inf, None, np.inf)
     for choices, seconds, over in seen:
         best = best.or_faster(choices, seconds, over)
@@ -128,51 +129,51 @@ def best_prices(
             start = tuple((NEARER * wanted).tolist())
         if best.choices is not None:
             best = filled(rows, replace(best, prices=start), choices)
-    prices, open_there, stalled, asked = start, math.inf, 0, ROUGHLY * scale
-    is_dear = radius < math.inf  # evaluations are, and not exact
-    beside, is_beside, known = BESIDE if is_dear else 0, False, {seconds for _, seconds, _ in seen}
+    prices, open_there, stalled, requested = start, math.inf, 0, ROUGHLY * scale
+    is_expensive = radius < math.inf  # evaluations are, and not exact
+    nearby, is_nearby, known_bound = NEARBY if is_expensive else 0, False, {seconds for _, seconds, _ in seen}
     for _ in range(MAX_PLANES):
         try:
-            enough = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
-            reached, choices = rows.at(prices, best.bound, enough)
+            sufficient = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
+            reached, choices = rows.at(prices, best.bound, sufficient)
         except TimeLimitError:
             break
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
-        is_new = choices not in best.met
+        is_new = choices not in best.visited
         if is_new:
-            best = replace(best, met=(*best.met, choices))
-        seconds, held = rows.cost(choices)
-        over = held - budgets
+            best = replace(best, visited=(*best.visited, choices))
+        seconds, row_bytes = rows.cost(choices)
+        over = row_bytes - budgets
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:
             # At these prices no more is proven than what the choices cost there.
             best = replace(best, prices=prices, bound=reached)
             open_there = seconds + float(np.dot(prices, over)) - reached
         best = best.or_faster(choices, seconds, over)
-        if best.choices is not None and is_dear:
+        if best.choices is not None and is_expensive:
             best = filled(rows, best, choices)
         most, wanted = planes.after(choices, seconds, over)
-        is_near = is_closed(best.seconds + constant, best.bound + constant, max(gap, widely)) or best.bound >= cutoff
+        is_near = is_closed(best.seconds + constant, best.bound + constant, max(gap, wide_gap)) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
-        is_done = is_settled and (not beside or (is_beside and seconds in known))
+        is_done = is_settled and (not nearby or (is_nearby and seconds in known_bound))
         if is_near or is_stalled or is_done or is_over(deadline):
             break
-        if most - best.bound <= asked:
-            asked = (most - best.bound) / CLOSER
+        if most - best.bound <= requested:
+            requested = (most - best.bound) / CLOSER
             if is_over_elsewhere(planes.mixture()):
                 return replace(best, mixture=planes.mixture(), is_over_elsewhere=True)
-        known.add(seconds)
+        known_bound.add(seconds)
         # Where prices prove hardly more, there may be better choices at those where the best known cost the same.
-        is_beside, beside = is_settled, beside - is_settled
+        is_nearby, nearby = is_settled, nearby - is_settled
         # Visited choices add no information: the optimum against them is proven there, or new choices are visited.
-        share = 1.0 if is_beside or not (is_new or is_dear) else NEARER
+        share = 1.0 if is_nearby or not (is_new or is_expensive) else NEARER
         prices = tuple((share * wanted + (1 - share) * np.array(best.prices)).tolist())
     return replace(best, mixture=planes.mixture())
 
 
-def filled(rows: Priced, best: BestPrices, other: Sequence[int]) -> BestPrices:
+def filled(rows: PricedRows, best: BestPrices, other: Sequence[int]) -> BestPrices:
     """Return the best known with those parts of other choices that make it faster within all budgets, best bargains
     first.
 
@@ -194,8 +195,8 @@ def filled(rows: Priced, best: BestPrices, other: Sequence[int]) -> BestPrices:
         if region >= 0:
             before, after = (tuple([choices[end] for end in edge.ends]) for choices in (small, other))
             saved[region] += edge.seconds[before] - edge.seconds[after]
-            held = (each.edges[number].num_bytes for each in problems)
-            added[:, region] += [0 if each is None else each[after] - each[before] for each in held]
+            row_bytes = (each.edges[number].num_bytes for each in problems)
+            added[:, region] += [0 if each is None else each[after] - each[before] for each in row_bytes]
     paid = np.array(best.prices) @ added
     budgets = np.array([each.budget or 0 for each in problems])
     left = budgets - rows.cost(small)[1]
@@ -207,8 +208,8 @@ def filled(rows: Priced, best: BestPrices, other: Sequence[int]) -> BestPrices:
             taken.add(region)
     for node, region in region_of.items():
         chosen[node] = other[node] if region in taken else small[node]
-    seconds, held = rows.cost(chosen)
-    is_better = (held <= budgets).all() and seconds < best.seconds
+    seconds, row_bytes = rows.cost(chosen)
+    is_better = (row_bytes <= budgets).all() and seconds < best.seconds
     return replace(best, choices=tuple(chosen), seconds=seconds) if is_better else best
 
 

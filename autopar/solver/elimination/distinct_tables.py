@@ -25,18 +25,18 @@ class Tables:
         numbers: dict[object, int] = {}
         by_object: dict[tuple[object, ...], int] = {}  # the problems hold the arrays: an id names one of them
         content = _ContentKeys()
-        self._menus: list[_Table] = []
+        self._node_tables: list[_Table] = []
         self._matrices: list[_Table] = []
         self.of_node: list[int] = []
         self.of_edge: list[int] = []
         for node, *more in zip(problem.nodes, *(each.nodes for each in others), strict=True):
-            held = (node.num_bytes, *(each.num_bytes for each in more))
-            objects = (id(node.seconds), *map(id, held))
+            byte_arrays = (node.num_bytes, *(each.num_bytes for each in more))
+            objects = (id(node.seconds), *map(id, byte_arrays))
             if objects not in by_object:
-                key = (content.key(node.seconds), *map(content.key, held))
+                key = (content.key(node.seconds), *map(content.key, byte_arrays))
                 if key not in numbers:
-                    numbers[key] = len(self._menus)
-                    self._menus.append((node.seconds, held))
+                    numbers[key] = len(self._node_tables)
+                    self._node_tables.append((node.seconds, byte_arrays))
                 by_object[objects] = numbers[key]
             self.of_node.append(by_object[objects])
         by_object.clear()
@@ -48,7 +48,7 @@ class Tables:
                 by_bytes = [None if each is None else content.key(each) for each in of_edge]
                 edge_key = (content.key(edge.seconds), *by_bytes, edge.is_loop)
                 if edge_key not in numbers:
-                    numbers[edge_key] = len(self._menus) + len(self._matrices)
+                    numbers[edge_key] = len(self._node_tables) + len(self._matrices)
                     table = edge.seconds, of_edge
                     if edge.is_loop:
                         table = np.diagonal(edge.seconds), tuple(map(_diagonal, of_edge))
@@ -57,7 +57,7 @@ class Tables:
             self.of_edge.append(by_object[objects])
 
     def __len__(self) -> int:
-        return len(self._menus) + len(self._matrices)
+        return len(self._node_tables) + len(self._matrices)
 
     def kinds(self, problem: Problem) -> list[int]:
         """Return a number per node, the same for nodes with equal tables and surroundings (Weisfeiler & Leman 1968)."""
@@ -79,22 +79,23 @@ class Tables:
 
     def costs(self) -> list[_Table]:
         """Return the seconds of every table, and its bytes in each of the problems; None: no bytes."""
-        return [*self._menus, *self._matrices]
+        return [*self._node_tables, *self._matrices]
 
     def weighted(self, *prices: float) -> list[Floats]:
         """Return the tables of the seconds and the bytes of each problem at its price (in seconds per byte)."""
         return [
-            seconds + paid if (paid := _paid(held, prices)) is not None else seconds for seconds, held in self.costs()
+            seconds + paid if (paid := _paid(byte_arrays, prices)) is not None else seconds
+            for seconds, byte_arrays in self.costs()
         ]
 
     def bytes_only(self) -> list[Floats]:
         """Return the tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
-        return [only_bytes(seconds, held[0]) for seconds, held in self.costs()]
+        return [only_bytes(seconds, byte_arrays[0]) for seconds, byte_arrays in self.costs()]
 
 
-def _paid(held: tuple[Integers | None, ...], prices: tuple[float, ...]) -> Floats | None:
+def _paid(byte_arrays: tuple[Integers | None, ...], prices: tuple[float, ...]) -> Floats | None:
     """Return the total price of the bytes of all problems; None if it is zero."""
-    parts = [price * each for price, each in zip(prices, held, strict=True) if each is not None and price]
+    parts = [price * each for price, each in zip(prices, byte_arrays, strict=True) if each is not None and price]
     return sum(parts[1:], parts[0]).astype(np.float64, copy=False) if parts else None
 
 

@@ -26,12 +26,12 @@ from autopar.solver.elimination.evaluation import bag_sum
 from autopar.solver.problem import Floats, Integers, Problem, cut_table
 
 HAIR = 0.01  # of the grid
-MAX_CALIBRATED = 150_000_000  # entries of a bag that `excesses` may build whole: 1.2 GB
+MAX_CALIBRATED = 150_000_000  # entries of a bag that `reduced_costs` may build whole: 1.2 GB
 BLOCK = 1 << 22  # entries of a bag that are calibrated at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Excesses:
+class ReducedCosts:
     """Reduced costs of strategies of nodes and pairs of edges: lower bounds on their cost above the optimum.
 
     They are known for those below the margin.
@@ -45,14 +45,14 @@ class Excesses:
     """Reduced cost of every pair of alive strategies at the ends of each edge."""
 
 
-def excesses(
+def reduced_costs(
     problem: Problem,
     elimination: Elimination,
     tables: Sequence[Floats],
     margin: float = np.inf,
     grid: float = 0.0,
     deadline: float = NEVER,
-) -> Excesses:
+) -> ReducedCosts:
     """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
 
     Buckets are cut to the neighbours' strategies below the margin, which leaves little work however high the treewidth
@@ -89,7 +89,7 @@ def excesses(
             of_edge[number] = found.loop if edge.is_loop else found.least[tuple(axis[end] for end in edge.ends)]
         for child, axes in zip(children[place], below, strict=True):
             over_neighbours[child] = found.least[axes]
-    return Excesses(tuple(alive), tuple(of_node), tuple(of_edge))
+    return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +103,8 @@ class _Calibrated:
     @property
     def loop(self) -> Floats:
         """Reduced costs for an edge from the node to itself: those of the node on the diagonal, infinite elsewhere."""
-        excess = self.of_node[self.alive]
-        return np.where(np.eye(len(excess), dtype=bool), excess[:, None], np.inf)
+        reduced_cost = self.of_node[self.alive]
+        return np.where(np.eye(len(reduced_cost), dtype=bool), reduced_cost[:, None], np.inf)
 
 
 def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float, grid: float) -> _Calibrated:
@@ -115,15 +115,15 @@ def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float,
     return _Calibrated(of_node, alive, {axes: _rounded(_minimum(total, axes), grid) for axes in wanted})
 
 
-def _rounded(excess: Floats, grid: float) -> Floats:
+def _rounded(reduced_cost: Floats, grid: float) -> Floats:
     """Excesses rounded down to the grid, but for a hair: equal ones that differ in the last place stay equal."""
-    excess = np.asarray(np.maximum(excess, 0.0))
+    reduced_cost = np.asarray(np.maximum(reduced_cost, 0.0))
     if grid:
-        excess /= grid
-        excess += HAIR
-        np.floor(excess, out=excess)
-        excess *= grid
-    return excess
+        reduced_cost /= grid
+        reduced_cost += HAIR
+        np.floor(reduced_cost, out=reduced_cost)
+        reduced_cost *= grid
+    return reduced_cost
 
 
 def _cut_bag_sum(
@@ -139,15 +139,15 @@ def _cut_bag_sum(
     return bag_sum(EliminationStep(sizes, inputs), cut)
 
 
-def shared_excesses(
+def shared_reduced_costs(
     problem: Problem,
     elimination: Elimination,
     tables: Tables,
     evaluated: Sequence[Floats],
     margin: float = np.inf,
     deadline: float = NEVER,
-) -> Excesses:
-    """Return reduced costs like `excesses`, but the least over all nodes of a kind for each (`Tables.kinds`).
+) -> ReducedCosts:
+    """Return reduced costs like `reduced_costs`, but the least over all nodes of a kind for each (`Tables.kinds`).
 
     Equal layers stay equal, and the work is that of an evaluation, or less if little is below the margin. Pairs are
     over all strategies; those above the margin may be infinite.
@@ -170,7 +170,7 @@ def shared_excesses(
             of_edges[edge_kinds[number]][id(least)] = least
     node_least = {kind: _least_of(each.values()) for kind, each in of_nodes.items()}
     edge_least = {kind: _least_of(each.values()) for kind, each in of_edges.items()}
-    return Excesses(
+    return ReducedCosts(
         tuple([every[node.num_strategies] for node in problem.nodes]),
         tuple([node_least[kind] for kind in kinds]),
         tuple([edge_least[kind] for kind in edge_kinds]),
@@ -185,7 +185,7 @@ def _least_of(arrays: Iterable[Floats]) -> Floats:
     return least
 
 
-def cheapest(one: Excesses, other: Excesses) -> Excesses:
+def cheapest(one: ReducedCosts, other: ReducedCosts) -> ReducedCosts:
     """Return the entrywise minimum of two reduced costs, as at two prices; equal arrays stay one array."""
     shared: dict[tuple[int, int], Floats] = {}
 
@@ -198,7 +198,7 @@ def cheapest(one: Excesses, other: Excesses) -> Excesses:
         return tuple(found)
 
     of_node = least(zip(one.of_node, other.of_node, strict=True))
-    return Excesses(one.alive, of_node, least(zip(one.of_edge, other.of_edge, strict=True)))
+    return ReducedCosts(one.alive, of_node, least(zip(one.of_edge, other.of_edge, strict=True)))
 
 
 def outside_steps(

@@ -67,8 +67,10 @@ def _distances(ones: Floats, others: Floats) -> Floats:
     def fill(place: tuple[int, int]) -> None:
         first, start = place
         each, block = slice(first, first + deep), slice(start, start + high)
-        points, beside = map(torch.from_numpy, (ones[each, block], others[each]))  # here, where no mode fakes tensors
-        found[each, block] = torch.cdist(points, beside, p=math.inf)
+        points, other_points = map(
+            torch.from_numpy, (ones[each, block], others[each])
+        )  # here, where no mode fakes tensors
+        found[each, block] = torch.cdist(points, other_points, p=math.inf)
 
     for _ in _threads().map(fill, itertools.product(range(0, batch, deep), range(0, rows, high))):
         pass
@@ -86,7 +88,7 @@ def _threads() -> ThreadPoolExecutor:
     """Threads whose kernels start no others; all others of the process go on with as many as they have."""
     of_others, count = torch.get_num_threads(), num_threads()
     started = threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "least sums", initializer=_alone)
+    pool = ThreadPoolExecutor(count, "least sums", initializer=_use_one_thread)
     for _ in range(count):
         pool.submit(started.wait)
     started.wait()
@@ -94,7 +96,7 @@ def _threads() -> ThreadPoolExecutor:
     return pool
 
 
-def _alone() -> None:
+def _use_one_thread() -> None:
     torch.get_num_threads()  # the first call in a thread copies the global setting; later changes then do not apply
     torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autopar.solver.bounds.prices import OverElsewhere, best_prices, nowhere
 from autopar.solver.deadline import is_over
 from autopar.solver.lagrangian import is_closed
-from autopar.solver.low_treewidth import Enough
+from autopar.solver.low_treewidth import Tolerances
 from autopar.solver.memory_rows.priced_rows import Rows
 from autopar.solver.remaining.remaining_choices import Counted
 
@@ -38,7 +38,7 @@ class Best:
     """Bound that the prices alone prove."""
     is_over_elsewhere: bool = False
     """True if nothing was searched, since the mixture at the prices exceeds a budget that is no row."""
-    met: tuple[tuple[int, ...], ...] = ()
+    visited: tuple[tuple[int, ...], ...] = ()
     """Choices near the best prices, over the budgets or not, of whose parts others may be made."""
 
 
@@ -49,19 +49,19 @@ def best_below(
     below: float,
     deadline: float,
     gap: float,
-    enough: Enough,
-    known: float,
+    tolerances: Tolerances,
+    incumbent: float,
     is_over_elsewhere: OverElsewhere = nowhere,
 ) -> Best:
     """Return the best of what is left that is below some seconds; its bound holds for what is left.
 
-    `constant` are the seconds of what is decided, `start` prices that are near the best, and `known` seconds of choices
-    of the whole problem. If the bound of the prices is below the limit, the choices that they mix are checked against
-    the other budgets: a solution found here would exceed the same ones.
+    `constant` are the seconds of what is decided, `start` prices that are near the best, and `incumbent` seconds of
+    choices of the whole problem. If the bound of the prices is below the limit, the choices that they mix are checked
+    against the other budgets: a solution found here would exceed the same ones.
     """
     if math.isinf(constant):
         return Best(None, math.inf, tuple(start))
-    search = _Search(rows, constant, tuple(start), below, deadline, gap, enough, known)
+    search = _Search(rows, constant, tuple(start), below, deadline, gap, tolerances, incumbent)
     if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
         return Best(None, search.bound + constant, search.prices, False, search.reached + constant, True)
     is_searched = search.run()
@@ -69,7 +69,7 @@ def best_below(
 
 
 class _Search:
-    """State of a search in the remaining problem; seconds exclude the constant, except in `known`."""
+    """State of a search in the remaining problem; seconds exclude the constant, except in `incumbent`."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class _Search:
         below: float,
         deadline: float,
         gap: float,
-        enough: Enough,
-        known: float,
+        tolerances: Tolerances,
+        incumbent: float,
     ) -> None:
-        self.rows, self.constant, self.deadline, self.gap, self.enough = rows, constant, deadline, gap, enough
-        self.known, self.scale = known, abs(below)
+        self.rows, self.constant, self.deadline, self.gap, self.tolerances = rows, constant, deadline, gap, tolerances
+        self.incumbent, self.scale = incumbent, abs(below)
         priced = best_prices(rows, start, self.scale, constant, gap, deadline)
         self.prices, self.best, self.seconds = priced.prices, priced.choices, priced.seconds
         self.mixture = priced.mixture
@@ -97,15 +97,15 @@ class _Search:
         is_proven = self._count_few()
         if self.is_done():
             return is_proven
-        if self._is_near_enough():
+        if self._is_within_tolerance():
             return False
         for share in LABELLED:
             limit = min(self.most, self.reached + share * self.scale)
             if share * self.scale <= self.epsilon or self.is_done():
                 continue
             found, is_small = self.rows.labelled(self.prices, limit, self._margin(limit))
-            self._meet(found, limit)
-            if self._is_near_enough():
+            self._note_solution(found, limit)
+            if self._is_within_tolerance():
                 if not is_small:
                     return False
                 break
@@ -122,7 +122,7 @@ class _Search:
                 tried = self.most
                 found = self._counted(self.most, only_few=True)
                 if found is not None:
-                    self._meet(found, self.most)
+                    self._note_solution(found, self.most)
                     continue
             is_proven = self._count_further(only_few=True)
             if is_proven is None:
@@ -141,7 +141,7 @@ class _Search:
         assert found is not None or only_few, "a count of whatever there is"
         if found is None:
             return None
-        self._meet(found, limit)
+        self._note_solution(found, limit)
         if found.is_proven:
             self.epsilon *= GROWTH
         return found.is_proven
@@ -151,22 +151,22 @@ class _Search:
         nothing_left = self.bound >= self.most - TOLERANCE * self.scale
         return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
 
-    def _is_near_enough(self) -> bool:
+    def _is_within_tolerance(self) -> bool:
         """Return whether the incumbent is so near the bound that no long count is worth it."""
-        return is_closed(*self._of_the_whole(), self.enough.counted)
+        return is_closed(*self._of_the_whole(), self.tolerances.counted)
 
     def _of_the_whole(self) -> tuple[float, float]:
         """Return the seconds of the best of the whole problem that is known, and its bound."""
-        return min(self.seconds + self.constant, self.known), self.bound + self.constant
+        return min(self.seconds + self.constant, self.incumbent), self.bound + self.constant
 
     def _margin(self, limit: float) -> float:
         return limit - self.reached + TOLERANCE * self.scale
 
     def _counted(self, limit: float, only_few: bool) -> Counted | None:
-        effort = self.enough.effort(*self._of_the_whole())
+        effort = self.tolerances.effort(*self._of_the_whole())
         return self.rows.counted(self.prices, limit, self._margin(limit), TOLERANCE / 2 * self.scale, effort, only_few)
 
-    def _meet(self, found: Counted, limit: float) -> None:
+    def _note_solution(self, found: Counted, limit: float) -> None:
         """Note what was found below a limit."""
         if found.choices is not None:
             seconds = self.rows.problems[0].seconds_of(found.choices)

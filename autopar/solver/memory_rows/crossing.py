@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from autopar.solver.bounds.prices import best_prices
 from autopar.solver.lagrangian import is_closed
-from autopar.solver.memory_rows.fixings import Cut
+from autopar.solver.memory_rows.fixings import Fixings
 from autopar.solver.memory_rows.priced_rows import Rows
 from autopar.solver.presolve.contraction import contract_each
 from autopar.solver.presolve.reduction import prune_each
@@ -28,22 +28,27 @@ MAX_WORK = 10_000_000  # entries of an elimination of what the solutions take
 
 
 def crossed(
-    rows: Rows, met: Sequence[tuple[int, ...]], prices: tuple[float, ...], bound: float, known: float, gap: float
+    rows: Rows,
+    visited: Sequence[tuple[int, ...]],
+    prices: tuple[float, ...],
+    bound: float,
+    incumbent: float,
+    gap: float,
 ) -> tuple[int, ...] | None:
-    """Return the fastest choices within all budgets, below `known` seconds, combined from visited ones; None: none.
+    """Return the fastest choices within all budgets, below `incumbent` seconds, combined from visited ones; None: none.
 
     Choices within a gap of the bound are enough. TimeLimitError where that takes until the deadline of the rows.
     """
-    if len(met) < 2:
+    if len(visited) < 2:
         return None
-    cut = taken_by(met, [node.num_strategies for node in rows.problems[0].nodes])
-    pruned = prune_each(cut.of(rows.problems))
+    fixings = taken_by(visited, [node.num_strategies for node in rows.problems[0].nodes])
+    pruned = prune_each(fixings.of(rows.problems))
     contracted = contract_each([each.problem for each in pruned])
     small = Rows.of([each.problem for each in contracted], rows.deadline, MAX_WORK)
     if small is None:
         return None
     priced = best_prices(small, prices, abs(bound), 0.0, gap, rows.deadline)
-    best, seconds = (priced.choices, priced.seconds) if priced.seconds < known else (None, known)
+    best, seconds = (priced.choices, priced.seconds) if priced.seconds < incumbent else (None, incumbent)
     for margin in MARGINS:
         if is_closed(seconds, bound, gap):
             break
@@ -54,12 +59,12 @@ def crossed(
     return None if best is None else pruned[0].extend(contracted[0].extend(best))
 
 
-def taken_by(met: Sequence[Sequence[int]], sizes: Sequence[int]) -> Cut:
+def taken_by(visited: Sequence[Sequence[int]], sizes: Sequence[int]) -> Fixings:
     """Return the strategies that any of some choices take, of nodes with so many each; equal ones are one array."""
     shared: dict[tuple[int, bytes], NDArray[np.bool_]] = {}
     kept = []
-    for size, strategies in zip(sizes, np.array(met, dtype=np.intp).T, strict=True):
+    for size, strategies in zip(sizes, np.array(visited, dtype=np.intp).T, strict=True):
         mask = np.zeros(size, dtype=bool)
         mask[strategies] = True
         kept.append(shared.setdefault((size, mask.tobytes()), mask))
-    return Cut(tuple(kept), np.inf)
+    return Fixings(tuple(kept), np.inf)

@@ -21,7 +21,7 @@ from autopar.solver.deadline import after, check, seconds_until
 from autopar.solver.elimination.bucket_elimination import Elimination, compile_order, narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import choices_of, evaluate, optimum
-from autopar.solver.elimination.min_marginals import Excesses, shared_excesses
+from autopar.solver.elimination.min_marginals import ReducedCosts, shared_reduced_costs
 from autopar.solver.low_treewidth import best_left, labelled
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Floats, Integers, Parts, Problem
@@ -64,7 +64,7 @@ class Rows:
         return cls(problems, tables, elimination, deadline)
 
     def at(
-        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+        self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
     ) -> tuple[float, tuple[int, ...]]:
         """L(λ), and choices that attain it, whatever is known or enough."""
         evaluated = self._evaluated(prices)
@@ -76,8 +76,8 @@ class Rows:
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
         """Return the seconds of choices, and their bytes in each row."""
-        seconds, held = self.parts.cost_of(choices)
-        return seconds, np.array(held)
+        seconds, row_bytes = self.parts.cost_of(choices)
+        return seconds, np.array(row_bytes)
 
     @cached_property
     def parts(self) -> Parts:
@@ -86,12 +86,12 @@ class Rows:
 
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
         """Return for each row the remaining problem without strategies and pairs that cost over a margin above L(λ)."""
-        return self.left(self.excesses(prices, margin), margin)
+        return self.left(self.reduced_costs(prices, margin), margin)
 
-    def excesses(self, prices: tuple[float, ...], margin: float) -> Excesses:
+    def reduced_costs(self, prices: tuple[float, ...], margin: float) -> ReducedCosts:
         """Return the reduced costs of strategies above L(λ), where they are below a margin."""
         evaluated = self._evaluated(prices)
-        return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
+        return shared_reduced_costs(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
 
     def on(self, left: Sequence[Remaining]) -> Rows:
         """Return the rows of the remaining problem, eliminated in the same order."""
@@ -101,18 +101,18 @@ class Rows:
         assert found is not None, "however many entries it has"
         return found
 
-    def left(self, found: Excesses, margin: float) -> list[Remaining]:
+    def left(self, found: ReducedCosts, margin: float) -> list[Remaining]:
         """Return for each row the remaining problem without strategies and pairs that cost more than a margin."""
         return remaining_of_each(self.problems, found, margin, self.parts)
 
     def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
         """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
-        near = self._near(prices, limit, margin)
+        near = self._remaining_within(prices, limit, margin)
         if near is None:
             return Counted(None, limit, True), True
         soon = after(COUNTING * seconds_until(self.deadline))
         search = lambda: labelled(near.problems, prices, near.limit, soon, near.evaluated)  # noqa: E731
-        found, is_small = self._by(search) or UNLABELLED
+        found, is_small = self._in_part_of_time(search) or UNLABELLED
         return near.of_the_whole(found, limit), is_small
 
     def counted(
@@ -128,17 +128,17 @@ class Rows:
 
         With `only_few` None where what is left takes long to count.
         """
-        near = self._near(prices, limit, margin)
+        near = self._remaining_within(prices, limit, margin)
         if near is None:
             return Counted(None, limit, True)
         soon = after(COUNTING * seconds_until(self.deadline))
         search = lambda: best_left(near.problems, prices, near.limit, tolerance, soon, effort, near.evaluated, only_few)  # noqa: E731
         try:
-            return near.of_the_whole(self._by(search) or UNCOUNTED, limit)
+            return near.of_the_whole(self._in_part_of_time(search) or UNCOUNTED, limit)
         except TooManyChoicesError:
             return None
 
-    def _by(self, search: Callable[[], _T]) -> _T | None:
+    def _in_part_of_time(self, search: Callable[[], _T]) -> _T | None:
         """Run a search that has part of the time; return None if its time was too short.
 
         Raises TimeLimitError if the deadline of the whole has passed.
@@ -149,7 +149,7 @@ class Rows:
             check(self.deadline)
             return None
 
-    def _near(self, prices: tuple[float, ...], limit: float, margin: float) -> _Near | None:
+    def _remaining_within(self, prices: tuple[float, ...], limit: float, margin: float) -> _Near | None:
         """Return the problems that labels and counts search; None if nothing is within the margin."""
         if self.elimination.work <= SMALL_WORK:  # to cut it takes longer than to look through it
             return _Near(self.problems, limit, (self.tables, self.elimination, self._evaluated(prices)))
@@ -176,8 +176,8 @@ class WideRows:
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
         """Return the seconds of choices, and their bytes in each row."""
-        seconds, held = self._parts.cost_of(choices)
-        return seconds, np.array(held)
+        seconds, row_bytes = self._parts.cost_of(choices)
+        return seconds, np.array(row_bytes)
 
     @property
     def num_entries(self) -> int:
@@ -189,12 +189,12 @@ class WideRows:
         self._wide.worthwhile = WORTHWHILE
 
     def at(
-        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+        self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
     ) -> tuple[float, tuple[int, ...] | None]:
         """Return a bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
         paid = float(np.dot(prices, self._budgets))
-        least, met = self._wide.least(*prices, known=known + paid, enough=enough + paid)
-        return least - paid - ROUNDING * (abs(least) + paid), None if met is None else met.choices
+        least, visited = self._wide.least(*prices, known_bound=known_bound + paid, sufficient=sufficient + paid)
+        return least - paid - ROUNDING * (abs(least) + paid), None if visited is None else visited.choices
 
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
         """Return for each row the remaining problem without strategies that cost over a margin above that bound."""

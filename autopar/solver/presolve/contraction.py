@@ -97,7 +97,7 @@ class _State:
     def join_some(self) -> bool:
         """Join pairs that have no node in common; False where there is none."""
         joined: set[int] = set()
-        for (one, other), edges in sorted(self._between().items(), key=self._size):
+        for (one, other), edges in sorted(self._edges_by_ends().items(), key=self._size):
             if not joined & {one, other}:
                 pairs = self._pairs(one, other, edges)
                 if pairs is not None:
@@ -109,7 +109,7 @@ class _State:
         ends = entry[0]
         return -math.prod(self.nodes[end].num_strategies for end in ends), ends
 
-    def _between(self) -> dict[tuple[int, int], list[int]]:
+    def _edges_by_ends(self) -> dict[tuple[int, int], list[int]]:
         """The edges of two ends, by these, of pairs with many strategies."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for number, edge in self.edges.items():
@@ -158,14 +158,14 @@ class _State:
         key = "node", id(pairs), parts, places
         if key not in self.made:
             seconds = sum(node.seconds[each] for node, each in zip(nodes, pairs, strict=True))
-            held = sum(node.num_bytes[each] for node, each in zip(nodes, pairs, strict=True))
+            byte_arrays = sum(node.num_bytes[each] for node, each in zip(nodes, pairs, strict=True))
             for edge in edges:
                 index = tuple(rows[end] for end in edge.ends)
                 seconds = seconds + edge.seconds[index]
-                held = held if edge.num_bytes is None else held + edge.num_bytes[index]
-            self.made[key] = seconds, held, (nodes, edges, pairs)
-        seconds, held, _ = self.made[key]  # type: ignore[misc]
-        return Node(f"{nodes[0].name} & {nodes[1].name}", seconds, held)
+                byte_arrays = byte_arrays if edge.num_bytes is None else byte_arrays + edge.num_bytes[index]
+            self.made[key] = seconds, byte_arrays, (nodes, edges, pairs)
+        seconds, byte_arrays, _ = self.made[key]  # type: ignore[misc]
+        return Node(f"{nodes[0].name} & {nodes[1].name}", seconds, byte_arrays)
 
     def _indexed(self, edge: Edge, rows: dict[int, Integers], joined: int) -> Edge:
         """Return an edge to one of two nodes, or to both, as one to what they have become."""
@@ -175,11 +175,11 @@ class _State:
         if key not in self.made:
             tables = (edge.seconds, edge.num_bytes)
             self.made[key] = (*(None if each is None else _taken(each, at, rows) for each in tables), (edge, rows))
-        seconds, held, _ = self.made[key]  # type: ignore[misc]
+        seconds, byte_arrays, _ = self.made[key]  # type: ignore[misc]
         ends = tuple(dict.fromkeys(joined if end in rows else end for end in edge.ends))
         if len(edge.ends) == 2:
-            return Edge((joined, joined) if len(ends) == 1 else ends, seconds, held)
-        return Edge(ends, seconds, held)
+            return Edge((joined, joined) if len(ends) == 1 else ends, seconds, byte_arrays)
+        return Edge(ends, seconds, byte_arrays)
 
     def result(self) -> Contracted:
         index = {node: place for place, node in enumerate(self.nodes)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.problem import Edge, Floats, Integers, Node, Parts, Problem, cut_table
 
 
@@ -43,13 +43,13 @@ class Remaining:
         return tuple([int(np.searchsorted(self.kept[node], choices[node])) for node in self.undecided])
 
 
-def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
+def remaining(problem: Problem, found: ReducedCosts, limit: float) -> Remaining:
     """Return the problem without the strategies and pairs whose reduced cost is above `limit` seconds."""
     return remaining_of_each((problem,), found, limit)[0]
 
 
 def remaining_of_each(
-    problems: Sequence[Problem], found: Excesses, limit: float, parts: Parts | None = None
+    problems: Sequence[Problem], found: ReducedCosts, limit: float, parts: Parts | None = None
 ) -> list[Remaining]:
     """Return the same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut
     once.
@@ -63,31 +63,31 @@ def remaining_of_each(
     decided = np.array([len(each) == 1 for each in kept], dtype=bool)
     undecided = np.flatnonzero(~decided).tolist()
     place = {node: number for number, node in enumerate(undecided)}
-    menus = [_menus(each, kept, undecided) for each in problems]
+    tables = [_tables_left(each, kept, undecided) for each in problems]
     edges: list[list[Edge]] = [[] for _ in problems]
     pairs: dict[object, tuple[Floats, list[Integers | None]]] = {}  # equal edges stay one array
     for number in parts.edges_at(~decided):
-        edge, excess = first.edges[number], found.of_edge[number]
-        held = [each.edges[number].num_bytes for each in problems]
+        edge, reduced_cost = first.edges[number], found.of_edge[number]
+        edge_bytes = [each.edges[number].num_bytes for each in problems]
         ends = [rows[end] for end in edge.ends]
-        key = (id(edge.seconds), id(excess), *map(id, held), *[id(each) for _, each in ends])
+        key = (id(edge.seconds), id(reduced_cost), *map(id, edge_bytes), *[id(each) for _, each in ends])
         if key not in pairs:
-            pairs[key] = _cut(edge, held, excess, ends, limit)
-        cost, cut = pairs[key]
+            pairs[key] = _restricted(edge, edge_bytes, reduced_cost, ends, limit)
+        cost, restricted = pairs[key]
         left = [end for end in edge.ends if end in place]
         if len(left) > 1:
             places = tuple([place[end] for end in left])
-            for of_problem, each in zip(edges, cut, strict=True):
+            for of_problem, each in zip(edges, restricted, strict=True):
                 of_problem.append(Edge(places, cost, each))
             continue
         node = left[0]
-        for (seconds, num_bytes), each in zip(menus, cut, strict=True):
+        for (seconds, num_bytes), each in zip(tables, restricted, strict=True):
             seconds[node] = seconds[node] + cost
             if each is not None:
                 num_bytes[node] = num_bytes[node] + each
     constant, taken = parts.cost_of([int(each[0]) for each in kept], among=decided)
     left_of: list[Remaining] = []
-    for problem, (seconds, num_bytes), of_problem, of_decided in zip(problems, menus, edges, taken, strict=True):
+    for problem, (seconds, num_bytes), of_problem, of_decided in zip(problems, tables, edges, taken, strict=True):
         nodes = tuple([Node(problem.nodes[node].name, seconds[node], num_bytes[node]) for node in undecided])
         budget = None if problem.budget is None else problem.budget - of_decided
         fits = budget is None or budget >= 0
@@ -96,36 +96,36 @@ def remaining_of_each(
     return left_of
 
 
-def _rows(found: Excesses, limit: float) -> list[tuple[Integers, Integers]]:
+def _rows(found: ReducedCosts, limit: float) -> list[tuple[Integers, Integers]]:
     """Return the strategies of each node below the limit: their positions among the alive ones, and among all."""
     shared: dict[tuple[int, int], tuple[Integers, Integers]] = {}
-    for excess, alive in zip(found.of_node, found.alive, strict=True):
-        if (id(excess), id(alive)) not in shared:
-            near = np.flatnonzero(excess[alive] <= limit)
-            shared[id(excess), id(alive)] = near, alive[near]
-    return [shared[id(excess), id(alive)] for excess, alive in zip(found.of_node, found.alive, strict=True)]
+    for reduced_cost, alive in zip(found.of_node, found.alive, strict=True):
+        if (id(reduced_cost), id(alive)) not in shared:
+            near = np.flatnonzero(reduced_cost[alive] <= limit)
+            shared[id(reduced_cost), id(alive)] = near, alive[near]
+    return [shared[id(reduced_cost), id(alive)] for reduced_cost, alive in zip(found.of_node, found.alive, strict=True)]
 
 
-def _menus(
+def _tables_left(
     problem: Problem, kept: Sequence[Integers], nodes: Sequence[int]
 ) -> tuple[dict[int, Floats], dict[int, Integers]]:
     """Return seconds and bytes of some nodes over their remaining strategies; equal candidate lists stay one array."""
     shared: dict[tuple[int, int], Floats | Integers] = {}
 
-    def cut(array: Floats | Integers, node: int) -> Any:
+    def restricted(array: Floats | Integers, node: int) -> Any:
         key = id(array), id(kept[node])
         if key not in shared:
             shared[key] = array[kept[node]]
         return shared[key]
 
-    seconds = {node: cut(problem.nodes[node].seconds, node) for node in nodes}
-    return seconds, {node: cut(problem.nodes[node].num_bytes, node) for node in nodes}
+    seconds = {node: restricted(problem.nodes[node].seconds, node) for node in nodes}
+    return seconds, {node: restricted(problem.nodes[node].num_bytes, node) for node in nodes}
 
 
-def _cut(
+def _restricted(
     edge: Edge,
-    held: Sequence[Integers | None],
-    excess: Floats,
+    edge_bytes: Sequence[Integers | None],
+    reduced_cost: Floats,
     ends: Sequence[tuple[Integers, Integers]],
     limit: float,
 ) -> tuple[Floats, list[Integers | None]]:
@@ -134,6 +134,6 @@ def _cut(
     """
     near, kept = zip(*ends, strict=True)
     shape = tuple(len(each) for each in kept if len(each) > 1)
-    seconds = np.where(cut_table(excess, near) <= limit, cut_table(edge.seconds, kept), np.inf)
-    cut = [None if each is None else cut_table(each, kept).reshape(shape) for each in held]
-    return seconds.reshape(shape), cut
+    seconds = np.where(cut_table(reduced_cost, near) <= limit, cut_table(edge.seconds, kept), np.inf)
+    restricted = [None if each is None else cut_table(each, kept).reshape(shape) for each in edge_bytes]
+    return seconds.reshape(shape), restricted

@@ -90,54 +90,54 @@ class _State:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.made = _Made()
-        menus: dict[bytes, Floats] = {}
-        held_menus: dict[bytes, Integers] = {}
-        self.seconds = [menus.setdefault(node.seconds.tobytes(), node.seconds) for node in problem.nodes]
-        self.num_bytes = [held_menus.setdefault(node.num_bytes.tobytes(), node.num_bytes) for node in problem.nodes]
+        second_lists: dict[bytes, Floats] = {}
+        byte_lists: dict[bytes, Integers] = {}
+        self.seconds = [second_lists.setdefault(node.seconds.tobytes(), node.seconds) for node in problem.nodes]
+        self.num_bytes = [byte_lists.setdefault(node.num_bytes.tobytes(), node.num_bytes) for node in problem.nodes]
         self.around: dict[int, dict[int, _Tables]] = {node: {} for node in range(len(problem.nodes))}
-        self.wide: dict[int, list[tuple[tuple[int, ...], _Tables]]] = {node: [] for node in range(len(problem.nodes))}
+        self.high: dict[int, list[tuple[tuple[int, ...], _Tables]]] = {node: [] for node in range(len(problem.nodes))}
         self.removed: list[_Removed] = []
         self.constant = 0.0
         self.constant_bytes = 0
         for edge in problem.edges:
-            held = NO_BYTES[edge.seconds.ndim] if edge.num_bytes is None else edge.num_bytes
+            edge_bytes = NO_BYTES[edge.seconds.ndim] if edge.num_bytes is None else edge.num_bytes
             if edge.is_loop:
-                diagonals = [self.made(np.diagonal, each) for each in (edge.seconds, held)]
+                diagonals = [self.made(np.diagonal, each) for each in (edge.seconds, edge_bytes)]
                 self._charge(edge.ends[0], *diagonals)
             elif len(edge.ends) == 2:
-                self._connect(*edge.ends, (edge.seconds, held))
+                self._connect(*edge.ends, (edge.seconds, edge_bytes))
             else:
-                entry = edge.ends, (edge.seconds, held)
+                entry = edge.ends, (edge.seconds, edge_bytes)
                 for end in edge.ends:
-                    self.wide[end].append(entry)
+                    self.high[end].append(entry)
 
     def removable(self, node: int) -> bool:
         """Return whether the node can be minimised out: one strategy is left, or few neighbours and constant bytes."""
         allowed = self.made(_allowed, self.seconds[node])
         if len(allowed) == 1:
             return True
-        if self.wide[node] or len(self.around[node]) > 2:
+        if self.high[node] or len(self.around[node]) > 2:
             return False
         if len(self.around[node]) == 2 and self.made.num_entries > MOST_MADE:
             return False
         return self.problem.budget is None or (
             len(allowed) > 0
             and self.made(_constant, self.num_bytes[node], allowed)
-            and all(self.made(_constant, held, allowed) for _, held in self.around[node].values())
+            and all(self.made(_constant, edge_bytes, allowed) for _, edge_bytes in self.around[node].values())
         )
 
     def remove(self, node: int) -> tuple[int, ...]:
         """Minimise a node out and return the neighbours it had."""
         seconds = self.seconds[node]
         allowed = self.made(_allowed, seconds)
-        touched = self._narrow(node, int(allowed[0])) if self.wide[node] else ()
+        touched = self._narrow(node, int(allowed[0])) if self.high[node] else ()
         edges = tuple(sorted(self.around.pop(node).items(), key=lambda entry: entry[0]))
         for neighbour, _ in edges:
             del self.around[neighbour][node]
         if len(allowed) and self.problem.budget is not None:
             self.constant_bytes += int(self.num_bytes[node][allowed[0]])
-            for neighbour, (_, held) in edges:
-                self._charge(neighbour, NO_SECONDS, self.made(_first_row, held, allowed))
+            for neighbour, (_, edge_bytes) in edges:
+                self._charge(neighbour, NO_SECONDS, self.made(_first_row, edge_bytes, allowed))
         self.removed.append(_Removed(node, seconds, tuple((neighbour, tables[0]) for neighbour, tables in edges)))
         if len(allowed) == 1:
             self.constant += float(seconds[allowed[0]])
@@ -156,16 +156,16 @@ class _State:
     def _narrow(self, node: int, choice: int) -> tuple[int, ...]:
         """Turn the edges of three ends at a decided node into edges between the other two."""
         touched: list[int] = []
-        for entry in self.wide[node]:
+        for entry in self.high[node]:
             ends, tables = entry
             place = ends.index(node)
-            seconds, held = (self.made(_TAKEN[place], each, self.made.number(choice)) for each in tables)
+            seconds, edge_bytes = (self.made(_TAKEN[place], each, self.made.number(choice)) for each in tables)
             one, other = (end for end in ends if end != node)
             for end in (one, other):
-                self.wide[end] = [each for each in self.wide[end] if each is not entry]
-            self._connect(one, other, (seconds, held))
+                self.high[end] = [each for each in self.high[end] if each is not entry]
+            self._connect(one, other, (seconds, edge_bytes))
             touched += [one, other]
-        self.wide[node] = []
+        self.high[node] = []
         return tuple(touched)
 
     def result(self) -> Reduction:
@@ -179,8 +179,8 @@ class _State:
         nodes = tuple(
             Node(
                 self.problem.nodes[node].name,
-                self.made(_cut, self.seconds[node], rows),
-                self.made(_cut, self.num_bytes[node], rows),
+                self.made(_rows_of, self.seconds[node], rows),
+                self.made(_rows_of, self.num_bytes[node], rows),
             )
             for node, rows in zip(kept, strategies, strict=True)
         )
@@ -188,13 +188,13 @@ class _State:
         def edge(ends: tuple[int, ...], tables: _Tables) -> Edge:
             places = tuple(index[end] for end in ends)
             rows = [strategies[place] for place in places]
-            seconds = self.made(_cut, tables[0], *rows)
+            seconds = self.made(_rows_of, tables[0], *rows)
             return Edge(places, seconds, self.made(_cut_bytes, tables[1], tables[0], *rows))
 
         edges = [
             edge((one, other), tables) for one in kept for other, tables in self.around[one].items() if one < other
         ]
-        edges += [edge(ends, tables) for one in kept for ends, tables in self.wide[one] if ends[0] == one]
+        edges += [edge(ends, tables) for one in kept for ends, tables in self.high[one] if ends[0] == one]
         budget = None if self.problem.budget is None else self.problem.budget - self.constant_bytes
         return Reduction(_limited(nodes, tuple(edges), budget), self.constant, kept, strategies, tuple(self.removed))
 
@@ -238,14 +238,14 @@ def _allowed(seconds: Floats) -> Integers:
     return np.flatnonzero(np.isfinite(seconds))
 
 
-def _constant(held: Integers, allowed: Integers) -> bool:
+def _constant(edge_bytes: Integers, allowed: Integers) -> bool:
     """Return whether the bytes are the same for all allowed strategies in the first dim."""
-    rows = _rows(held, allowed)
+    rows = _rows(edge_bytes, allowed)
     return bool((rows == rows[:1]).all())
 
 
-def _rows(held: Numbers, allowed: Integers) -> Numbers:
-    return held[allowed] if len(held) > 1 else held
+def _rows(edge_bytes: Numbers, allowed: Integers) -> Numbers:
+    return edge_bytes[allowed] if len(edge_bytes) > 1 else edge_bytes
 
 
 def _first_row(table: Numbers, allowed: Integers) -> Numbers:
@@ -271,13 +271,13 @@ def _taken(place: int) -> Callable[[Any, Integers], Any]:
 _TAKEN = tuple(map(_taken, range(3)))
 
 
-def _cut(table: Numbers, *rows: Integers) -> Numbers:
+def _rows_of(table: Numbers, *rows: Integers) -> Numbers:
     return cut_table(table, rows)
 
 
-def _cut_bytes(held: Integers, seconds: Floats, *rows: Integers) -> Integers | None:
+def _cut_bytes(edge_bytes: Integers, seconds: Floats, *rows: Integers) -> Integers | None:
     """Return the bytes of an edge, in the shape of its seconds; None where there are none."""
-    found = cut_table(np.broadcast_to(held, seconds.shape), rows)
+    found = cut_table(np.broadcast_to(edge_bytes, seconds.shape), rows)
     return np.ascontiguousarray(found) if found.any() else None
 
 
@@ -344,14 +344,16 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
         open_ends = tuple([end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1])
         ends = edge.ends if edge.is_loop else open_ends
         cost = cut(edge.seconds, rows, edge.is_loop)
-        held = [None if each.num_bytes is None else cut(each.num_bytes, rows, edge.is_loop) for each in (edge, *others)]
+        edge_bytes = [
+            None if each.num_bytes is None else cut(each.num_bytes, rows, edge.is_loop) for each in (edge, *others)
+        ]
         if len(ends) > 1:
-            for of_problem, each in zip(edges, held, strict=True):
+            for of_problem, each in zip(edges, edge_bytes, strict=True):
                 of_problem.append(Edge(ends, cost, each))
             continue
         node = ends[0] if ends else edge.ends[0]
         seconds[node] = seconds[node] + cost
-        for of_problem, each in zip(num_bytes, held, strict=True):
+        for of_problem, each in zip(num_bytes, edge_bytes, strict=True):
             if each is not None:
                 of_problem[node] = of_problem[node] + each
     found = []
@@ -366,7 +368,7 @@ def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
     nodes = list(problem.nodes)
     for number, choice in choices.items():
         node = nodes[number]
-        held = choice if choice >= 0 else int(np.flatnonzero(np.isfinite(node.seconds))[0])
-        seconds = np.where(np.arange(node.num_strategies) == held, node.seconds, np.inf)
+        edge_bytes = choice if choice >= 0 else int(np.flatnonzero(np.isfinite(node.seconds))[0])
+        seconds = np.where(np.arange(node.num_strategies) == edge_bytes, node.seconds, np.inf)
         nodes[number] = Node(node.name, seconds, node.num_bytes)
     return Problem(tuple(nodes), problem.edges, problem.budget, is_sound=True)

@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.solver.deadline import check
 from autopar.solver.problem import Floats, Integers
-from autopar.solver.remaining.remaining_choices import Residual, TooManyChoicesError
+from autopar.solver.remaining.remaining_choices import RemainingProblem, TooManyChoicesError
 
 MAX_CHOICES = 1_000_000  # of all bags together: more are not looked at
 FOLDED = 2.0  # times the labels of a bag and of its folded children: the most that folding a child may give
@@ -29,12 +29,12 @@ ROUNDS = 500  # labels of a group that others are compared with, best first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ways:
+class FoldedLabels:
     """Folded labels of a step, one per row; those of one choice of the neighbours (a group) are adjacent."""
 
     entries: Integers
     """Choices of the bag."""
-    excess: Floats
+    reduced_cost: Floats
     seconds: Floats
     """Seconds, including those of folded children."""
     num_bytes: Integers
@@ -47,60 +47,62 @@ class Ways:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def taken(self, rows: Integers) -> Ways:
+    def taken(self, rows: Integers) -> FoldedLabels:
         return replace(
             self,
             entries=self.entries[rows],
-            excess=self.excess[rows],
+            reduced_cost=self.reduced_cost[rows],
             seconds=self.seconds[rows],
             num_bytes=self.num_bytes[rows],
             below=tuple([(child, way[rows]) for child, way in self.below]),
         )
 
 
-def ways_of(residual: Residual) -> list[Ways]:
+def folded_labels_of(remaining_problem: RemainingProblem) -> list[FoldedLabels]:
     """Return the folded labels of every step, also of steps that are folded in wherever they are needed.
 
     Raises TooManyChoicesError, and TimeLimitError where that takes until the deadline.
     """
-    if residual.num_choices > MAX_CHOICES:
+    if remaining_problem.num_choices > MAX_CHOICES:
         raise TooManyChoicesError
-    found: list[Ways] = []
+    found: list[FoldedLabels] = []
     groups: list[_Groups] = []
-    for step, (entries, excess) in enumerate(residual.choices):
-        check(residual.deadline)
-        seconds, num_bytes = residual.own(step)
-        ways = Ways(entries, excess, seconds, num_bytes.T, tuple(residual.messages(step)))
-        ways, apart = _best(ways), len(ways)
-        for child, axes in ways.apart:
+    for step, (entries, reduced_cost) in enumerate(remaining_problem.choices):
+        check(remaining_problem.deadline)
+        seconds, num_bytes = remaining_problem.own(step)
+        labels = FoldedLabels(entries, reduced_cost, seconds, num_bytes.T, tuple(remaining_problem.messages(step)))
+        labels, apart = _best(labels), len(labels)
+        for child, axes in labels.apart:
             if found[child].apart:
                 continue
-            at = groups[child].of(ways.entries[:, list(axes)])
+            at = groups[child].of(labels.entries[:, list(axes)])
             if groups[child].sizes(at).sum() <= FOLDED * (apart + len(found[child])):
-                ways = _best(_folded(ways, (child, axes), found[child], groups[child], at, residual.margin))
+                labels = _best(
+                    _folded(labels, (child, axes), found[child], groups[child], at, remaining_problem.margin)
+                )
                 apart += len(found[child])
-        ordered = ways.taken(np.lexsort((ways.excess, *ways.entries[:, :0:-1].T)))
+        ordered = labels.taken(np.lexsort((labels.reduced_cost, *labels.entries[:, :0:-1].T)))
         found.append(ordered)
-        groups.append(_Groups(ordered.entries[:, 1:], ordered.excess, residual.outside[step]))
+        groups.append(_Groups(ordered.entries[:, 1:], ordered.reduced_cost, remaining_problem.outside[step]))
     return found
 
 
 class _Groups:
     """Folded labels of a step, by the choices of the neighbours."""
 
-    def __init__(self, around: Integers, excess: Floats, outside: Floats) -> None:
+    def __init__(self, around: Integers, reduced_cost: Floats, outside: Floats) -> None:
         is_first = np.ones(len(around), dtype=bool)
         is_first[1:] = (around[1:] != around[:-1]).any(axis=1)
         firsts = np.flatnonzero(is_first)
         self.starts = np.append(firsts, len(around))
         self._number = {tuple(each): number for number, each in enumerate(around[firsts].tolist())}
-        self.above = excess - outside[tuple(around.T)]
+        self.above = reduced_cost - outside[tuple(around.T)]
         """Cost of each label above the best label for the same neighbours, at the prices."""
 
     def of(self, around: Integers) -> Integers:
         """Return the group of each choice of neighbours, or -1."""
-        known = self._number
-        return np.array([known.get(tuple(each), -1) for each in around.tolist()], dtype=np.intp)
+        numbers = self._number
+        return np.array([numbers.get(tuple(each), -1) for each in around.tolist()], dtype=np.intp)
 
     def sizes(self, at: Integers) -> Integers:
         """Return the number of labels in each of some groups; 0 for no group (-1)."""
@@ -108,21 +110,26 @@ class _Groups:
 
 
 def _folded(
-    ways: Ways, child: tuple[int, tuple[int, ...]], of_child: Ways, groups: _Groups, at: Integers, margin: float
-) -> Ways:
+    labels: FoldedLabels,
+    child: tuple[int, tuple[int, ...]],
+    of_child: FoldedLabels,
+    groups: _Groups,
+    at: Integers,
+    margin: float,
+) -> FoldedLabels:
     """Combine each label with each of a child's that it leads to, within a margin."""
     sizes = groups.sizes(at)
-    rows = np.repeat(np.arange(len(ways)), sizes)
+    rows = np.repeat(np.arange(len(labels)), sizes)
     places = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + groups.starts[at][rows]
-    excess = ways.excess[rows] + groups.above[places]
-    near = excess <= margin
+    reduced_cost = labels.reduced_cost[rows] + groups.above[places]
+    near = reduced_cost <= margin
     rows, places = rows[near], places[near]
-    apart = list(ways.apart)
+    apart = list(labels.apart)
     apart.remove(child)
-    taken = ways.taken(rows)
+    taken = labels.taken(rows)
     return replace(
         taken,
-        excess=excess[near],
+        reduced_cost=reduced_cost[near],
         seconds=taken.seconds + of_child.seconds[places],
         num_bytes=taken.num_bytes + of_child.num_bytes[places],
         apart=tuple(apart),
@@ -130,19 +137,19 @@ def _folded(
     )
 
 
-def _best(ways: Ways) -> Ways:
+def _best(labels: FoldedLabels) -> FoldedLabels:
     """Return the undominated labels among those that look alike to neighbours and to children that stay apart."""
-    seen = sorted({*range(1, ways.entries.shape[1]), *[axis for _, axes in ways.apart for axis in axes]})
-    if not len(ways) or (len(seen) == ways.entries.shape[1] and not ways.below):
-        return ways
-    _, group = np.unique(ways.entries[:, seen], axis=0, return_inverse=True)
-    return ways.taken(_undominated(group.reshape(-1), ways))
+    seen = sorted({*range(1, labels.entries.shape[1]), *[axis for _, axes in labels.apart for axis in axes]})
+    if not len(labels) or (len(seen) == labels.entries.shape[1] and not labels.below):
+        return labels
+    _, group = np.unique(labels.entries[:, seen], axis=0, return_inverse=True)
+    return labels.taken(_undominated(group.reshape(-1), labels))
 
 
-def _undominated(group: Integers, ways: Ways) -> Integers:
+def _undominated(group: Integers, labels: FoldedLabels) -> Integers:
     """Return the positions of undominated labels, by group and reduced cost; of equal ones, the first."""
-    kept = np.lexsort((ways.excess, group))
-    group, cost = group[kept], np.column_stack((ways.seconds, ways.num_bytes))[kept]
+    kept = np.lexsort((labels.reduced_cost, group))
+    group, cost = group[kept], np.column_stack((labels.seconds, labels.num_bytes))[kept]
     for rank in range(ROUNDS):
         starts = np.flatnonzero(np.diff(group, prepend=-1))
         sizes = np.diff(starts, append=len(group))
@@ -155,10 +162,10 @@ def _undominated(group: Integers, ways: Ways) -> Integers:
     return kept
 
 
-def occurrences(residual: Residual, ways: Sequence[Ways]) -> list[int]:
+def occurrences(remaining_problem: RemainingProblem, labels: Sequence[FoldedLabels]) -> list[int]:
     """Return the number of buckets of each step that stay apart, that is, are folded into none."""
-    found = [residual.roots.get(step, 0) for step in range(len(ways))]
-    for step in reversed(range(len(ways))):
-        for child, _ in ways[step].apart if found[step] else ():
+    found = [remaining_problem.roots.get(step, 0) for step in range(len(labels))]
+    for step in reversed(range(len(labels))):
+        for child, _ in labels[step].apart if found[step] else ():
             found[child] += found[step]
     return found

@@ -23,7 +23,7 @@ import numpy as np
 from autopar.solver.deadline import check
 from autopar.solver.elimination.min_marginals import children_of
 from autopar.solver.problem import Floats, Integers
-from autopar.solver.remaining.remaining_choices import ROUNDING, Counted, Residual
+from autopar.solver.remaining.remaining_choices import ROUNDING, Counted, RemainingProblem
 
 PER_STEP = 20_000  # labels of a step that are kept
 PER_GROUP = 4_000  # of them for one choice of the neighbours
@@ -38,7 +38,7 @@ class _Labels:
 
     starts: Integers
     """Start of each group, followed by the end of the last one."""
-    excess: Floats
+    reduced_cost: Floats
     """Above the least of the group at the prices."""
     seconds: Floats
     paid: Floats
@@ -56,12 +56,12 @@ class _Labels:
         return len(self.seconds)
 
 
-def best_labels(residual: Residual) -> Counted:
+def best_labels(remaining_problem: RemainingProblem) -> Counted:
     """Return the fastest choices within all budgets that labels lead to, and a bound.
 
     TimeLimitError where that takes until the deadline.
     """
-    return _Labelling(residual).solve()
+    return _Labelling(remaining_problem).solve()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,63 +87,63 @@ class _Part:
 
 
 class _Labelling:
-    def __init__(self, residual: Residual) -> None:
-        self.residual = residual
-        self.elimination = residual.elimination
-        self.margin = residual.margin
+    def __init__(self, remaining_problem: RemainingProblem) -> None:
+        self.remaining_problem = remaining_problem
+        self.elimination = remaining_problem.elimination
+        self.margin = remaining_problem.margin
         """Excess of the labels that are looked at."""
-        self.prices = np.array(residual.prices)
+        self.prices = np.array(remaining_problem.prices)
         self.entries: list[Integers] = []
         self.groups: list[dict[tuple[int, ...], int]] = []
         self.labels: list[_Labels] = []
 
     def solve(self) -> Counted:
-        residual = self.residual
-        if residual.margin < 0:
-            return Counted(None, residual.limit, True)
+        remaining_problem = self.remaining_problem
+        if remaining_problem.margin < 0:
+            return Counted(None, remaining_problem.limit, True)
         if not self.elimination.buckets:
-            return Counted((), min(0.0, residual.limit), True)
+            return Counted((), min(0.0, remaining_problem.limit), True)
         for step in range(len(self.elimination.steps)):
-            check(residual.deadline)
+            check(remaining_problem.deadline)
             lost = self._add(step)
             if lost is not None:
                 bound = self._reached - lost
-                return Counted(None, bound, bound >= residual.limit)
+                return Counted(None, bound, bound >= remaining_problem.limit)
         part = self._whole()
         whole = part.labels
-        budgets = np.array([math.inf if each is None else each for each in residual.budgets])
+        budgets = np.array([math.inf if each is None else each for each in remaining_problem.budgets])
         fits = (whole.num_bytes <= budgets[:, None]).all(axis=0)
         together = whole.paid <= float(self.prices @ budgets) * (1 + ROUNDING)
         # What is kept in place of the best may be slower by the loss, and above the margin on that account.
         bound = min(float(whole.seconds[together].min(initial=math.inf)), self._reached) - whole.loss
         if not fits.any():
-            return Counted(None, bound, bound >= residual.limit)
+            return Counted(None, bound, bound >= remaining_problem.limit)
         fastest = int(np.where(fits, whole.seconds, np.inf).argmin())
         choices = self._choices(part.unfolded(fastest))
-        return Counted(choices, bound, float(whole.seconds[fastest]) - bound <= residual.rounding)
+        return Counted(choices, bound, float(whole.seconds[fastest]) - bound <= remaining_problem.rounding)
 
     @property
     def _reached(self) -> float:
         """Return a lower bound on the seconds of labels whose reduced cost exceeds the margin."""
-        return self.residual.limit - (self.residual.margin - self.margin)
+        return self.remaining_problem.limit - (self.remaining_problem.margin - self.margin)
 
     def _add(self, step: int) -> float | None:
         """Return the labels of a step; where none is within the margin, the seconds by which one that was left out may
         be.
         """
-        residual, children = self.residual, self.residual.messages(step)
-        entries, excess = residual.choices[step]
+        remaining_problem, children = self.remaining_problem, self.remaining_problem.messages(step)
+        entries, reduced_cost = remaining_problem.choices[step]
         if not len(entries):
             return 0.0
-        seconds, num_bytes = residual.own(step)
+        seconds, num_bytes = remaining_problem.own(step)
         around, group = np.unique(entries[:, 1:], axis=0, return_inverse=True)
         group = group.reshape(-1)
         paid: Floats = self.prices @ num_bytes.astype(np.float64)
-        found = _Partial(group, excess, seconds, paid, num_bytes, np.arange(len(entries)), [])
+        found = _Partial(group, reduced_cost, seconds, paid, num_bytes, np.arange(len(entries)), [])
         loss = 0.0
         for number, (child, axes) in enumerate(children):
-            known = self.groups[child]
-            at = [known.get(tuple(each), -1) for each in entries[:, list(axes)].tolist()]
+            numbers = self.groups[child]
+            at = [numbers.get(tuple(each), -1) for each in entries[:, list(axes)].tolist()]
             found = self._joined(found, self.labels[child], np.array(at, dtype=np.int64)[found.entry])
             is_last = number == len(children) - 1
             loss += self.labels[child].loss
@@ -151,26 +151,30 @@ class _Labelling:
                 found, lost = found.thinned(found.entry, MAX_JOINED, PER_GROUP)
                 loss += lost
         found, lost = found.thinned(found.group, MAX_JOINED, PER_GROUP)
-        if len(found.excess) > PER_STEP:
-            self.margin = min(self.margin, float(np.partition(found.excess, PER_STEP)[PER_STEP]))
-        found = found.taken(np.flatnonzero(found.excess <= self.margin))
-        if not len(found.excess):
+        if len(found.reduced_cost) > PER_STEP:
+            self.margin = min(self.margin, float(np.partition(found.reduced_cost, PER_STEP)[PER_STEP]))
+        found = found.taken(np.flatnonzero(found.reduced_cost <= self.margin))
+        if not len(found.reduced_cost):
             return loss + lost
         self.entries.append(entries)
         self.groups.append({tuple(each): number for number, each in enumerate(around.tolist())})
-        outside = np.reshape(residual.outside[step][tuple(around.T)], -1)  # which the bag of the parent has its own of
-        self.labels.append(replace(found, excess=found.excess - outside[found.group]).labels(len(around), loss + lost))
+        outside = np.reshape(
+            remaining_problem.outside[step][tuple(around.T)], -1
+        )  # which the bag of the parent has its own of
+        self.labels.append(
+            replace(found, reduced_cost=found.reduced_cost - outside[found.group]).labels(len(around), loss + lost)
+        )
         return None
 
     def _joined(self, found: _Partial, child: _Labels, at: Integers) -> _Partial:
         """Every label with those of a child's group that it is within the margin with; of no group (-1): none."""
         group_of = np.repeat(np.arange(len(child.starts) - 1), np.diff(child.starts))
-        span = 2 * self.margin + float(child.excess.max(initial=0.0)) + 1e-300
-        keys, group = group_of * span + child.excess, np.maximum(at, 0)
+        span = 2 * self.margin + float(child.reduced_cost.max(initial=0.0)) + 1e-300
+        keys, group = group_of * span + child.reduced_cost, np.maximum(at, 0)
         first = child.starts[group]
 
         def within() -> Integers:
-            slack = np.minimum(self.margin - found.excess, self.margin)
+            slack = np.minimum(self.margin - found.reduced_cost, self.margin)
             last = np.searchsorted(keys, group * span + slack, side="right")
             return np.where(at < 0, 0, np.clip(last, first, child.starts[group + 1]) - first)
 
@@ -182,7 +186,7 @@ class _Labelling:
         places = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + first[rows]
         return _Partial(
             found.group[rows],
-            found.excess[rows] + child.excess[places],
+            found.reduced_cost[rows] + child.reduced_cost[places],
             found.seconds[rows] + child.seconds[places],
             found.paid[rows] + child.paid[places],
             found.num_bytes[:, rows] + child.num_bytes[:, places],
@@ -195,22 +199,22 @@ class _Labelling:
         another.
         """
         whole: _Part | None = None
-        for step, count in sorted(self.residual.roots.items(), key=lambda each: len(self.labels[each[0]])):
+        for step, count in sorted(self.remaining_problem.roots.items(), key=lambda each: len(self.labels[each[0]])):
             power = _Part(self.labels[step], step)
             while count:
                 if count % 2:
-                    whole = power if whole is None else self._both(whole, power)
+                    whole = power if whole is None else self._joined_parts(whole, power)
                 count //= 2
-                power = self._both(power, power) if count else power
+                power = self._joined_parts(power, power) if count else power
         assert whole is not None, "a problem without a node"
         return whole
 
-    def _both(self, one: _Part, other: _Part) -> _Part:
-        check(self.residual.deadline)
+    def _joined_parts(self, one: _Part, other: _Part) -> _Part:
+        check(self.remaining_problem.deadline)
         first, second = one.labels, other.labels
         none = np.zeros(len(first), dtype=np.int64)
         every = np.arange(len(first))
-        found = _Partial(none, first.excess, first.seconds, first.paid, first.num_bytes, none, [every])
+        found = _Partial(none, first.reduced_cost, first.seconds, first.paid, first.num_bytes, none, [every])
         found = self._joined(found, second, none)
         found, lost = found.thinned(found.group, PER_WHOLE, PER_WHOLE)
         return _Part(found.labels(1, first.loss + second.loss + lost), -1, (one, other))
@@ -228,8 +232,8 @@ class _Labelling:
             labels = self.labels[bucket.step]
             chosen[bucket.bag[0]] = int(self.entries[bucket.step][labels.entry[label], 0])
             below = [int(number[label]) for number in labels.below]
-            messages = zip(self.residual.messages(bucket.step), below, strict=True)
-            taken |= self.residual.handed_down(place, children[place], messages)
+            messages = zip(self.remaining_problem.messages(bucket.step), below, strict=True)
+            taken |= self.remaining_problem.handed_down(place, children[place], messages)
         return tuple(chosen[node] for node in range(len(chosen)))
 
 
@@ -238,7 +242,7 @@ class _Partial:
     """Labels on the way, in any order: of a bag with some of its children."""
 
     group: Integers
-    excess: Floats
+    reduced_cost: Floats
     seconds: Floats
     paid: Floats
     num_bytes: Integers
@@ -248,7 +252,7 @@ class _Partial:
     def taken(self, rows: Integers) -> _Partial:
         return _Partial(
             self.group[rows],
-            self.excess[rows],
+            self.reduced_cost[rows],
             self.seconds[rows],
             self.paid[rows],
             self.num_bytes[:, rows],
@@ -261,7 +265,7 @@ class _Partial:
         order = np.lexsort((self.seconds, self.paid, group))
         group, seconds = group[order], self.seconds[order]
         _, ranks = np.unique(seconds, return_inverse=True)
-        best = _falling(group, ranks.reshape(-1))
+        best = _new_minima(group, ranks.reshape(-1))
         order, group, seconds = order[best], group[best], seconds[best]
         sizes = np.bincount(group) if len(group) else np.zeros(0, dtype=np.int64)
         each = max(1, min(most_each, most // max(int(np.count_nonzero(sizes)), 1)))
@@ -280,15 +284,22 @@ class _Partial:
         return self.taken(order), loss
 
     def labels(self, num_groups: int, loss: float) -> _Labels:
-        order = np.lexsort((self.excess, self.group))
+        order = np.lexsort((self.reduced_cost, self.group))
         found = self.taken(order)
         starts = np.searchsorted(found.group, np.arange(num_groups + 1))
         return _Labels(
-            starts, found.excess, found.seconds, found.paid, found.num_bytes, found.entry, tuple(found.below), loss
+            starts,
+            found.reduced_cost,
+            found.seconds,
+            found.paid,
+            found.num_bytes,
+            found.entry,
+            tuple(found.below),
+            loss,
         )
 
 
-def _falling(group: Integers, ranks: Integers) -> Integers:
+def _new_minima(group: Integers, ranks: Integers) -> Integers:
     """Places whose rank is below all before it in the group; groups rise."""
     if not len(ranks):
         return np.zeros(0, dtype=np.int64)

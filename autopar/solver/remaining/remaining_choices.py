@@ -55,7 +55,7 @@ def _evaluated(problems: Sequence[Problem], prices: Sequence[float], deadline: f
     return tables, elimination, evaluate(elimination, tables.weighted(*prices), deadline)
 
 
-class Residual:
+class RemainingProblem:
     """A problem with memory rows, evaluated at their prices, and the margin that a limit on the seconds leaves.
 
     The problems are one with a memory row each: they differ in bytes and budgets. The nearer to the best the prices
@@ -95,37 +95,39 @@ class Residual:
         """Number of choices of all bags together."""
         return sum(len(entries) for entries, _ in self.choices)
 
-    def below(self, limit: float) -> Residual:
+    def below(self, limit: float) -> RemainingProblem:
         """Return the same with a smaller limit."""
         found = copy(self)
         found.limit, found.margin = limit, self.margin - (self.limit - limit)
-        near = [excess <= found.margin for _, excess in self.choices]
+        near = [reduced_cost <= found.margin for _, reduced_cost in self.choices]
         found.choices = [
-            (entries[rows], excess[rows]) for (entries, excess), rows in zip(self.choices, near, strict=True)
+            (entries[rows], reduced_cost[rows])
+            for (entries, reduced_cost), rows in zip(self.choices, near, strict=True)
         ]
         return found
 
-    def sharpened(self) -> Residual:
+    def sharpened(self) -> RemainingProblem:
         """Return the same without choices that are in no good enough solution at other prices, either.
 
         Choices that the best prices barely leave in may be excluded at others: halved, doubled, … for one row after the
         other, as with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
         """
         found = copy(self)
-        for prices in self._others():
+        for prices in self._other_prices():
             try:
-                other = Residual(self._problems, prices, self.limit, self.deadline, self._at(prices))
+                other = RemainingProblem(self._problems, prices, self.limit, self.deadline, self._evaluated_at(prices))
             except TimeLimitError:
                 break
             near = [
                 other._whole(step)[tuple(entries.T)] <= other.margin for step, (entries, _) in enumerate(found.choices)
             ]
             found.choices = [
-                (entries[rows], excess[rows]) for (entries, excess), rows in zip(found.choices, near, strict=True)
+                (entries[rows], reduced_cost[rows])
+                for (entries, reduced_cost), rows in zip(found.choices, near, strict=True)
             ]
         return found
 
-    def _others(self) -> Iterator[tuple[float, ...]]:
+    def _other_prices(self) -> Iterator[tuple[float, ...]]:
         """Prices with that of one row changed; a row without a price gets the mean of those that have one."""
         priced = [each for each in self.prices if each]
         for factor in FACTORS:
@@ -134,7 +136,7 @@ class Residual:
                 if other >= 0 and other != price:
                     yield (*self.prices[:row], other, *self.prices[row + 1 :])
 
-    def _at(self, prices: Sequence[float]) -> Evaluated:
+    def _evaluated_at(self, prices: Sequence[float]) -> Evaluated:
         evaluated = evaluate(self.elimination, self._tables.weighted(*prices), self.deadline)
         return self._tables, self.elimination, evaluated
 
@@ -151,9 +153,9 @@ class Residual:
     @cached_property
     def choices(self) -> list[tuple[Integers, Floats]]:
         """Choices of each step's bag within the margin, a row each, and their reduced costs."""
-        return [self._within(step) for step in range(len(self.elimination.steps))]
+        return [self._entries_within(step) for step in range(len(self.elimination.steps))]
 
-    def _within(self, step: int) -> tuple[Integers, Floats]:
+    def _entries_within(self, step: int) -> tuple[Integers, Floats]:
         whole = self._whole(step)
         entries = np.argwhere(whole <= self.margin)
         return entries, whole[tuple(entries.T)]
@@ -199,6 +201,6 @@ class Residual:
             if table < self.elimination.num_tables:
                 index = tuple(entries[:, axis] for axis in axes)
                 seconds += self.costs[table][0][index]
-                for row, held in zip(num_bytes, self.costs[table][1], strict=True):
-                    row += 0 if held is None else held[index]
+                for row, row_bytes in zip(num_bytes, self.costs[table][1], strict=True):
+                    row += 0 if row_bytes is None else row_bytes[index]
         return seconds, num_bytes

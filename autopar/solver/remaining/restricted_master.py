@@ -21,7 +21,7 @@ import networkx as nx
 import numpy as np
 
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.elimination.order import separators
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
@@ -33,24 +33,24 @@ _Sums = dict[tuple[int, ...], np.ndarray]
 """Blocks → their joint cost, by the column of each."""
 
 
-class Pieces:
+class RestrictedMaster:
     """Restricted master problem: choices recombined from blocks of known choices, within memory rows.
 
     Rows are added one after the other. The problems of rows are equal except for their bytes and budgets, and for the
     edges that these lie on.
     """
 
-    def __init__(self, problem: Problem, known: Sequence[Sequence[int]]) -> None:
+    def __init__(self, problem: Problem, visited: Sequence[Sequence[int]]) -> None:
         self._kinds = _kinds_of(problem)
         taken: dict[int, set[int]] = defaultdict(set)
-        for choices in known:
+        for choices in visited:
             for kind, choice in zip(self._kinds, choices, strict=True):
                 taken[kind].add(choice)
         self._taken = {kind: sorted(each) for kind, each in taken.items()}
         self._left = self._left_of((problem,))[0]
         parts = _members(self._left.problem)
-        self._place = {node: (piece, axis) for piece, nodes in enumerate(parts) for axis, node in enumerate(nodes)}
-        self._parts, self._ways = parts, self._ways_of(known, parts)
+        self._place = {node: (block, axis) for block, nodes in enumerate(parts) for axis, node in enumerate(nodes)}
+        self._parts, self._columns = parts, self._columns_of(visited, parts)
         self._seconds = self._summed(self._left.problem, lambda part: part.seconds)
         self._rows: list[tuple[_Sums, int | None]] = []
         self._is_full = False
@@ -71,45 +71,45 @@ class Pieces:
         first, *others = self._problems()
         if self._is_full or sum(edge.seconds.size for edge in first.edges) > MAX_PAIRS:
             return None
-        hint = None if start is None else self._ways_in(start)
+        hint = None if start is None else self._columns_in(start)
         found = solve_ilp(first, effort, hint, tolerance=tolerance, rows=others, repeatable=True).choices
         if found is None:
             return None
         chosen = np.zeros(len(self._left.undecided), dtype=np.intp)
-        for nodes, ways, choice in zip(self._parts, self._ways, found, strict=True):
-            chosen[nodes] = ways[choice]
+        for nodes, columns, choice in zip(self._parts, self._columns, found, strict=True):
+            chosen[nodes] = columns[choice]
         return self._left.extend(chosen.tolist())
 
     def _left_of(self, problems: Sequence[Problem]) -> list[Remaining]:
         """Return the remaining problems over nodes on which known choices differ; nodes of a kind are treated alike."""
-        excess: dict[int, Floats] = {}
+        reduced_cost: dict[int, Floats] = {}
         every: dict[int, Integers] = {}
         nothing: dict[tuple[int, ...], Floats] = {}
         for node, kind in zip(problems[0].nodes, self._kinds, strict=True):
-            if kind not in excess:
-                excess[kind] = np.full(node.num_strategies, np.inf)
-                excess[kind][self._taken[kind]] = 0.0
+            if kind not in reduced_cost:
+                reduced_cost[kind] = np.full(node.num_strategies, np.inf)
+                reduced_cost[kind][self._taken[kind]] = 0.0
             every.setdefault(node.num_strategies, np.arange(node.num_strategies))
         of_edge = [nothing.setdefault(edge.seconds.shape, np.zeros(edge.seconds.shape)) for edge in problems[0].edges]
         alive = [every[node.num_strategies] for node in problems[0].nodes]
-        found = Excesses(tuple(alive), tuple([excess[kind] for kind in self._kinds]), tuple(of_edge))
+        found = ReducedCosts(tuple(alive), tuple([reduced_cost[kind] for kind in self._kinds]), tuple(of_edge))
         return remaining_of_each(problems, found, 0.0)
 
-    def _ways_of(self, known: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[Integers]:
+    def _columns_of(self, visited: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[Integers]:
         """Return the columns of each block, a row each: known choices of its nodes and of equal blocks."""
-        left = np.array([self._left.restrict(choices) for choices in known], dtype=np.intp)
+        left = np.array([self._left.restrict(choices) for choices in visited], dtype=np.intp)
         kinds = [tuple([self._kinds[self._left.undecided[node]] for node in nodes]) for nodes in parts]
         of_kind: dict[tuple[int, ...], list[Integers]] = defaultdict(list)
         for kind, nodes in zip(kinds, parts, strict=True):
             of_kind[kind].append(left[:, nodes])
-        ways = {kind: np.unique(np.concatenate(each), axis=0) for kind, each in of_kind.items()}
-        return [ways[kind] for kind in kinds]
+        columns = {kind: np.unique(np.concatenate(each), axis=0) for kind, each in of_kind.items()}
+        return [columns[kind] for kind in kinds]
 
-    def _ways_in(self, known: Sequence[int]) -> list[int]:
-        """Return the column in `_ways` that known choices take in each block."""
-        left = np.array(self._left.restrict(known), dtype=np.intp)
-        each = zip(self._parts, self._ways, strict=True)
-        return [int((ways == left[nodes]).all(axis=1).argmax()) for nodes, ways in each]
+    def _columns_in(self, visited: Sequence[int]) -> list[int]:
+        """Return the column in `_columns` that known choices take in each block."""
+        left = np.array(self._left.restrict(visited), dtype=np.intp)
+        each = zip(self._parts, self._columns, strict=True)
+        return [int((columns == left[nodes]).all(axis=1).argmax()) for nodes, columns in each]
 
     def _summed(self, problem: Problem, cost: Callable[[Node | Edge], np.ndarray | None]) -> _Sums:
         """Return the cost of each block, and the joint cost of blocks, by their columns."""
@@ -120,28 +120,28 @@ class Pieces:
             array = cost(part)
             if array is None:
                 continue
-            pieces = tuple(sorted({self._place[end][0] for end in ends}))
-            at = [(pieces.index(piece), axis) for piece, axis in map(self._place.__getitem__, ends)]
-            ways = [self._ways[piece] for piece in pieces]
-            key = (id(array), *at, *map(id, ways))
+            blocks = tuple(sorted({self._place[end][0] for end in ends}))
+            at = [(blocks.index(block), axis) for block, axis in map(self._place.__getitem__, ends)]
+            columns = [self._columns[block] for block in blocks]
+            key = (id(array), *at, *map(id, columns))
             if key not in made:
-                dims = range(len(pieces))
-                index = [ways[dim][:, axis].reshape([-1 if each == dim else 1 for each in dims]) for dim, axis in at]
-                made[key] = np.broadcast_to(array[tuple(index)], [len(each) for each in ways])
-            sums[pieces] = sums[pieces] + made[key] if pieces in sums else made[key]
+                dims = range(len(blocks))
+                index = [columns[dim][:, axis].reshape([-1 if each == dim else 1 for each in dims]) for dim, axis in at]
+                made[key] = np.broadcast_to(array[tuple(index)], [len(each) for each in columns])
+            sums[blocks] = sums[blocks] + made[key] if blocks in sums else made[key]
         return sums
 
     def _problems(self) -> list[Problem]:
         """Build one problem per memory row, with a node for each block, and its columns as strategies."""
-        together = dict.fromkeys(itertools.chain(self._seconds, *(held for held, _ in self._rows)))
-        shapes = {pieces: [len(self._ways[piece]) for piece in pieces] for pieces in together}
-        seconds = {pieces: self._seconds.get(pieces, np.zeros(shape)) for pieces, shape in shapes.items()}
-        nothing = {pieces: np.zeros(shape, dtype=np.int64) for pieces, shape in shapes.items()}
+        together = dict.fromkeys(itertools.chain(self._seconds, *(row_bytes for row_bytes, _ in self._rows)))
+        shapes = {blocks: [len(self._columns[block]) for block in blocks] for blocks in together}
+        seconds = {blocks: self._seconds.get(blocks, np.zeros(shape)) for blocks, shape in shapes.items()}
+        nothing = {blocks: np.zeros(shape, dtype=np.int64) for blocks, shape in shapes.items()}
         found = []
-        for held, budget in self._rows:
-            of_row = {**nothing, **held}
+        for row_bytes, budget in self._rows:
+            of_row = {**nothing, **row_bytes}
             nodes = [Node(f"piece {n}", seconds[n,], of_row[n,]) for n in range(len(self._parts))]
-            edges = [Edge(pieces, seconds[pieces], of_row[pieces]) for pieces in together if len(pieces) > 1]
+            edges = [Edge(blocks, seconds[blocks], of_row[blocks]) for blocks in together if len(blocks) > 1]
             found.append(Problem(tuple(nodes), tuple(edges), budget, is_sound=True))
         return found
 

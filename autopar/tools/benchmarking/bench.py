@@ -148,7 +148,7 @@ def bench(
             if len(cells) == 1:
                 raise
             measurements += [cell.measurement(name, reason=str(error)) for name in strategies]
-    return BenchResult(tuple(measurements), _about(cells, load_before))
+    return BenchResult(tuple(measurements), _run_conditions(cells, load_before))
 
 
 def _terms(
@@ -198,7 +198,7 @@ def _check(
             )
 
 
-def _about(cells: Sequence[Cell], load_before: float) -> dict[str, str]:
+def _run_conditions(cells: Sequence[Cell], load_before: float) -> dict[str, str]:
     """Return the conditions of the run that affect the numbers: machine, torch, date, step, profile, memory limit."""
     cell = cells[0]
     names = {"cpu": "CPU, one thread per rank, gloo", "cuda": "GPUs, NCCL"}

@@ -86,10 +86,10 @@ def summary(measurements: Sequence[Measurement]) -> str:
     ]
     lines = []
     if len(pairs) > 1:
-        lines += _beside("step time", [(ours.seconds, theirs.seconds) for ours, theirs in pairs])
+        lines += _compared("step time", [(ours.seconds, theirs.seconds) for ours, theirs in pairs])
         lines[1:1] = _within_cells(measurements)
     if len(timelines) > 1:
-        lines += _beside("timeline", timelines)
+        lines += _compared("timeline", timelines)
     if pairs:
         errors = [(theirs.peak_bytes - ours.peak_bytes) / ours.peak_bytes for ours, theirs in pairs]
         lines.append(f"peak memory  {min(errors):+.1%} to {max(errors):+.1%} of the predicted")
@@ -101,11 +101,11 @@ def summary(measurements: Sequence[Measurement]) -> str:
         lines.append(f"losses       DISAGREE: {', '.join(disagreeing)}")
     elif compared:
         lines.append(f"losses       agree in all {compared}")
-    lines += _auto_beside_the_best(measurements)
+    lines += _auto_against_the_best(measurements)
     return "\n".join(lines)
 
 
-def _beside(name: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
+def _compared(name: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
     """Return lines on how well predicted seconds order the measured ones, and on the ratios between them."""
     predicted, measured = zip(*pairs, strict=True)
     factors = sorted(theirs / ours for ours, theirs in pairs)
@@ -133,7 +133,7 @@ def _within_cells(measurements: Sequence[Measurement]) -> list[str]:
     return [f"             inside a cell {min(found):.2f} to {max(found):.2f}, mean {mean:.2f} of {len(found)} cells"]
 
 
-def _auto_beside_the_best(measurements: Sequence[Measurement]) -> list[str]:
+def _auto_against_the_best(measurements: Sequence[Measurement]) -> list[str]:
     """Return the step of autopar's plan over the fastest of the presets and over the fastest of the peers, cell by
     cell.
     """

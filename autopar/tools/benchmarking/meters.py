@@ -125,14 +125,14 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.highest = 0
         self._known: dict[int, StorageWeakRef] = {}
-        self._meet(tensors)
+        self._register(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, meet its outputs, and look."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what the DTensor does with its parts comes here again
         result = func(*args, **(kwargs or {}))
-        self._meet(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
+        self._register(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
         self.look()
         return result
 
@@ -155,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
                 total += storage.nbytes()
         return total
 
-    def _meet(self, tensors: Iterable[Tensor]) -> None:
+    def _register(self, tensors: Iterable[Tensor]) -> None:
         for key, storage in _storages(tensors).items():
             known = self._known.get(key)
             if known is None or known.expired():

@@ -140,7 +140,7 @@ def _tried(cell: Cell, work: Callable[[], Any]) -> tuple[Any, str]:
         reason = str(error)
     except Exception as error:  # a strategy that fails must not end the others
         reason = f"failed: {type(error).__name__}: {error}"
-    reasons = [said for said in _of_every_rank(reason, cell) if said]
+    reasons = [specified for specified in _of_every_rank(reason, cell) if specified]
     return (None, reasons[0]) if reasons else (result, "")
 
 

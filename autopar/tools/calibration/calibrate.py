@@ -217,7 +217,7 @@ def _level(place: str, axes: Mapping[str, Level], mesh: Mesh, timer: Timer) -> _
     samples: dict[str, list[Sample]] = defaultdict(list)
     few = []
     for axis, level in axes.items():
-        others, size = _others(mesh, axis), axis_of(axis).size
+        others, size = _other_axes(mesh, axis), axis_of(axis).size
         measured = timer.collectives(axis_of(axis), None if others is None else axis_of(others))
         for (collective, num_bytes), seconds in measured.items():
             if num_bytes == FEW_BYTES:
@@ -231,7 +231,7 @@ def _level(place: str, axes: Mapping[str, Level], mesh: Mesh, timer: Timer) -> _
     return _Level(place, sizes, samples, found, few_numbers(few, samples["all_reduce"], found))
 
 
-def _others(mesh: Mesh, axis: str) -> str | None:
+def _other_axes(mesh: Mesh, axis: str) -> str | None:
     """Return the other axes of more than one rank, given this one or these joined ones; None if there are none."""
     taken = mesh.positions(axis)
     left = [position for position, size in enumerate(mesh.sizes) if size > 1 and position not in taken]

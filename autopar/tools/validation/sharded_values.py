@@ -34,12 +34,12 @@ def value_fault(parts: Parts, placement: Placement, expected: Tensor, tolerance:
     if any(tuple(part.shape) != local for part in parts):
         return f"has local shape {list(parts[0].shape)}, not {list(local)}"
     if placement.is_split:
-        same = _same(torch.cat(parts, placement.dim), expected, tolerance)
+        same = _is_close(torch.cat(parts, placement.dim), expected, tolerance)
         return "" if same else f"is not the concatenation in dim {placement.dim}"
     if placement is P:
-        same = _same(torch.stack(parts).sum(0).to(expected.dtype), expected, tolerance)
+        same = _is_close(torch.stack(parts).sum(0).to(expected.dtype), expected, tolerance)
         return "" if same else "is not the sum over the ranks"
-    same = all(_same(part, expected, tolerance) for part in parts)
+    same = all(_is_close(part, expected, tolerance) for part in parts)
     return "" if same else "is not the same as the whole on every rank"
 
 
@@ -62,7 +62,7 @@ def tolerance_of(tensors: Iterable[Tensor]) -> float:
     return max((TOLERANCE.get(x.dtype, 1e-9) for x in tensors), default=1e-9)
 
 
-def _same(x: Tensor, expected: Tensor, tolerance: float) -> bool:
+def _is_close(x: Tensor, expected: Tensor, tolerance: float) -> bool:
     if x.dtype != expected.dtype or x.shape != expected.shape:
         return False
     if not x.is_floating_point() and not x.is_complex():

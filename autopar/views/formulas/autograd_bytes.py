@@ -31,14 +31,14 @@ def hidden_bytes(decision: Decision, call: Call, shapes: Shapes, num_bytes: int,
     """Return the bytes of the whole call, which are `num_bytes` now, on inputs of these shapes."""
     largest = max(shapes, key=math.prod)
     batches, sequences = (range(1, degree + 2 if name in symbols else 2) for name, degree in DEGREES)
-    values = [[_at(decision, call, shapes, symbols, (i, j)) for j in sequences] for i in batches]
+    values = [[_bytes_at(decision, call, shapes, symbols, (i, j)) for j in sequences] for i in batches]
     elements = Size.of(math.prod(largest))
     if any(value is None for row in values for value in row):
         return Size.make(num_bytes, elements.polynomial * Fraction(num_bytes, int(elements)))
-    of_sequence = [_through([Fraction(value or 0) for value in row]) for row in values]
+    of_sequence = [_interpolation([Fraction(value or 0) for value in row]) for row in values]
     terms = []
     for j, column in enumerate(zip(*of_sequence, strict=True)):
-        for i, value in enumerate(_through(column)):
+        for i, value in enumerate(_interpolation(column)):
             names = [BATCH] * i + [SEQUENCE] * j
             grown = Size.of(math.prod(Size.symbol(name, symbols[name]) for name in names))
             terms.append(grown.polynomial * _coefficient(value / int(grown), largest))
@@ -48,7 +48,7 @@ def hidden_bytes(decision: Decision, call: Call, shapes: Shapes, num_bytes: int,
     return Size.make(num_bytes, Polynomial.sum(terms))
 
 
-def _through(values: Sequence[Fraction]) -> list[Fraction]:
+def _interpolation(values: Sequence[Fraction]) -> list[Fraction]:
     """Return the coefficients, constant first, of the polynomial that has these one to three values at 1, 2 and 3."""
     first = values[0]
     if len(values) == 1:
@@ -58,7 +58,7 @@ def _through(values: Sequence[Fraction]) -> list[Fraction]:
     return [first - slope - square, slope, square][: len(values)]
 
 
-def _at(
+def _bytes_at(
     decision: Decision, call: Call, shapes: Shapes, symbols: Mapping[str, int], times: tuple[int, ...]
 ) -> int | None:
     """Return the bytes at multiples of batch and sequence; None where the call does not take such inputs."""

@@ -33,17 +33,17 @@ from torch import fx
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.hardware.overlap import GATHERING, Message, kind_of
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.plans.formula_names import BESIDE, COLLECTIVES, FIXED, LAST_HOST, WHOLE, rate_name
+from autopar.costs.plans.formula_names import COLLECTIVES, FIXED, LAST_HOST, OVERLAPPED, WHOLE, rate_name
 from autopar.costs.plans.plan import Plan
 from autopar.costs.pricing import operations
 from autopar.costs.pricing.moves import in_bucket, transfers
 from autopar.costs.pricing.offload import host_step
 from autopar.costs.pricing.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.costs.pricing.reshard import LOCAL_MOVE_SECONDS
-from autopar.costs.space.menu import own_transfers
-from autopar.costs.space.space import Decision, Space, Wire, without_gradient
+from autopar.costs.space.call_candidates import own_transfers
+from autopar.costs.space.space import Decision, Space, TensorEdge, without_gradient
 from autopar.costs.space.strategy import Strategy
-from autopar.costs.space.unsharded import beside_of, dtypes_of
+from autopar.costs.space.unsharded import dtypes_of, overlapped_of
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import Call, OpRule, is_view
 from autopar.ir.sharding.rule import BoundRule
@@ -51,7 +51,7 @@ from autopar.planning.settings import context_of
 from autopar.strategies import rule_of
 from autopar.views.formulas.full_rate import full_rate_formula
 from autopar.views.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
-from autopar.views.formulas.memory import Leaving, Rerun, leaving, memory_formulas, rerun
+from autopar.views.formulas.memory import Offloaded, Rerun, memory_formulas, offloaded_tensors, rerun
 from autopar.views.formulas.repetition import Repetition, stacks_of
 from autopar.views.formulas.reprice import exposed_share, rate
 from autopar.views.formulas.sums import Sum, grouped, multiplied
@@ -77,7 +77,7 @@ def formulas_of(
     again = rerun(memory, choices, modes or {}) if memory is not None else Rerun()
     ledger = _Ledger(space, choices, sizes, repetition, again)
     if memory is not None:
-        ledger.leave(leaving(memory, choices, modes or {}, sizes, repetition))
+        ledger.add_offloaded(offloaded_tensors(memory, choices, modes or {}, sizes, repetition))
     formulas = ledger.formulas()
     if memory is not None:
         formulas.update(memory_formulas(memory, choices, modes or {}, sizes, repetition))
@@ -134,7 +134,7 @@ class _Ledger:
         self.stored: dict[str, Sum] = defaultdict(Sum)
         self.traffic: dict[tuple[str, str], list[Polynomial]] = defaultdict(list)
         self.rates: dict[str, str] = {}
-        self.beside = {name: Sum() for name in BESIDE}
+        self.overlapped = {name: Sum() for name in OVERLAPPED}
 
     def formulas(self) -> dict[str, str]:
         unused = without_gradient(self.space)
@@ -146,11 +146,11 @@ class _Ledger:
         for number, times in grouped(calls, lambda number: (self._same_decision(number), number in unused)):
             self._call(number, times, number in unused)
         for number in (n for n in numbers if kinds[n] == "output"):
-            for transfer in self.space.decisions[number].menu.strategies[self.choices[number]].transfers:
+            for transfer in self.space.decisions[number].candidates.strategies[self.choices[number]].transfers:
                 self.seconds.add(Polynomial.of(1), self._seconds_of(transfer))
                 self._count(transfer, Polynomial.of(1))
-        for wire, times in grouped(self.space.wires, lambda wire: (*self._same_wire(wire), wire.target in unused)):
-            self._wire(wire, times, wire.target in unused)
+        for edge, times in grouped(self.space.edges, lambda edge: (*self._same_edge(edge), edge.target in unused)):
+            self._edge(edge, times, edge.target in unused)
         found = {"seconds": str(self.seconds), "flops": str(self.flops)}
         found.update({name: str(each) for name, each in self.stored.items()})
         for collective in COLLECTIVES:
@@ -158,10 +158,10 @@ class _Ledger:
             found[collective] = str(Polynomial.sum(over.values()))
             found.update({f"{collective}/{axis}": str(total) for axis, total in sorted(over.items())})
         found.update(sorted(self.rates.items()))
-        found.update(self._beside())
+        found.update(self._overlapped())
         return found
 
-    def leave(self, copied: Iterable[Leaving]) -> None:
+    def add_offloaded(self, copied: Iterable[Offloaded]) -> None:
         """Count what is copied to the host and back."""
         for each in copied:
             self.seconds.add(each.num_bytes * each.seconds)
@@ -174,19 +174,19 @@ class _Ledger:
         count = id(self.repetition.of_decision(number))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
         again = number in self.rerun.calls, number in self.rerun.communicating, number in self.rerun.regathering
-        return (id(decision.menu), self.choices[number], again, count, share, *shapes)
+        return (id(decision.candidates), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
-        if decision.menu.call is None:
+        if decision.candidates.call is None:
             return [(decision.node.name, 0)]
-        made = [(decision.name, position) for position in range(len(decision.menu.call.outputs))]
+        made = [(decision.name, position) for position in range(len(decision.candidates.call.outputs))]
         return [*input_keys(self.space, decision), *made]
 
     def _parameter(self, number: int, times: int) -> None:
         decision, optimizer, hardware = self.space.decisions[number], self.space.optimizer, self.space.hardware
         info = symbolic_info(decision.node.meta["tensor"], self.sizes.shape((decision.node.name, 0)))
         count, matrix = self.repetition.of_decision(number) * times, self.space.is_matrix(number)
-        strategy = decision.menu.strategies[self.choices[number]]
+        strategy = decision.candidates.strategies[self.choices[number]]
         elements = self.sizes.local(info.shape, strategy.outputs[0]).polynomial * count
         each = {
             "parameter_bytes": info.dtype.itemsize,
@@ -213,28 +213,30 @@ class _Ledger:
 
     def _call(self, number: int, times: int, unused: bool) -> None:
         decision = self.space.decisions[number]
-        menu, shapes = decision.menu, list(map(self.sizes.shape, self._keys(decision)))
-        assert menu.call is not None and menu.op is not None and menu.bound is not None
-        call = symbolic_call(menu.call, shapes[: len(menu.call.inputs)], shapes[len(menu.call.inputs) :])
-        strategy = menu.strategies[self.choices[number]]
+        candidates, shapes = decision.candidates, list(map(self.sizes.shape, self._keys(decision)))
+        assert candidates.call is not None and candidates.op is not None and candidates.bound is not None
+        call = symbolic_call(
+            candidates.call, shapes[: len(candidates.call.inputs)], shapes[len(candidates.call.inputs) :]
+        )
+        strategy = candidates.strategies[self.choices[number]]
         running = strategy.regathering if number in self.rerun.regathering else None
-        work = self._work_of(call, menu.bound, running or strategy)
+        work = self._work_of(call, candidates.bound, running or strategy)
         count = self.repetition.of_decision(number) * times
-        passes = 1 + Fraction(operations.backward_share(menu.call, menu.op))
+        passes = 1 + Fraction(operations.backward_share(candidates.call, candidates.op))
         if work.whole:
             latency = count * self.space.hardware.op_latency_s
-            self.beside["forward_computing"].add(count, work.whole)
-            self.beside["forward_latency"].add(latency)
-            self.beside["backward_computing"].add(count * (passes - 1), work.whole)
-            self.beside["backward_latency"].add(latency * (passes - 1))
+            self.overlapped["forward_computing"].add(count, work.whole)
+            self.overlapped["forward_latency"].add(latency)
+            self.overlapped["backward_computing"].add(count * (passes - 1), work.whole)
+            self.overlapped["backward_latency"].add(latency * (passes - 1))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
         if work.roofline:
             computed = count * (passes + (number in self.rerun.calls))
             self.seconds.add(computed, multiplied(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
-        for position in menu.summed:
-            layout = menu.strategies[self.choices[number]].inputs[position]
+        for position in candidates.summed:
+            layout = candidates.strategies[self.choices[number]].inputs[position]
             moved = self.sizes.local(call.inputs[position].shape, layout).polynomial
             factor = operations.GRADIENTS_MOVED * call.inputs[position].dtype.itemsize
             each = f"({moved})*{factor / self.space.hardware.elementwise_bytes_per_s!r}"
@@ -302,26 +304,26 @@ class _Ledger:
         terms = operations.forward_terms(call, op, (read, written), hardware, speed)
         return _seconds_formula(terms, full_rate_formula(flops, op, bound, bound.sizes, hardware))
 
-    def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
+    def _same_edge(self, edge: TensorEdge) -> tuple[Hashable, ...]:
         """Return a key, equal for edges with equal terms."""
-        ends = ((wire.source, wire.source_output), (wire.target, wire.target_input))
-        menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
-        shape = self.sizes.of_wire(wire)
-        share = self.sizes.share(self.space.rows_on(wire), self.choices)
-        again = self.rerun.wires.get((wire.target, wire.target_input))
-        return menus, wire.tensor, share, again, id(shape), id(self.repetition.of_wire(wire))
+        ends = ((edge.source, edge.source_output), (edge.target, edge.target_input))
+        ends_of = tuple((id(self.space.decisions[n].candidates), self.choices[n], position) for n, position in ends)
+        shape = self.sizes.of_edge(edge)
+        share = self.sizes.share(self.space.rows_on(edge), self.choices)
+        again = self.rerun.edges.get((edge.target, edge.target_input))
+        return ends_of, edge.tensor, share, again, id(shape), id(self.repetition.of_edge(edge))
 
-    def _wire(self, wire: Wire, times: int, unused: bool) -> None:
-        path = self.space.path(wire, self.choices)
+    def _edge(self, edge: TensorEdge, times: int, unused: bool) -> None:
+        path = self.space.path(edge, self.choices)
         if not path.moves:
             return
-        kept = self.space.decisions[wire.source].menu.strategies[self.choices[wire.source]].kept
-        shape = self.sizes.of_wire(wire)
-        tensor = replace(wire.tensor, shape=shape, regather=wire.tensor.regather and not kept)
-        count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
-        share = self.sizes.share(self.space.rows_on(wire), self.choices)
+        kept = self.space.decisions[edge.source].candidates.strategies[self.choices[edge.source]].saved
+        shape = self.sizes.of_edge(edge)
+        tensor = replace(edge.tensor, shape=shape, regather=edge.tensor.regather and not kept)
+        count, axes = self.repetition.of_edge(edge) * times, cast(Mesh, self.sizes.axes)
+        share = self.sizes.share(self.space.rows_on(edge), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
-        exposed = iter(self.rerun.wires.get((wire.target, wire.target_input), ()))
+        exposed = iter(self.rerun.edges.get((edge.target, edge.target_input), ()))
         for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor, leads=number == 0) if path.together else None
@@ -335,22 +337,22 @@ class _Ledger:
 
     def _moved_weight(self, node: fx.Node, elements: Polynomial, count: Polynomial) -> None:
         used, summed = dtypes_of(self.space.program, node)
-        self.beside["weight_size"].add(elements * used.itemsize)
+        self.overlapped["weight_size"].add(elements * used.itemsize)
         if summed is not None:
-            self.beside["gradient_size"].add(elements * summed.itemsize)
-        self.beside["num_weights"].add(count)
+            self.overlapped["gradient_size"].add(elements * summed.itemsize)
+        self.overlapped["num_weights"].add(count)
 
-    def _beside(self) -> dict[str, str]:
+    def _overlapped(self) -> dict[str, str]:
         """Return the formulas of the computation and moves that overlap.
 
         For a pipeline stage these are constants: the whole model's values at its current sizes.
         """
-        known = self.space.beside
-        if replace(known, waited=()) == beside_of(self.space.program, self.space.hardware):
-            return {name: str(each) for name, each in self.beside.items()}
+        known = self.space.overlapped
+        if replace(known, waited=()) == overlapped_of(self.space.program, self.space.hardware):
+            return {name: str(each) for name, each in self.overlapped.items()}
         passes = (known.backward, known.forward)
         each = [value for one in passes for value in (one.seconds, one.latency, one.num_bytes)]
-        return dict(zip(BESIDE, map(repr, (*each, known.num_weights)), strict=True))
+        return dict(zip(OVERLAPPED, map(repr, (*each, known.num_weights)), strict=True))
 
     def _count(self, transfer: Transfer, count: Polynomial) -> None:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
@@ -373,13 +375,13 @@ class _Ledger:
         if transfer.ahead:
             return f"{hardware.communication_share!r}*{name}({num_bytes})"
         if message is None:
-            beside = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
+            overlapped = [self._copy(each) for each in (transfer.packed, transfer.unpacked) if each]
             if any(link.straggling_s for link in hardware.links):
-                beside.append(f"{self._rate(LAST_HOST, axis)}(1)")
-            return f"({' + '.join((f'{name}({num_bytes})', *beside))})" if beside else f"{name}({num_bytes})"
+                overlapped.append(f"{self._rate(LAST_HOST, axis)}(1)")
+            return f"({' + '.join((f'{name}({num_bytes})', *overlapped))})" if overlapped else f"{name}({num_bytes})"
         together, passes = message.num_parameters, message.passes
         seconds = f"{name}({num_bytes * together})/{together}"
-        if hardware.communication_share == 1 or not message.beside.num_weights:
+        if hardware.communication_share == 1 or not message.overlapped.num_weights:
             return seconds
         waited = message.waited(kind_of(collective, axis, transfer.backward))
         if waited is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.costs.space.space import ExpertRows, Space, Wire
+from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.operation import Call
@@ -43,11 +43,11 @@ class LocalSizes:
         """Return the global shape; equal ones are one object."""
         return self._shapes[key]
 
-    def of_wire(self, wire: Wire) -> tuple[int, ...]:
+    def of_edge(self, edge: TensorEdge) -> tuple[int, ...]:
         """Return the global shape of an edge's tensor: a shared reshard passes on that of its source."""
-        while self._space.decisions[wire.source].kind == "hub":
-            wire = self._space.inbound[wire.source, 0]
-        return self._shapes[self._space.decisions[wire.source].node.name, wire.source_output]
+        while self._space.decisions[edge.source].kind == "shared_reshard":
+            edge = self._space.inbound[edge.source, 0]
+        return self._shapes[self._space.decisions[edge.source].node.name, edge.source_output]
 
     def local(self, shape: Sequence[int], layout: Layout) -> Size:
         """Return the elements that a device holds of a tensor."""
@@ -57,10 +57,10 @@ class LocalSizes:
 
     def share(self, rows: ExpertRows | None, choices: Sequence[int]) -> str:
         """Return the ratio of the busiest device's expert rows to an equal share, as a formula; "" if it is 1."""
-        if self._space.excess(rows, choices) == 0:
+        if self._space.uneven_share(rows, choices) == 0:
             return ""
         assert rows is not None, "uneven, and no rows of experts"
-        layout = self._space.decisions[rows.counts].menu.strategies[choices[rows.counts]].outputs[rows.position]
+        layout = self._space.decisions[rows.counts].candidates.strategies[choices[rows.counts]].outputs[rows.position]
         ranks = math.prod(size for size, each in zip(self.axes.sizes, layout, strict=True) if each.is_split)
         return f"Min({self._space.imbalance!r}, {Polynomial.of(ranks)})"
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.calls import module_of
 from autopar.ir.program.paths import split_at_number
 from autopar.ir.program.program import Program
@@ -74,17 +74,17 @@ class Repetition:
         if length:
             self._each = Polynomial.symbol(LAYERS) * Fraction(1, length)
             self._between = (Polynomial.symbol(LAYERS) + -1) * Fraction(1, length - 1)
-        self._targets: dict[int, list[Wire]] = defaultdict(list)
-        for wire in space.wires:
-            self._targets[wire.source].append(wire)
+        self._targets: dict[int, list[TensorEdge]] = defaultdict(list)
+        for edge in space.edges:
+            self._targets[edge.source].append(edge)
         self._places: dict[int, _Place] = {}
         self._place_all(stacks)
         self._seen: dict[Hashable, set[int]] = defaultdict(set)
         for place in self._places.values():
             if place.layer is not None:
                 self._seen[place.name].add(place.layer)
-        for wire in space.wires:
-            layer, name, _ = self._wire(wire)
+        for edge in space.edges:
+            layer, name, _ = self._edge(edge)
             if layer is not None:
                 self._seen[name].add(layer)
 
@@ -92,8 +92,8 @@ class Repetition:
         place = self._places[number]
         return _ONCE if place.layer is None else self._count(place.name, between=False)
 
-    def of_wire(self, wire: Wire) -> Polynomial:
-        layer, name, between = self._wire(wire)
+    def of_edge(self, edge: TensorEdge) -> Polynomial:
+        layer, name, between = self._edge(edge)
         return _ONCE if layer is None else self._count(name, between)
 
     def _count(self, name: Hashable, between: bool) -> Polynomial:
@@ -104,23 +104,23 @@ class Repetition:
             return self._between
         return _ONCE if here == 1 else self._each
 
-    def _wire(self, wire: Wire) -> tuple[int | None, Hashable, bool]:
+    def _edge(self, edge: TensorEdge) -> tuple[int | None, Hashable, bool]:
         """Return the layer of an edge, its name, and whether it lies between two layers of one stack."""
-        source, target = self._places[wire.source], self._places[wire.target]
-        ends = (wire.source_output, wire.target_input)
+        source, target = self._places[edge.source], self._places[edge.target]
+        ends = (edge.source_output, edge.target_input)
         if target.layer is None:
-            return source.layer, (source.name, wire.target, ends), False
+            return source.layer, (source.name, edge.target, ends), False
         if source.layer is None or _stack(source) != _stack(target):
-            return target.layer, (wire.source, target.name, ends), False
+            return target.layer, (edge.source, target.name, ends), False
         return target.layer, (source.name, target.name, ends), source.layer != target.layer
 
     def _place_all(self, stacks: Sequence[Stack]) -> None:
         parameters = self._space.program.parameter_names
         counts: Counter[Hashable] = Counter()
-        hubs = []
+        shared_reshards = []
         for number, decision in enumerate(self._space.decisions):
-            if decision.kind == "hub":
-                hubs.append(number)
+            if decision.kind == "shared_reshard":
+                shared_reshards.append(number)
                 continue
             module = parameters.get(decision.node.name) or module_of(decision.node)
             place = next(((stack.prefix, at) for stack in stacks if (at := stack.place(module))), None)
@@ -128,32 +128,32 @@ class Repetition:
                 self._places[number] = _Place(None, number)
                 continue
             prefix, (layer, inside) = place
-            kind = (prefix, inside, decision.menu.call.name if decision.menu.call else decision.kind)
+            kind = (prefix, inside, decision.candidates.call.name if decision.candidates.call else decision.kind)
             counts[kind, layer] += 1
             self._places[number] = _Place(layer, (prefix, kind, counts[kind, layer]))
-        for number in reversed(hubs):  # a shared reshard's consumers first, which may be shared reshards
-            self._places[number] = self._of_hub(number)
+        for number in reversed(shared_reshards):  # a shared reshard's consumers first, which may be shared reshards
+            self._places[number] = self._of_shared_reshard(number)
 
-    def _of_hub(self, number: int) -> _Place:
+    def _of_shared_reshard(self, number: int) -> _Place:
         """Return the place of a shared reshard: its consumers' if that is one layer, else where the tensor was made."""
-        wires = self._targets[number]
-        places = [self._places[wire.target] for wire in wires]
+        edges = self._targets[number]
+        places = [self._places[edge.target] for edge in edges]
         inside = all(place.layer is not None for place in places)
         if inside and len({(_stack(place), place.layer) for place in places}) == 1:
-            consumers = tuple((place.name, wire.target_input) for place, wire in zip(places, wires, strict=True))
-            return _Place(places[0].layer, (_stack(places[0]), "hub", consumers))
+            consumers = tuple((place.name, edge.target_input) for place, edge in zip(places, edges, strict=True))
+            return _Place(places[0].layer, (_stack(places[0]), "shared_reshard", consumers))
         origin = self._origin(number)
         if origin.layer is None:
             return _Place(None, number)
         decision = self._space.decisions[number]
         suffix = decision.name.removeprefix(decision.node.name)
-        return _Place(origin.layer, (_stack(origin), "hub", origin.name, suffix))
+        return _Place(origin.layer, (_stack(origin), "shared_reshard", origin.name, suffix))
 
     def _origin(self, number: int) -> _Place:
-        wire = self._space.inbound[number, 0]
-        while self._space.decisions[wire.source].kind == "hub":
-            wire = self._space.inbound[wire.source, 0]
-        return self._places[wire.source]
+        edge = self._space.inbound[number, 0]
+        while self._space.decisions[edge.source].kind == "shared_reshard":
+            edge = self._space.inbound[edge.source, 0]
+        return self._places[edge.source]
 
 
 def _stack(place: _Place) -> Hashable:

@@ -22,10 +22,10 @@ from autopar.costs.plans.formula_names import (
     MEMORY,
     SIDES,
     is_rate,
-    parts_of,
     public,
     rate_of,
     rates,
+    whole_texts,
 )
 from autopar.errors import PlanError
 from autopar.files.schema import MAX_WHOLE
@@ -47,7 +47,7 @@ def rate(collective: str, axis: str, mesh: Mesh, hardware: Hardware) -> str:
 
 
 def exposed_share(collective: str, axis: str, together: int, passes: int, mesh: Mesh, hardware: Hardware) -> str:
-    """`Message.exposed` in the `part` of parameters that moves, and in what computes and moves (`BESIDE`)."""
+    """`Message.exposed` in the `part` of parameters that moves, and in what computes and moves (`OVERLAPPED`)."""
     computing, latency, size = SIDES[collective == GATHERING]
     found = pieces(collective, mesh, axis, hardware)
     if not any(map(any, found)):
@@ -125,7 +125,7 @@ def _check(plan: Plan, values: Mapping[str, int]) -> None:
 
 
 def _check_whole(plan: Plan, at: Mapping[str, Fraction]) -> None:
-    sizes = {part: evaluate(part, at) for part in parts_of(plan.formulas)}
+    sizes = {part: evaluate(part, at) for part in whole_texts(plan.formulas)}
     wrong = [f"{part} = {size}" for part, size in sizes.items() if size.denominator != 1 or size < 1]
     if wrong:
         given = ", ".join(f"{name}={value}" for name, value in at.items())

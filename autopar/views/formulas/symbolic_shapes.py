@@ -138,7 +138,7 @@ class _Walk:
                     self._equations.learn(variable, hidden, name)
 
     def _call(self, decision: Decision) -> None:
-        call, bound, name = decision.menu.call, decision.menu.bound, decision.name
+        call, bound, name = decision.candidates.call, decision.candidates.bound, decision.name
         assert call is not None and bound is not None
         inputs = [self._dims[key] for key in input_keys(self._space, decision)]
         outputs = [self._variables((name, i), info) for i, info in enumerate(call.outputs)]

@@ -25,7 +25,7 @@ def breakdown(plan: Plan) -> dict[str, Share]:
     num_bytes: dict[str, int] = defaultdict(int)
     for row in plan.rows:
         seconds[COMPUTE] += row.forward_seconds + row.backward_seconds
-        copies = row.kind == "hub" or plan.recompute.get(row.segment) == OFFLOAD
+        copies = row.kind == "shared_reshard" or plan.recompute.get(row.segment) == OFFLOAD
         seconds[HOST_COPIES if copies else RECOMPUTATION] += row.recompute_seconds
         moving = sum(moved.seconds for moved in row.transfers)
         rest = row.seconds - row.forward_seconds - row.backward_seconds - row.recompute_seconds - moving
@@ -61,10 +61,16 @@ def places(before: Plan, after: Plan, part: str) -> tuple[tuple[str, Share], ...
     others = {row.name: row for row in after.rows}
     found = []
     for row in before.rows:
-        one, other = _of(row, part), _of(others[row.name], part) if row.name in others else Share()
+        one, other = _share_of(row, part), _share_of(others[row.name], part) if row.name in others else Share()
         delta = Share(other.seconds - one.seconds, other.num_bytes - one.num_bytes)
         if delta != Share():
-            kind = "output of" if row.kind == "hub" else "the model's output" if row.kind == "output" else "into"
+            kind = (
+                "output of"
+                if row.kind == "shared_reshard"
+                else "the model's output"
+                if row.kind == "output"
+                else "into"
+            )
             found.append((row.module, (kind, delta.num_bytes), delta))
     shares = []
     for fold in folded(found):
@@ -73,7 +79,7 @@ def places(before: Plan, after: Plan, part: str) -> tuple[tuple[str, Share], ...
     return tuple(sorted(shares, key=lambda each: (-abs(each[1].seconds), -abs(each[1].num_bytes))))
 
 
-def _of(row: PlanRow, part: str) -> Share:
+def _share_of(row: PlanRow, part: str) -> Share:
     moved = [each for each in row.transfers if f"{each.collective} {each.axis}" == part]
     return Share(sum(each.seconds for each in moved), sum(each.num_bytes for each in moved))
 

@@ -38,7 +38,7 @@ def _changes(before: Plan, after: Plan, axes: Sequence[str]) -> Iterable[Change]
     found: list[tuple[str, tuple[str, str, str], tuple[PlanRow, PlanRow]]] = []
     for row in before.rows:
         other = rows.get(row.name)
-        if other is None or row.kind == "hub" or not axes:
+        if other is None or row.kind == "shared_reshard" or not axes:
             continue
         words = choice_words(before, row, axes), choice_words(after, other, axes)
         if words[0] != words[1]:
@@ -90,8 +90,8 @@ def choice_words(plan: Plan, row: PlanRow, axes: Sequence[str] | None = None) ->
     shown = names if axes is None else axes
     if row.kind == "call":
         return ", ".join(f"{axis}={words}" for axis, words in zip(names, row.splits, strict=True) if axis in shown)
-    kept = ", saved for the backward" if plan.is_kept(row.name) else ""
-    return layout_words(row.layout, names, shown) + kept
+    saved = ", saved for the backward" if plan.is_saved(row.name) else ""
+    return layout_words(row.layout, names, shown) + saved
 
 
 def layout_words(layout: str, names: Sequence[str], shown: Sequence[str] | None = None) -> str:

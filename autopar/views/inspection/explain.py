@@ -18,14 +18,14 @@ from autopar.costs.plans.decision_rows import Moved
 from autopar.costs.plans.difference import Amount
 from autopar.costs.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.space import Decision, Space, Wire
+from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.errors import InfeasibleError
 from autopar.ir.program.calls import module_of
 from autopar.planning.annotations.matching import Catalog, operation_of
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.planner import answer_of, bounds_near, formulations_of, replan
 from autopar.planning.settings import PlanContext, context_of
-from autopar.solver.low_treewidth import unsaid
+from autopar.solver.low_treewidth import without_warnings
 from autopar.views.inspection.breakdown import parting, places
 from autopar.views.inspection.compare import choice_words, difference, layout_words
 from autopar.views.inspection.names import decision_named
@@ -42,7 +42,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
     space = context.space
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
-    strategy = decision.menu.strategies[context.choices[number]]
+    strategy = decision.candidates.strategies[context.choices[number]]
     running = context.memory_model.second_forward.running(number, context.choices, plan.recompute)
     with stages("explain", 2) as step:
         step("runner-up")
@@ -90,7 +90,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
 
 def _own_seconds(decision: Decision, choice: int) -> float:
     """Return the seconds of an optimizer's step without its collectives."""
-    return float(decision.menu.seconds[choice]) - sum(decision.menu.strategies[choice].waits)
+    return float(decision.candidates.seconds[choice]) - sum(decision.candidates.strategies[choice].waits)
 
 
 def label(space: Space, number: int) -> str:
@@ -105,55 +105,55 @@ def label(space: Space, number: int) -> str:
 # What it costs.
 
 
-def _tensor(space: Space, wire: Wire) -> str:
-    while space.decisions[wire.source].kind == "hub":
-        wire = space.inbound[wire.source, 0]
-    source = space.decisions[wire.source]
+def _tensor(space: Space, edge: TensorEdge) -> str:
+    while space.decisions[edge.source].kind == "shared_reshard":
+        edge = space.inbound[edge.source, 0]
+    source = space.decisions[edge.source]
     if source.kind != "call":
-        return label(space, wire.source)
+        return label(space, edge.source)
     return f"{operation_of(source)} of {module_of(source.node) or 'the model'}"
 
 
 def _inbound(context: PlanContext, number: int) -> Iterator[Reshard]:
     """Yield the reshards of a decision's inputs; those before a shared reshard serve all of its consumers."""
     space = context.space
-    for position in range(len(space.decisions[number].menu.strategies[context.choices[number]].inputs)):
-        wire = space.inbound.get((number, position))
+    for position in range(len(space.decisions[number].candidates.strategies[context.choices[number]].inputs)):
+        edge = space.inbound.get((number, position))
         consumers = 1
-        while wire is not None:
-            yield from _reshard(context, wire, True, consumers)
-            if space.decisions[wire.source].kind != "hub":
+        while edge is not None:
+            yield from _reshard(context, edge, True, consumers)
+            if space.decisions[edge.source].kind != "shared_reshard":
                 break
-            consumers = len(_consumers(space, wire.source))
-            wire = space.inbound[wire.source, 0]
+            consumers = len(_consumers(space, edge.source))
+            edge = space.inbound[edge.source, 0]
 
 
 def _outbound(context: PlanContext, number: int) -> Iterator[Reshard]:
     """The reshards on the way to whatever takes its outputs."""
     space = context.space
-    for wire in space.wires:
-        if wire.source == number:
-            target = space.decisions[wire.target]
+    for edge in space.edges:
+        if edge.source == number:
+            target = space.decisions[edge.target]
             yield from _reshard(
-                context, wire, False, len(_consumers(space, wire.target)) if target.kind == "hub" else 1
+                context, edge, False, len(_consumers(space, edge.target)) if target.kind == "shared_reshard" else 1
             )
-            if target.kind == "hub":
-                yield from _outbound(context, wire.target)
+            if target.kind == "shared_reshard":
+                yield from _outbound(context, edge.target)
 
 
-def _consumers(space: Space, hub: int) -> set[int]:
+def _consumers(space: Space, shared_reshard: int) -> set[int]:
     """Return the calls behind a shared reshard, also through further ones."""
     found: set[int] = set()
-    for wire in space.wires:
-        if wire.source == hub:
-            inner = space.decisions[wire.target].kind == "hub"
-            found |= _consumers(space, wire.target) if inner else {wire.target}
+    for edge in space.edges:
+        if edge.source == shared_reshard:
+            inner = space.decisions[edge.target].kind == "shared_reshard"
+            found |= _consumers(space, edge.target) if inner else {edge.target}
     return found
 
 
-def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int) -> Iterator[Reshard]:
+def _reshard(context: PlanContext, edge: TensorEdge, inbound: bool, num_consumers: int) -> Iterator[Reshard]:
     space = context.space
-    path, share = space.path(wire, context.choices), space.share(space.rows_on(wire), context.choices)
+    path, share = space.path(edge, context.choices), space.share(space.rows_on(edge), context.choices)
     if path.moves:
         moved = tuple(
             Moved(
@@ -170,7 +170,7 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
         alone = [t for t, message in zip(path.transfers, path.messages, strict=True) if message is None]
         copied = sum(rearranging_seconds(t, space.hardware) for t in alone) * share
         seconds = path.seconds * share
-        yield Reshard(_tensor(space, wire), before, after, seconds, moved, inbound, num_consumers, copied)
+        yield Reshard(_tensor(space, edge), before, after, seconds, moved, inbound, num_consumers, copied)
 
 
 # What else there is.
@@ -178,8 +178,8 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
 
 def _allowed(context: PlanContext, number: int) -> np.ndarray:
     """Return the strategies of a decision that the pins leave."""
-    every = np.ones(len(context.space.decisions[number].menu.strategies), dtype=bool)
-    return context.pins.get(number, every) & np.isfinite(context.space.decisions[number].menu.seconds)
+    every = np.ones(len(context.space.decisions[number].candidates.strategies), dtype=bool)
+    return context.pins.get(number, every) & np.isfinite(context.space.decisions[number].candidates.seconds)
 
 
 def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
@@ -189,14 +189,16 @@ def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
 
 def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[Plan] | None, str]:
     decision = context.space.decisions[number]
-    others = np.arange(len(decision.menu.strategies)) != context.choices[number]
+    others = np.arange(len(decision.candidates.strategies)) != context.choices[number]
     if not others.any():
-        return None, "there is no other strategy" + (f" ({decision.menu.reason})" if decision.menu.reason else "")
+        return None, "there is no other strategy" + (
+            f" ({decision.candidates.reason})" if decision.candidates.reason else ""
+        )
     if not (_allowed(context, number) & others).any():
         pinned = " and ".join(_annotations_about(context, number)) or "the mode or the layout in which it is stored"
         return None, f"pinned by {pinned}, which leaves this strategy alone"
     try:
-        with unsaid():
+        with without_warnings():
             second = replan(context, _restricted(context, number, others))
     except InfeasibleError as error:
         return None, f"{NO_PLAN}{error}"
@@ -217,7 +219,7 @@ def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | Non
     """Return the strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
     if context.settings.limit is None:
         return None
-    with unsaid():
+    with without_warnings():
         free = replan(context, context.pins, context.settings.limited(None))
     if context_of(free).choices[number] == context.choices[number]:
         return None
@@ -243,15 +245,15 @@ def _alternatives(
     search per role would take several times as long as the plan: roles that `second` does not have get a lower bound.
     """
     decision, names = context.space.decisions[number], context.space.mesh.names
-    asked = [
+    requested = [
         (axis, role)
         for axis in range(len(names))
         for role in _roles(decision, axis)
         if role != decision.role(context.choices[number], axis)
     ]
     formulations = formulations_of(context.memory_model, context.settings)
-    for axis, role in progress(asked, "alternatives"):
-        count = len(decision.menu.strategies)
+    for axis, role in progress(requested, "alternatives"):
+        count = len(decision.candidates.strategies)
         mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])
         blank = Alternative(names[axis], role, None)
         if not (_allowed(context, number) & mask).any():
@@ -271,7 +273,7 @@ def _alternative(
     context = context_of(plan)
     limit = context.settings.tensor_limit
     try:
-        with unsaid():
+        with without_warnings():
             free = answer_of(formulations, pins, context.settings.limited(None))
         if limit is None or free.peak_bytes <= limit:
             return replace(blank, seconds=free.seconds + context.host_seconds, peak_bytes=free.peak_bytes)
@@ -280,8 +282,8 @@ def _alternative(
         return replace(blank, reason=_brief(str(error)))
     if bounds.num_bytes > limit:
         least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
-        said = format_bytes(context.settings.limit or 0)
-        return replace(blank, reason=f"the memory limit is {said}, and {least}")
+        specified = format_bytes(context.settings.limit or 0)
+        return replace(blank, reason=f"the memory limit is {specified}, and {least}")
     least_seconds = max(bounds.seconds, free.bound) + context.host_seconds
     return replace(blank, seconds=max(least_seconds, second.bound), is_bound=True)
 
@@ -292,4 +294,4 @@ def _brief(reason: str) -> str:
 
 def _roles(decision: Decision, axis: int) -> tuple[str, ...]:
     """Return the distinct roles that a decision offers on an axis, in the order of its candidates."""
-    return tuple(dict.fromkeys(decision.role(number, axis) for number in range(len(decision.menu.strategies))))
+    return tuple(dict.fromkeys(decision.role(number, axis) for number in range(len(decision.candidates.strategies))))

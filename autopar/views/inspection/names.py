@@ -31,20 +31,20 @@ def decision_named(space: Space, name: str) -> int:
     for pattern in (name, f"*.{name}"):
         modules = [path for path in catalog.modules if path and fnmatchcase(path, pattern)]
         if modules:
-            return _main_call(catalog, _only(modules, name, "modules"))
+            return _main_call(catalog, _single_name(modules, name, "modules"))
         parameters = [each for each in catalog.parameters if fnmatchcase(each, pattern)]
         if parameters:
-            return catalog.parameters[_only(parameters, name, "parameters")]
+            return catalog.parameters[_single_name(parameters, name, "parameters")]
         decisions = [each for each in space.index if fnmatchcase(each, pattern)]
         if decisions:
-            return space.index[_only(decisions, name, "operations")]
+            return space.index[_single_name(decisions, name, "operations")]
     known = (*(path for path in catalog.modules if path), *catalog.parameters, *space.index)
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"Close to it are {', '.join(near)}." if near else f"The modules are {_listed(catalog.modules[1:])}."
     raise InputError(f"{name!r} names no module, parameter or operation of the model. {hint}")
 
 
-def _only(found: Sequence[str], name: str, kind: str) -> str:
+def _single_name(found: Sequence[str], name: str, kind: str) -> str:
     if len(found) == 1:
         return found[0]
     raise InputError(f"{name!r} names {len(found)} {kind}: {_listed(found)}. Name one of them.")
@@ -61,13 +61,13 @@ def _main_call(catalog: Catalog, module: str) -> int:
             [number for number in calls if is_main(operation_of(decisions[number]))],
         ):
             if len({catalog.module(number) for number in main}) == 1:
-                return max(main, key=lambda number: float(decisions[number].menu.seconds.max()))
+                return max(main, key=lambda number: float(decisions[number].candidates.seconds.max()))
             if main:
                 raise InputError(
                     f"{module} holds several modules: {_listed([catalog.module(n) for n in main])}. Name one of them."
                 )
     if own or inside:
-        return max(own or inside, key=lambda number: float(decisions[number].menu.seconds.max()))
+        return max(own or inside, key=lambda number: float(decisions[number].candidates.seconds.max()))
     parameters = [name for name in catalog.parameters if is_below(name, module)]
     raise InputError(f"{module} computes nothing by itself; name one of its parameters: {_listed(parameters)}.")
 

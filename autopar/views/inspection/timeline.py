@@ -38,10 +38,10 @@ def parts(found: Timeline) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for each in found.events:
         if each.task.name in (DOWN, UP) and each.task.phase != "optimizer":
-            seconds[HOST_COPIES] += each.waited if each.task.beside else each.task.seconds
+            seconds[HOST_COPIES] += each.waited if each.task.overlapped else each.task.seconds
         elif each.task.stream == values.COMPUTE:
             seconds[_PARTS.get(each.task.phase, COMPUTE)] += each.task.seconds
-        elif each.task.beside:
+        elif each.task.overlapped:
             seconds[_PARTS[each.task.phase]] += each.waited
         else:
             seconds[f"{each.task.name} {each.task.axis}"] += each.waited + each.task.late
@@ -49,7 +49,7 @@ def parts(found: Timeline) -> dict[str, float]:
     return dict(seconds)
 
 
-def beside_the_sum(plan: Plan, found: Timeline) -> Mapping[str, float]:
+def compared_with_the_sum(plan: Plan, found: Timeline) -> Mapping[str, float]:
     """Return how much more (below zero: less) of each part a timeline takes than the plan's sum, largest first."""
     ours = parts(found)
     theirs = {name: share.seconds for name, share in breakdown(plan).items() if name != LOCAL}

@@ -26,7 +26,7 @@ from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.record import choices_of, written_down
 from autopar.planning.record import evaluate as seconds_of
 from autopar.planning.settings import PlanContext, context_of
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.problem import Problem
 
@@ -64,7 +64,7 @@ def check(plan: Plan, context: PlanContext) -> Verification:
     proven = _lower_bound(plan, context.problem)
     microbatches = context.memory_model.microbatches
     if microbatches.several:  # the problem counts what is done once a step in part
-        share = parts_of(context.memory_model, choices, modes).per_microbatch(microbatches.count)
+        share = step_seconds_of(context.memory_model, choices, modes).per_microbatch(microbatches.count)
         proven += seconds - share
     again = written_down(
         replace(context, choices=choices),
@@ -84,7 +84,7 @@ def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mappin
     """Return the seconds of everything that runs again in the backward, or is copied to the host and back."""
     model = context.memory_model
     again, space = model.second_forward, model.space
-    total = sum(again.at_wire(wire, choices, modes) for wire in space.wires)
+    total = sum(again.at_edge(edge, choices, modes) for edge in space.edges)
     for number in range(len(choices)):
         total += again.at(number, choices, modes) * space.share(space.rows.get(number), choices)
     return total
@@ -107,7 +107,7 @@ def _differences(plan: Plan, again: Plan) -> Iterator[str]:
         yield f"its choices take {again.reserved_bytes} bytes per device, its limit is {plan.memory_limit}"
     for name in DERIVED:
         claimed, derived = getattr(plan, name), getattr(again, name)
-        if not _same(claimed, derived):
+        if not _is_equal(claimed, derived):
             yield f"its {name} {'are' if name in ('rows', 'kept_whole') else 'is'} not what its choices come to"
     strangers = sorted(set(plan.recompute) - set(again.recompute))
     if strangers:
@@ -132,15 +132,17 @@ def _lower_bound(plan: Plan, problem: Problem) -> float:
     return max(lower_bound(problem, max(plan.multiplier, 0.0)), 0.0)
 
 
-def _same(claimed: Any, derived: Any) -> bool:
+def _is_equal(claimed: Any, derived: Any) -> bool:
     """Equality of plain values, numbers with a fraction up to rounding."""
     if isinstance(claimed, float) and isinstance(derived, float):
         return _close(claimed, derived)
     if isinstance(claimed, tuple) and isinstance(derived, tuple):
-        return len(claimed) == len(derived) and all(map(_same, claimed, derived))
+        return len(claimed) == len(derived) and all(map(_is_equal, claimed, derived))
     if isinstance(claimed, PlanRow | KeptWhole) and type(claimed) is type(derived):
         return all(
-            _same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(claimed) if each.compare
+            _is_equal(getattr(claimed, each.name), getattr(derived, each.name))
+            for each in fields(claimed)
+            if each.compare
         )
     return claimed == derived
 

@@ -25,23 +25,23 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
     names a stage, which no plan without a pipeline has, and InfeasibleError where no plan keeps to all.
     """
-    context, said = context_of(plan, "what_if"), annotations_from(spoken, options)
-    for each in said:
+    context, specified = context_of(plan, "what_if"), annotations_from(spoken, options)
+    for each in specified:
         if each.stage is not None:
             raise PipelineError(
                 f"{each}: found stage {each.stage}, and what_if plans one piece of a model again without cutting it. "
                 f'Say it of the model, autopar.annotate(model, "{each.pattern}", stage={each.stage}), and plan the '
                 "pipeline again."
             )
-    pins_of(said, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
-    together = (*context.annotations, *said)
+    pins_of(specified, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
+    together = (*context.annotations, *specified)
     pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
     # A manual plan's pins keep unannotated parts data parallel, which an annotation now may change.
     gives_way = context.keeps_whole or any(each.strategy for each in context.annotations)
-    asked = pins if context.mode == "manual" else _intersection(context.pins, pins, gives_way)
+    requested = pins if context.mode == "manual" else _intersection(context.pins, pins, gives_way)
     with stages("what_if", 1) as step:
         step("planning again")
-        return replan(replace(context, annotations=together), asked)
+        return replan(replace(context, annotations=together), requested)
 
 
 def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
@@ -52,13 +52,13 @@ def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
     return {**one, **other, **both}
 
 
-def annotations_from(said: Sequence[str | Annotation], options: Mapping[str, Any]) -> tuple[Annotation, ...]:
+def annotations_from(specified: Sequence[str | Annotation], options: Mapping[str, Any]) -> tuple[Annotation, ...]:
     """Annotations as they are given, or one made of a pattern and the options that `annotate` takes."""
-    if said and all(isinstance(each, Annotation) for each in said) and not options:
-        return tuple(each for each in said if isinstance(each, Annotation))
-    if len(said) == 1 and isinstance(said[0], str):
-        return annotations_of(annotate(nn.Module(), said[0], **options))
+    if specified and all(isinstance(each, Annotation) for each in specified) and not options:
+        return tuple(each for each in specified if isinstance(each, Annotation))
+    if len(specified) == 1 and isinstance(specified[0], str):
+        return annotations_of(annotate(nn.Module(), specified[0], **options))
     raise AnnotationError(
-        f"what_if({', '.join(map(repr, said))}): give a pattern and an annotation of it, as in "
+        f"what_if({', '.join(map(repr, specified))}): give a pattern and an annotation of it, as in "
         'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing else.'
     )

@@ -31,17 +31,17 @@ def comparison_section(comparison: Comparison | None) -> str:
     numbers = [
         column for column, name in enumerate(NAMES) if name in ("step", "by estimate", "tensors", "microbatches")
     ]
-    recipes = [each for each in comparison.planned if each.is_beside or each is taken_of(comparison)]
-    beside = "".join(f"<li>{_recipe(each, comparison)}</li>" for each in recipes)
+    recipes = [each for each in comparison.planned if each.is_compared or each is taken_of(comparison)]
+    listed = "".join(f"<li>{_recipe(each, comparison)}</li>" for each in recipes)
     return (
         f'<section id="comparison"><h2>Candidates</h2><p>{escape(summary(comparison))}</p>{_chart(comparison)}'
-        f"<ul>{beside}</ul><details><summary>all candidates</summary>{html_table(NAMES, rows, numbers)}</details>"
+        f"<ul>{listed}</ul><details><summary>all candidates</summary>{html_table(NAMES, rows, numbers)}</details>"
         "</section>"
     )
 
 
 def _recipe(each: Contender, comparison: Comparison) -> str:
-    mark = "taken" if each is taken_of(comparison) else "beside"
+    mark = "taken" if each is taken_of(comparison) else "compared"
     step = f"{format_seconds(each.seconds or 0)}, {format_bytes(each.num_bytes or 0)} of tensors"
     return f"{mark}: <code>{escape(each.recipe)}</code>: {step}; {escape(detail(each))}"
 
@@ -50,7 +50,7 @@ def _chart(comparison: Comparison) -> str:
     """Draw steps over memory, with the front as a line."""
     known = [each for each in comparison.contenders if each.seconds is not None and each.num_bytes is not None]
     fastest = min((each.seconds or 0.0 for each in known), default=0.0)
-    points = [each for each in known if (each.seconds or 0.0) <= SLOWEST * fastest or each.is_beside]
+    points = [each for each in known if (each.seconds or 0.0) <= SLOWEST * fastest or each.is_compared]
     if not points:
         return ""
     across = _scale([each.num_bytes or 0 for each in points], LEFT, WIDTH - MARGIN)
@@ -103,22 +103,22 @@ def _point(each: Contender, x: float, y: float, comparison: Comparison) -> str:
     is_taken = each is taken_of(comparison)
     about = "" if each.is_planned else f"{ABOUT} "
     words = f"{each.recipe}: {about}{format_seconds(each.seconds or 0)}, {format_bytes(each.num_bytes or 0)}"
-    kind = "beside" if each.is_beside else "planned" if each.is_planned else "estimated"
+    kind = "compared" if each.is_compared else "planned" if each.is_planned else "estimated"
     shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}"/>'
-    if each.is_beside:
+    if each.is_compared:
         shape = f'<rect x="{x - RADIUS:.1f}" y="{y - RADIUS:.1f}" width="{2 * RADIUS}" height="{2 * RADIUS}"/>'
     ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="{2 * RADIUS}"/>' if is_taken else ""
     anchor, offset = ("end", -14) if x > WIDTH / 2 else ("start", 14)
     name = f'<text x="{x + offset:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{escape(each.name)}</text>'
-    label = name if is_taken or each.is_beside else ""
+    label = name if is_taken or each.is_compared else ""
     return f'<g class="{kind}"><title>{escape(words)}</title>{ring}{shape}{label}</g>'
 
 
 def _cells(each: Contender, comparison: Comparison) -> list[str]:
     apart = each.apart
     by = "plan" if each.is_planned else "estimate" if each.seconds is not None else each.excluded
-    if each.is_beside or each is taken_of(comparison):
-        by += ", beside" if each.is_beside else ", taken"
+    if each.is_compared or each is taken_of(comparison):
+        by += ", compared" if each.is_compared else ", taken"
     more = (detail(each), first_line(each.reason) if each.reason else "")
     cells = [
         each.name,

@@ -19,10 +19,10 @@ MOST_CHARACTERS = 160
 ABOUT = "≈"
 HEADERS = ("", "mesh", "step", "by estimate", "tensors", "microbatches", "schedule")
 RIGHT = (2, 3, 4, 5)
-TAKEN, BESIDE, TIMES = "→", "+", "×"
+TAKEN, COMPARED, TIMES = "→", "+", "×"
 LEGEND = {
     TAKEN: f"{TAKEN} the plan that is taken",
-    BESIDE: f"{BESIDE} put next to the candidates by the user",
+    COMPARED: f"{COMPARED} put next to the candidates by the user",
     TIMES: f"{TIMES} 2 behind a schedule: 2 stages on each rank",
     ABOUT: f"{ABOUT} estimated, not planned; for plans, how far the plan is from its estimate",
 }
@@ -33,7 +33,7 @@ def comparison_text(comparison: Comparison) -> list[str]:
     lines = [*comparison.planned, *shown_estimates(comparison)]
     taken = taken_of(comparison)
     table = _table([_row(each, each is taken) for each in lines])
-    legend = [LEGEND[TAKEN], *([LEGEND[BESIDE]] if any(each.is_beside for each in lines) else [])]
+    legend = [LEGEND[TAKEN], *([LEGEND[COMPARED]] if any(each.is_compared for each in lines) else [])]
     legend += [LEGEND[TIMES]] if any(each.stages_per_rank > 1 for each in lines) else []
     legend += [LEGEND[ABOUT]] if any(each.estimate is not None for each in lines) else []
     details = [f"{each.recipe}: {words}" for each in comparison.planned if (words := detail(each))]
@@ -51,7 +51,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def taken_of(comparison: Comparison) -> Contender | None:
     """Return the plan that is taken: the best one that the user did not put there."""
-    return next((each for each in comparison.planned if not each.is_beside), None)
+    return next((each for each in comparison.planned if not each.is_compared), None)
 
 
 def shown_estimates(comparison: Comparison) -> list[Contender]:
@@ -69,7 +69,7 @@ def summary(comparison: Comparison) -> str:
 
     Example: "compared: 16 candidates (a mesh with its micro-batches), 3 planned, 12 estimated, 1 no better by a bound"
     """
-    own = [each for each in comparison.contenders if not each.is_beside]
+    own = [each for each in comparison.contenders if not each.is_compared]
     planned, estimated = sum(each.is_planned for each in own), sum(_is_estimated(each) for each in own)
     counts = [f"{planned} planned", *([f"{estimated} estimated"] if estimated else [])]
     for kind, words in EXCLUDED.items():
@@ -95,7 +95,7 @@ def _row(each: Contender, is_taken: bool) -> list[str]:
     apart = each.apart
     step = format_seconds(each.seconds)
     return [
-        TAKEN if is_taken else BESIDE if each.is_beside else "",
+        TAKEN if is_taken else COMPARED if each.is_compared else "",
         each.name,
         step if each.is_planned else f"{ABOUT} {step}",
         "" if apart is None else f"{apart:+.1%}",

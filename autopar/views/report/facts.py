@@ -15,7 +15,7 @@ from autopar.ir.program.folding import ranges
 from autopar.ir.program.paths import is_number
 from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.ir.sharding.mesh import Mesh
-from autopar.views.inspection.timeline import beside_the_sum
+from autopar.views.inspection.timeline import compared_with_the_sum
 
 REDUCED_EACH = "reduced by every micro-batch, and added up in parts"
 SOLVERS = {
@@ -24,7 +24,7 @@ SOLVERS = {
     "multiplier": "a price of memory",
     "counts": "counting of equal layers",
     "ilp": "integer program",
-    "pieces": "restricted master problem",
+    "restricted_master": "restricted master problem",
     "reduction": "presolve",
     "neighbourhoods": "large neighbourhood search",
     "several moments": "memory limited at several moments",
@@ -179,7 +179,7 @@ def timeline_words(plan: Plan) -> tuple[str, str]:
     hidden = f"; {format_seconds(found.hidden)} of collectives hidden" if found.hidden > SMALL * found.seconds else ""
     apart = [
         f"{name} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
-        for name, seconds in beside_the_sum(plan, found).items()
+        for name, seconds in compared_with_the_sum(plan, found).items()
         if abs(seconds) > SMALL * found.seconds
     ]
     parts = f"computing {format_seconds(found.computing)}, waiting {format_seconds(found.waiting)}"

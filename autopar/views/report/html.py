@@ -219,9 +219,9 @@ def _data(plan: Plan) -> dict[str, Any]:
 def _columns(plan: Plan, row: PlanRow, texts: _Texts, choices: _Texts, moves: _Texts) -> list[Any]:
     main = row.kind != "call" or is_main(row.operation)
     roles = tuple((role, colour_of(role)) for role in row.splits)
-    kept = row.kind == "parameter" and plan.is_kept(row.name)
+    saved = row.kind == "parameter" and plan.is_saved(row.name)
     mode = plan.recompute.get(row.segment, "none") if row.segment else "none"
-    choice = (texts(row.operation), row.kind, roles, row.layout, main, kept, mode, row.pinned)
+    choice = (texts(row.operation), row.kind, roles, row.layout, main, saved, mode, row.pinned)
     moved = [
         (each.collective, each.axis, each.num_bytes, _short(each.seconds), each.backward) for each in row.transfers
     ]

@@ -24,7 +24,7 @@ def in_turns(plan: Plan) -> Timeline:
     """Return the step of a plan's rows, one thing after the other; PlanError where the parts of a row take longer than
     it.
     """
-    rests = {row.name: _rest(row) for row in plan.rows}
+    rests = {row.name: _other_seconds(row) for row in plan.rows}
     rows = _in_order([row for row in plan.rows if row.kind != "parameter"])
     tasks = [*_forward(rows, rests), *_backward(rows)]
     for row in plan.rows:
@@ -87,7 +87,7 @@ def _in_order(rows: Sequence[PlanRow]) -> list[PlanRow]:
     return sorted(rows, key=lambda row: position.get(row.name.split("/")[0], position[row.name]))
 
 
-def _rest(row: PlanRow) -> float:
+def _other_seconds(row: PlanRow) -> float:
     """Return the seconds of a row that none of its parts has: the copies of reshards, and the optimizer of a
     parameter.
     """

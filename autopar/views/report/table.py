@@ -111,7 +111,7 @@ def _line(row: PlanRow, storage: str) -> _Line:
 
 def kind_words(kind: str) -> str:
     """Return the kind of a decision that is no call, in words."""
-    return SHARED if kind == "hub" else f"({kind})"
+    return SHARED if kind == "shared_reshard" else f"({kind})"
 
 
 def _storages(plan: Plan) -> dict[str, str]:
@@ -120,8 +120,8 @@ def _storages(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         if row.kind == "parameter":
             module, _, name = row.module.rpartition(".")
-            kept = f",\n{SAVED}" if plan.is_kept(row.name) else ""
-            found[module][name] = _storage(row.layout, plan.mesh.names) + kept + PINNED * row.pinned
+            saved = f",\n{SAVED}" if plan.is_saved(row.name) else ""
+            found[module][name] = _storage(row.layout, plan.mesh.names) + saved + PINNED * row.pinned
     return {
         module: (
             next(iter(by_name.values()))

@@ -36,8 +36,8 @@ def trace(plan: Plan) -> str:
         "predicted seconds": plan.seconds,
         "timeline seconds": timeline.seconds,
     }
-    beside = {each.task.stream for each in timeline.events if each.task.beside}
-    every = [*_names(tracks, beside), *events]
+    overlapped = {each.task.stream for each in timeline.events if each.task.overlapped}
+    every = [*_names(tracks, overlapped), *events]
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": every}, separators=(",", ":"))
 
 
@@ -46,7 +46,7 @@ def _slice(event: Event, track: int, rows: dict[str, PlanRow]) -> Written:
     args: dict[str, Any] = {"module": row.module, **_choice(row)} if row else {"weights of": task.row}
     if task.axis:
         args |= {"collective": task.name, "axis": task.axis, "bytes": task.num_bytes, "waited us": event.waited * 1e6}
-    if task.beside:
+    if task.overlapped:
         args |= {"waited us": event.waited * 1e6}
     return _event(
         *("X", task.name, event.start),
@@ -76,11 +76,11 @@ def _choice(row: PlanRow) -> dict[str, str]:
     return {"row": row.name, "roles": " ".join(row.roles), "layout": row.layout}
 
 
-def _names(tracks: dict[str, int], beside: set[str]) -> list[Written]:
+def _names(tracks: dict[str, int], overlapped: set[str]) -> list[Written]:
     """Return the names of the process and its tracks, in the order in which they are shown."""
     events: list[Written] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "predicted step"}}]
     for stream, track in tracks.items():
-        name = stream if stream == COMPUTE or stream in beside else f"communication on {stream}"
+        name = stream if stream == COMPUTE or stream in overlapped else f"communication on {stream}"
         events.append({"ph": "M", "pid": PROCESS, "tid": track, "name": "thread_name", "args": {"name": name}})
         events.append(
             {"ph": "M", "pid": PROCESS, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}

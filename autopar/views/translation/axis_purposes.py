@@ -60,7 +60,7 @@ def stored_in_parts(plan: Plan) -> frozenset[str]:
     return frozenset(axis for axis, count in split if 2 * count > len(layouts))
 
 
-def unsaid(plan: Plan, axis: str | None, said: Collection[str] = ()) -> tuple[str, ...]:
+def unexpressed(plan: Plan, axis: str | None, expressed: Collection[str] = ()) -> tuple[str, ...]:
     """Return main calls that share their work on an axis in an unstated way, equal modules together."""
     if axis is None:
         return ()
@@ -68,7 +68,7 @@ def unsaid(plan: Plan, axis: str | None, said: Collection[str] = ()) -> tuple[st
     counts = Counter(
         (starred(row.module) or "the model", row.operation, row.roles[position])
         for row in plan.rows
-        if row.kind == "call" and is_main(row.operation) and row.name not in said
+        if row.kind == "call" and is_main(row.operation) and row.name not in expressed
     )
     return tuple(
         f"{module}: {operation} is divided by {role} on {axis} ({count}×), and computed whole there"

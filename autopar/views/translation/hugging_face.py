@@ -9,7 +9,7 @@ from autopar.costs.plans.answers import TensorParallelPlan
 from autopar.costs.plans.plan import Plan
 from autopar.ir.program.paths import starred
 from autopar.planning.settings import context_of
-from autopar.views.translation.axis_purposes import purposes, recomputed, stored_in_parts, tensor_axis, unsaid
+from autopar.views.translation.axis_purposes import purposes, recomputed, stored_in_parts, tensor_axis, unexpressed
 from autopar.views.translation.matrices import Matrix, matrices_on
 
 STYLES: Mapping[tuple[str, str, bool], str] = {
@@ -28,12 +28,12 @@ def tp_plan(plan: Plan, axis: str | None = None) -> TensorParallelPlan:
     """Return a `tp_plan`; PlanError if several axes split matrices and none is requested, or if it was loaded."""
     context, axis = context_of(plan, "tp_plan"), tensor_axis(plan, axis)
     if axis is None:
-        return TensorParallelPlan(None, {}, ("no axis splits matrices", *_others(plan, None)))
+        return TensorParallelPlan(None, {}, ("no axis splits matrices", *_notes_on_other_axes(plan, None)))
     found = matrices_on(context, axis, weights_in_chains=True)
     styles = {each.module: _style(each) for each in found.matrices}
     styles |= dict.fromkeys(sorted(found.own_weights), SUMMED)
     tied = tuple(f"{module}: shares its matrix or is called several times, and stays whole" for module in found.tied)
-    lost = (*tied, *unsaid(plan, axis, found.said), *_others(plan, axis), *recomputed(plan))
+    lost = (*tied, *unexpressed(plan, axis, found.expressed), *_notes_on_other_axes(plan, axis), *recomputed(plan))
     return TensorParallelPlan(axis, folded_styles(styles), lost)
 
 
@@ -41,7 +41,7 @@ def _style(matrix: Matrix) -> str:
     return STYLES[matrix.kind, matrix.role, matrix.whole] if matrix.role else WHOLE
 
 
-def _others(plan: Plan, axis: str | None) -> tuple[str, ...]:
+def _notes_on_other_axes(plan: Plan, axis: str | None) -> tuple[str, ...]:
     """Return one note on the purpose of each other axis, which a tp_plan does not express."""
     parts = stored_in_parts(plan)
     return tuple(

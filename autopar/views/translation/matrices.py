@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.calls import module_of
 from autopar.ir.sharding.layout import Placement
 from autopar.planning.settings import PlanContext
@@ -40,7 +40,7 @@ class Matrices:
     """The matrices of a model on one axis."""
 
     matrices: tuple[Matrix, ...]
-    said: frozenset[str]
+    expressed: frozenset[str]
     """Names of the calls that run as planned: of matrices, and of the chains between them."""
     own_weights: frozenset[str]
     """Modules in chains with weights that are whole: each rank has a part of their gradients."""
@@ -82,9 +82,9 @@ def matrices_on(context: PlanContext, axis: str, weights_in_chains: bool) -> Mat
         whole = (each.role == "column" and number not in kept) or (each.role == "row" and number not in fed)
         matrices[each.module] = Matrix(each.module, each.kind, each.role, bool(each.role) and whole)
     names = [decision.name for decision in context.space.decisions]
-    said = frozenset(names[number] for number in (*inside, *(n for n, each in found.items() if each.role)))
+    expressed = frozenset(names[number] for number in (*inside, *(n for n, each in found.items() if each.role)))
     own = frozenset[str]().union(*(chains[number].weights for number in kept))
-    return Matrices(tuple(matrices.values()), said, own, tied)
+    return Matrices(tuple(matrices.values()), expressed, own, tied)
 
 
 class _Walk:
@@ -94,31 +94,31 @@ class _Walk:
         self.space: Space = context.space
         self.choices, self.axis = context.choices, axis
         self.parameters = self.space.program.parameter_names
-        self.outbound: dict[int, list[Wire]] = defaultdict(list)
-        for wire in self.space.wires:
-            self.outbound[wire.source].append(wire)
+        self.outbound: dict[int, list[TensorEdge]] = defaultdict(list)
+        for edge in self.space.edges:
+            self.outbound[edge.source].append(edge)
 
-    def before(self, wire: Wire) -> Placement:
-        found = self.space.decisions[wire.source].menu.strategies[self.choices[wire.source]]
-        return found.outputs[wire.source_output][self.axis]
+    def before(self, edge: TensorEdge) -> Placement:
+        found = self.space.decisions[edge.source].candidates.strategies[self.choices[edge.source]]
+        return found.outputs[edge.source_output][self.axis]
 
-    def after(self, wire: Wire) -> Placement:
-        found = self.space.decisions[wire.target].menu.strategies[self.choices[wire.target]]
-        return found.inputs[wire.target_input][self.axis]
+    def after(self, edge: TensorEdge) -> Placement:
+        found = self.space.decisions[edge.target].candidates.strategies[self.choices[edge.target]]
+        return found.inputs[edge.target_input][self.axis]
 
     def source(self, number: int, position: int) -> int | None:
         """Return the decision that makes an input, through shared reshards."""
-        wire = self.space.inbound.get((number, position))
-        while wire is not None and self.space.decisions[wire.source].kind == "hub":
-            wire = self.space.inbound.get((wire.source, 0))
-        return None if wire is None else wire.source
+        edge = self.space.inbound.get((number, position))
+        while edge is not None and self.space.decisions[edge.source].kind == "shared_reshard":
+            edge = self.space.inbound.get((edge.source, 0))
+        return None if edge is None else edge.source
 
-    def inputs(self, number: int) -> Iterator[tuple[Wire, int]]:
+    def inputs(self, number: int) -> Iterator[tuple[TensorEdge, int]]:
         """Yield the edges to a call, each with what makes its tensor."""
-        for position in range(len(self.space.decisions[number].menu.strategies[0].inputs)):
-            wire, source = self.space.inbound.get((number, position)), self.source(number, position)
-            if wire is not None and source is not None:
-                yield wire, source
+        for position in range(len(self.space.decisions[number].candidates.strategies[0].inputs)):
+            edge, source = self.space.inbound.get((number, position)), self.source(number, position)
+            if edge is not None and source is not None:
+                yield edge, source
 
     def weights(self, number: int) -> frozenset[str] | None:
         """Return the parameters that a decision is made of, where it is made of nothing else."""
@@ -140,7 +140,7 @@ class _Walk:
             for name in used if decision.kind == "call" else ():
                 owners[name].add(module_of(decision.node))
             module = module_of(decision.node)
-            if kind is None or f"{module}.weight" not in {*used, *self._also(used)}:
+            if kind is None or f"{module}.weight" not in {*used, *self._further_names(used)}:
                 continue
             role = decision.role(self.choices[number], self.axis)
             found[number] = Matrix(module, kind, role if role in ("column", "row") else "")
@@ -150,7 +150,7 @@ class _Walk:
         kept = {n: Matrix(m.module, m.kind, "") if m.module in tied else m for n, m in found.items()}
         return kept, tuple(sorted(tied))
 
-    def _also(self, names: frozenset[str]) -> Iterator[str]:
+    def _further_names(self, names: frozenset[str]) -> Iterator[str]:
         return (alias for alias, first in self.space.program.tied.items() if first in names)
 
     def chain(self, start: int, rows: set[int]) -> _Chain:
@@ -160,25 +160,25 @@ class _Walk:
         """
         chain, waiting = _Chain(), [start]
         while waiting and not chain.broken:
-            for wire in self.outbound[waiting.pop()]:
-                target = self.space.decisions[wire.target]
-                if not self.before(wire).is_split or self.before(wire) != self.after(wire) or target.kind == "output":
+            for edge in self.outbound[waiting.pop()]:
+                target = self.space.decisions[edge.target]
+                if not self.before(edge).is_split or self.before(edge) != self.after(edge) or target.kind == "output":
                     chain.broken = True
-                elif wire.target in rows and wire.target_input == 0:
-                    chain.rows.add(wire.target)
-                elif wire.target not in chain.calls:
-                    chain.calls.add(wire.target)
-                    waiting.append(wire.target)
-                    self._take_in(chain, wire.target)
+                elif edge.target in rows and edge.target_input == 0:
+                    chain.rows.add(edge.target)
+                elif edge.target not in chain.calls:
+                    chain.calls.add(edge.target)
+                    waiting.append(edge.target)
+                    self._take_in(chain, edge.target)
         return chain
 
     def _take_in(self, chain: _Chain, number: int) -> None:
         """Record the other inputs of a call in a chain: those in parts, and those made of whole weights."""
-        if self.space.decisions[number].kind == "hub":
+        if self.space.decisions[number].kind == "shared_reshard":
             return
-        for wire, source in self.inputs(number):
+        for edge, source in self.inputs(number):
             made = self.weights(source)
-            if self.after(wire).is_split:
+            if self.after(edge).is_split:
                 chain.needs |= {source}
             elif made:
                 chain.weights |= {name.rpartition(".")[0] for name in made}

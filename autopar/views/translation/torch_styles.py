@@ -17,7 +17,14 @@ from autopar.errors import MeshError
 from autopar.ir.program.paths import layer_of
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
-from autopar.views.translation.axis_purposes import DATA, purposes, recomputed, stored_in_parts, tensor_axis, unsaid
+from autopar.views.translation.axis_purposes import (
+    DATA,
+    purposes,
+    recomputed,
+    stored_in_parts,
+    tensor_axis,
+    unexpressed,
+)
 from autopar.views.translation.matrices import Matrices, matrices_on
 
 STYLES: Mapping[tuple[str, str, bool], Callable[[], ParallelStyle]] = {
@@ -43,7 +50,7 @@ def parallelize_plan(plan: Plan, axis: str | None = None) -> ParallelizePlan:
     replicated = tuple(name for name in others if name not in parts)
     shards, mixed = _shards(plan) if others else ({}, ())
     lost = [f"{module}: shares its matrix or is called several times, and stays whole" for module in found.tied]
-    lost += unsaid(plan, axis, found.said)
+    lost += unexpressed(plan, axis, found.expressed)
     lost += [
         f"{name}: divided by {purpose}; here its ranks take samples of their own"
         for name, purpose in others.items()
@@ -63,7 +70,7 @@ def _shards(plan: Plan) -> tuple[dict[str, bool], tuple[str, ...]]:
     freed: dict[str, list[bool]] = defaultdict(list)
     for row in plan.rows:
         if row.kind == "parameter":
-            freed[layer_of(row.module)].append(not plan.is_kept(row.name))
+            freed[layer_of(row.module)].append(not plan.is_saved(row.name))
     mixed = tuple(
         f"{module or 'the root'}: {len(each) - sum(each)} of {len(each)} weights saved for the backward, here as most"
         for module, each in freed.items()
@@ -76,11 +83,11 @@ def _shards(plan: Plan) -> tuple[dict[str, bool], tuple[str, ...]]:
 
 def apply(plan: ParallelizePlan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Split the matrices, then shard the layers and the root; MeshError where the mesh lacks an axis of the plan."""
-    asked = (*([plan.axis] if plan.axis else ()), *plan.replicated, *plan.sharded)
-    missing = [name for name in asked if name not in (mesh.mesh_dim_names or ())]
+    requested = (*([plan.axis] if plan.axis else ()), *plan.replicated, *plan.sharded)
+    missing = [name for name in requested if name not in (mesh.mesh_dim_names or ())]
     if missing:
         raise MeshError(
-            f"the plan has the axes {', '.join(asked)}, the mesh is {Mesh.of(mesh)}; give one with all of them."
+            f"the plan has the axes {', '.join(requested)}, the mesh is {Mesh.of(mesh)}; give one with all of them."
         )
     if plan.axis and plan.styles:
         parallelize_module(model, mesh[plan.axis], dict(plan.styles))

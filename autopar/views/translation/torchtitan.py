@@ -40,11 +40,11 @@ def torchtitan_args(plan: Plan) -> TorchtitanArguments:
     if degrees["tensor_parallel_degree"] > 1 and not _positions_in_parts(plan, purpose):
         lost.append("torchtitan divides positions, too, where it splits matrices; the plan does not")
     arguments += _recomputation(plan, lost)
-    return TorchtitanArguments(tuple(arguments), (*lost, *_otherwise(plan, purpose)))
+    return TorchtitanArguments(tuple(arguments), (*lost, *_deviating_products(plan, purpose)))
 
 
 def _reshard(plan: Plan, lost: list[str]) -> str:
-    kept = Counter(plan.is_kept(row.name) for row in plan.rows if row.kind == "parameter" and "S(" in row.layout)
+    kept = Counter(plan.is_saved(row.name) for row in plan.rows if row.kind == "parameter" and "S(" in row.layout)
     if kept[True] and kept[False]:
         lost.append(f"{kept[True]} of {kept.total()} weights in parts are saved for the backward, here those of most")
     return "never" if kept[True] > kept[False] else "always"
@@ -75,7 +75,7 @@ def _recomputation(plan: Plan, lost: list[str]) -> list[str]:
     return [f"--activation_checkpoint.mode={mode}", *op]
 
 
-def _otherwise(plan: Plan, purpose: dict[str, str]) -> list[str]:
+def _deviating_products(plan: Plan, purpose: dict[str, str]) -> list[str]:
     """Products that share their work on an axis in another way than most; a degree says one thing for all."""
     found = []
     for position, axis in enumerate(plan.mesh.names):

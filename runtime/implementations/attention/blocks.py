@@ -61,7 +61,7 @@ def pairs_of(
     if causal and tuple(queries) == tuple(keys):
         whole = 0, sum(piece.size for piece in queries)
         return (Pair(whole, whole, whole, causal=True),)
-    found = [pair for q in queries for k in keys for pair in _pairs(q, k, _around(k, columns), causal)]
+    found = [pair for q in queries for k in keys for pair in _pairs(q, k, _piece_within(k, columns), causal)]
     return tuple(_joined(found)) if causal else tuple(found)
 
 
@@ -83,7 +83,7 @@ def _joined(pairs: Sequence[Pair]) -> list[Pair]:
     return found
 
 
-def _around(piece: Piece, pieces: Sequence[Piece]) -> Piece:
+def _piece_within(piece: Piece, pieces: Sequence[Piece]) -> Piece:
     return next(each for each in pieces if each.first <= piece.first and piece.end <= each.end)
 
 

@@ -89,18 +89,18 @@ class _ByMask:
         """Its probability, and what tells apart the queries and keys that are here."""
         if drawn is None:
             return 0.0, None, None
-        dealt = self.split.queries
-        queries = dealt.pieces(q.shape[-2] * num_parts_of(dealt.axes), ranks[: len(dealt.axes)])
+        split = self.split.queries
+        queries = split.pieces(q.shape[-2] * num_parts_of(split.axes), ranks[: len(split.axes)])
         dropout = dropout_of(self.dropout_p, drawn, queries, self.split.keys_at(ranks, step), q.device)
         return dropout.p, dropout.rows_BHS, dropout.columns_T
 
     def _vectors(self, ranks: Ranks, step: int, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Return the vectors of this rank's queries, and those of the keys present at a step."""
         here, unmoved = self.split.keys_at(ranks, step), self.split.keys_unmoved(ranks)
-        return [_of(x, here, unmoved) if of_keys(x) else x for x in vectors]
+        return [_elements_of(x, here, unmoved) if of_keys(x) else x for x in vectors]
 
 
-def _of(vector: Tensor, pieces: Sequence[Piece], unmoved: Sequence[Piece]) -> Tensor:
+def _elements_of(vector: Tensor, pieces: Sequence[Piece], unmoved: Sequence[Piece]) -> Tensor:
     if tuple(pieces) == tuple(unmoved):
         return vector
     around = [next(u for u in unmoved if u.first <= each.first and each.end <= u.end) for each in pieces]

@@ -11,7 +11,7 @@ from autopar.ir.program.operators.attention.dropout import Dropout, lines_of
 from autopar.runtime.collectives.mesh_axes import Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.heads import GROUP, QUERY_HEADS
-from autopar.runtime.implementations.attention.positions import KEYS, QUERIES, Dealing, positions
+from autopar.runtime.implementations.attention.positions import KEYS, QUERIES, FactorSplit, positions
 from autopar.runtime.implementations.dropout import kept_of_whole, seed_of_part
 from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
@@ -54,15 +54,15 @@ def drawn(
         wide = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
         kept = kept_of_whole(wide, [*whole.values()], p, over, [zigzag.get(factor, ()) for factor in whole])
         return kept.reshape(-1, *(kept.shape[-3:] if query.ndim > 2 else (1, *kept.shape[-2:])))
-    dealt = [Dealing.of(factor, split, zigzag) for factor in whole]
+    splits = [FactorSplit.of(factor, split, zigzag) for factor in whole]
     local = query.shape[: len(whole)]
-    every = [axis for each in dealt for axis in each.axes]
+    every = [axis for each in splits for axis in each.axes]
 
     def compute(ranks: Ranks, seed: Tensor) -> list[Tensor]:
         number = torch.zeros((), dtype=torch.int64, device=query.device)
         stands = iter(ranks)
         found = []
-        for each, size in zip(dealt, local, strict=True):
+        for each, size in zip(splits, local, strict=True):
             stand = tuple(next(stands) for _ in each.axes)
             found.append(positions(each.pieces(size * num_parts_of(each.axes), stand), query.device))
         heads = found.pop() if query.ndim > 2 else number.view(1)

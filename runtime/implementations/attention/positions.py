@@ -24,7 +24,7 @@ def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealing:
+class FactorSplit:
     """Split of a sequence by axes, outer axis first."""
 
     axes: tuple[Axis, ...]
@@ -32,7 +32,7 @@ class Dealing:
     """Names of the axes that zigzag-shard it: each rank has two chunks of it (see `runtime.collectives.rank_parts`)."""
 
     @classmethod
-    def of(cls, factor: str, axes: Axes, zigzag: Axes) -> Dealing:
+    def of(cls, factor: str, axes: Axes, zigzag: Axes) -> FactorSplit:
         """Build the split of a factor from the keywords of an implementation."""
         return cls(axes_of(axes.get(factor, ())), frozenset(zigzag.get(factor, ())))
 
@@ -59,8 +59,8 @@ class Dealing:
 class Split:
     """Split of queries and keys by the mesh."""
 
-    queries: Dealing
-    keys: Dealing
+    queries: FactorSplit
+    keys: FactorSplit
     ring: Axis | None
     """The axes that split both, as one."""
     merged: tuple[Axis, ...]
@@ -74,8 +74,8 @@ class Split:
         """Build the split of queries and keys from the keywords of an implementation."""
         ring = tuple(name for name in axes.get(KEYS, ()) if name in axes.get(QUERIES, ()))
         return cls(
-            Dealing.of(QUERIES, axes, zigzag),
-            Dealing.of(KEYS, axes, zigzag),
+            FactorSplit.of(QUERIES, axes, zigzag),
+            FactorSplit.of(KEYS, axes, zigzag),
             axis_of(joined_name(ring, range(len(ring)))) if axes_of(ring) else None,
             axes_of(name for name in axes.get(KEYS, ()) if name not in ring),
             num_keys,
@@ -99,9 +99,9 @@ class Split:
             return ()
         alike = [axis.name for axis in self.queries.axes] == [axis.name for axis in self.keys.axes]
         part = self.num_keys // num_parts_of(self.keys.axes)
-        dealt = [axis.name in self.queries.zigzag for axis in self.queries.axes]
-        reach = self.reach if alike and len(set(dealt)) == 1 else None
-        return hops_of(reach, part, self.ring.size, any(dealt))
+        is_zigzag = [axis.name in self.queries.zigzag for axis in self.queries.axes]
+        reach = self.reach if alike and len(set(is_zigzag)) == 1 else None
+        return hops_of(reach, part, self.ring.size, any(is_zigzag))
 
     def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
         """Return the keys that a rank has after so many hops."""
@@ -113,17 +113,17 @@ class Split:
             place += stands[axis.name]
             stands[axis.name], place = place % axis.size, place // axis.size
         pieces = self.keys.pieces(self.num_keys, tuple(stands[axis.name] for axis in self.keys.axes))
-        return pieces if hop is None else _among(pieces, hop.first, hop.size)
+        return pieces if hop is None else _pieces_from(pieces, hop.first, hop.size)
 
     def keys_unmoved(self, ranks: Ranks) -> tuple[Piece, ...]:
         """Return the keys of a tensor that does not travel, and so is whole on the axes of the ring."""
         stands = {axis.name: rank for axis, rank in zip(self.axes, ranks, strict=True)}
-        return Dealing(self.merged, self.keys.zigzag).pieces(
+        return FactorSplit(self.merged, self.keys.zigzag).pieces(
             self.num_keys, tuple(stands[axis.name] for axis in self.merged)
         )
 
 
-def _among(pieces: Sequence[Piece], begin: int, length: int) -> tuple[Piece, ...]:
+def _pieces_from(pieces: Sequence[Piece], begin: int, length: int) -> tuple[Piece, ...]:
     """So many of a rank's positions from a place on, and where they lie in a tensor of these alone."""
     found = _cut([(piece.first, piece.size) for piece in pieces], begin, length)
     return tuple(Piece(first, sum(size for _, size in found[:at]), size) for at, (first, size) in enumerate(found))

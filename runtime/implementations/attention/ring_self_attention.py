@@ -94,11 +94,11 @@ class _Rows:
 
     def by_rank(self, x_BTD: Tensor) -> Tensor:
         """Reorder a tensor from the order of positions to the order of the ranks that have them."""
-        dealing = self.split.keys
-        if not dealing.zigzag:
+        keys = self.split.keys
+        if not keys.zigzag:
             return x_BTD
-        stands = itertools.product(*(range(axis.size) for axis in dealing.axes))
-        pieces = [piece for ranks in stands for piece in dealing.pieces(self.split.num_keys, ranks)]
+        stands = itertools.product(*(range(axis.size) for axis in keys.axes))
+        pieces = [piece for ranks in stands for piece in keys.pieces(self.split.num_keys, ranks)]
         return torch.cat([x_BTD[:, piece.first : piece.end] for piece in pieces], -2)
 
 
@@ -142,7 +142,7 @@ def _products(x_BND: Tensor, own: Tensor, rows: _Rows) -> Tensor:
         return (found,)
 
     found = x_BND.new_empty((*x_BND.shape[:-1], rows.split.num_keys))
-    return _around(multiply, own, rows, found, x_BND)
+    return _around_ring(multiply, own, rows, found, x_BND)
 
 
 def _sums(x_BNT: Tensor, own: Tensor, rows: _Rows) -> Tensor:
@@ -154,10 +154,12 @@ def _sums(x_BNT: Tensor, own: Tensor, rows: _Rows) -> Tensor:
         return (found,)
 
     wide = torch.promote_types(x_BNT.dtype, torch.float32)
-    return _around(add, own, rows, x_BNT.new_zeros((*x_BNT.shape[:-1], own.shape[-1]), dtype=wide), x_BNT)
+    return _around_ring(add, own, rows, x_BNT.new_zeros((*x_BNT.shape[:-1], own.shape[-1]), dtype=wide), x_BNT)
 
 
-def _around(compute: Callable[..., Sequence[Tensor]], own: Tensor, rows: _Rows, found: Tensor, x: Tensor) -> Tensor:
+def _around_ring(
+    compute: Callable[..., Sequence[Tensor]], own: Tensor, rows: _Rows, found: Tensor, x: Tensor
+) -> Tensor:
     """Run `compute` with the keys, or values, of one rank after the other, while those of the next are in transit."""
     here = [own]
     for step in range(rows.split.num_steps):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, autograd
 from torch.nn import functional as F
 
-from autopar.ir.program.operators.derivatives import is_asked_for, once_differentiable
+from autopar.ir.program.operators.derivatives import is_requested, once_differentiable
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
 from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, Axis, axes_of
 from autopar.runtime.implementations.products.fused import gather_and_multiply, is_fused, multiply_and_scatter
@@ -234,9 +234,9 @@ def _fused_reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way:
     return multiply_and_scatter(part, matrix, way.axis, way.chunks.dim)
 
 
-def _asked_for(ctx: Any) -> list[bool]:
+def _is_requested(ctx: Any) -> list[bool]:
     """Return for each argument of a Function whether the running backward must give its gradient."""
-    return [needed and is_asked_for(ctx, sum(ctx.are_tensors[:at])) for at, needed in enumerate(ctx.needs_input_grad)]
+    return [needed and is_requested(ctx, sum(ctx.are_tensors[:at])) for at, needed in enumerate(ctx.needs_input_grad)]
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class _OfGathered(autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         whole, *weights = ctx.saved_tensors
-        of_x, _, *of_operands = _asked_for(ctx)
+        of_x, _, *of_operands = _is_requested(ctx)
         reduce = _reduced_sum if not ctx.way.fused else _fused_reduced_sum
         of_rows = reduce(grads, weights, ctx.way) if of_x else None
         found: list[Tensor | None] = []
@@ -285,7 +285,7 @@ class _OfGatheredAgain(autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, *weights), way = ctx.saved_tensors, ctx.way
-        of_x, _, *of_operands = _asked_for(ctx)
+        of_x, _, *of_operands = _is_requested(ctx)
         gathering = start_gather(x, way.axis) if any(of_operands[::2]) else None
         reducing = None
         if of_x:
@@ -316,7 +316,7 @@ class _ThenReduced(autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w_OK = ctx.saved_tensors
-        of_x, of_weight, _ = _asked_for(ctx)
+        of_x, of_weight, _ = _is_requested(ctx)
         products_of = _products_of_gathered if not ctx.way.fused else _fused_products_of_gathered
         whole, of_rows = products_of(grad, ctx.way, [w_OK.mT] if of_x else [], [None] if of_x else [], of_weight)
         of_weights = None if whole is None else _weight_gradient(whole, x)

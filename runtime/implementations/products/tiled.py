@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, autograd
 
-from autopar.ir.program.operators.derivatives import is_asked_for, once_differentiable
+from autopar.ir.program.operators.derivatives import is_requested, once_differentiable
 from autopar.runtime.collectives.in_chunks import arrived, start_gather, start_reduce_scatter
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of
 from autopar.strategies.rules.products.tiled import COLUMN, ROW, tile_sizes
@@ -139,7 +139,7 @@ class _InTiles(autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x, part), way = ctx.saved_tensors, ctx.way
-        of_x, of_weight = (ctx.needs_input_grad[at] and is_asked_for(ctx, at) for at in range(2))
+        of_x, of_weight = (ctx.needs_input_grad[at] and is_requested(ctx, at) for at in range(2))
         of_rows = None
         if of_x:
             tiles = (tile.mT for tile in _tiles(part, way))

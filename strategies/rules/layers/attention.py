@@ -159,8 +159,8 @@ class ByBlocks(Implementation):
         if parts == 1:
             return merging(call, sizes)
         value, each = call["value"], elements_of_key(call, sizes)
-        dealt, alike = sizes.get(ZIGZAG + "s", 0), sizes["s"] == sizes["t"]
-        hops = hops_of(self.reach(call) if alike and dealt < 2 else None, sizes["t"], parts, bool(dealt))
+        zigzag_parts, alike = sizes.get(ZIGZAG + "s", 0), sizes["s"] == sizes["t"]
+        hops = hops_of(self.reach(call) if alike and zigzag_parts < 2 else None, sizes["t"], parts, bool(zigzag_parts))
         keys, gradients = each * value.dtype.itemsize, each * max(WIDE_BYTES, value.dtype.itemsize)
         return (
             *(Collective("permute", around, keys * hop.size) for hop in hops),

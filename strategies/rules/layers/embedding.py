@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir.program.operators.bags import EMBEDDING_BAGS, MODES, RAGGED_EMBEDDING_BAGS
+from autopar.ir.program.operators.embedding_bags import EMBEDDING_BAGS, MODES, RAGGED_EMBEDDING_BAGS
 from autopar.ir.sharding.operation import Call, Implementation, OpRule
 from autopar.ir.sharding.rule import WHOLE
 from autopar.strategies.notation import Answer, Entry, rule, term

@@ -120,16 +120,16 @@ class InChunks(Implementation):
         ways = ("all_gather", "reduce_scatter") if _gathers(sizes) else ("reduce_scatter", "all_gather")
         forward = [Collective(ways[0], over, each) for each in chunks]
         if self.regathers and _gathers(sizes):
-            return (*forward, *_again(call, sizes))
+            return (*forward, *_backward_traffic(call, sizes))
         backward = [Collective(ways[1], over, each, True) for each in chunks] if _learns(call, sizes) else []
         return (*forward, *backward)
 
     def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
         """Return the share of all but one chunk, and of what the backward moves next to a second product."""
-        beside, learns, weighs = 1 - 1 / len(_moved(call, sizes)), _learns(call, sizes), call.inputs[1].requires_grad
+        hidden, learns, weighs = 1 - 1 / len(_moved(call, sizes)), _learns(call, sizes), call.inputs[1].requires_grad
         if self.regathers and _gathers(sizes):
-            return (beside + 2 * (learns and weighs)) / (1 + learns + weighs)
-        return (beside + 1) / 2 if _gathers(sizes) and learns and weighs else beside
+            return (hidden + 2 * (learns and weighs)) / (1 + learns + weighs)
+        return (hidden + 1) / 2 if _gathers(sizes) and learns and weighs else hidden
 
     def launches(self, call: Call, sizes: LocalSizes) -> int:
         """Count the chunks, each of which has a product."""
@@ -172,7 +172,7 @@ class GatheredAgain(InChunks):
         """Return gathers of rows, once more for the weight's gradient, and the reduction of their own gradients."""
         if not _splits(sizes) or self.follows:
             return ()
-        return (Collective("all_gather", TOGETHER + COLUMN, sum(_moved(call, sizes))), *_again(call, sizes))
+        return (Collective("all_gather", TOGETHER + COLUMN, sum(_moved(call, sizes))), *_backward_traffic(call, sizes))
 
     def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
         """Return the share of the traffic that overlaps with products: that of the backward, if it has two products.
@@ -223,7 +223,7 @@ def _splits(sizes: LocalSizes) -> bool:
     return TOGETHER + COLUMN in sizes or TOGETHER + ROW in sizes
 
 
-def _again(call: Call, sizes: LocalSizes) -> list[Collective]:
+def _backward_traffic(call: Call, sizes: LocalSizes) -> list[Collective]:
     """Return the collectives of a backward: rows again for the weight's gradient, and their own gradients."""
     over, whole = TOGETHER + COLUMN, sum(_moved(call, sizes))
     found = [Collective("all_gather", over, whole, True)] if call.inputs[1].requires_grad else []

@@ -96,7 +96,7 @@ def test_what_mixes_rows_or_counts_otherwise_is_no_block(change: Callable[[Tenso
     assert _count(program, DISPATCH) == 0
 
 
-def test_rows_that_are_read_beside_the_block_are_no_block() -> None:
+def test_rows_that_are_read_next_to_the_block_are_no_block() -> None:
     class Leaks(Looks):
         def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             self.kept = None

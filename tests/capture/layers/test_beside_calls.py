@@ -108,7 +108,7 @@ class WithConstant(Layer):
         *((WithoutGradient, 0), (Autocasting, 0), (Viewing, 0), (Transposing, NUMBER - 2), (WithConstant, 0)),
     ],
 )
-def test_what_a_layer_does_beside_its_calls_is_not_lost(kind: type[Layer], repeated: int) -> None:
+def test_what_a_layer_does_next_to_its_calls_is_not_lost(kind: type[Layer], repeated: int) -> None:
     model = stack(kind)
     if kind is Owned:
         for layer in model.each():

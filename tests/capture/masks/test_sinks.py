@@ -73,18 +73,18 @@ FOUND: dict[str, tuple[Mask, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", FOUND)
 def test_scores_with_sinks_are_one_call_that_gives_the_same(kind: str) -> None:
     torch.manual_seed(0)
-    mask, said = FOUND[kind]
+    mask, specified = FOUND[kind]
     model = Attention(mask)
     program = assert_as_eager(model, (torch.randn(2, S, 8),), {}, lambda y: y, tolerance=1e-5)
     (call,) = calls(program)
-    assert {name: call[name] for name in said} == said
+    assert {name: call[name] for name in specified} == specified
     assert call["key"].meta["tensor"].shape == (2, KEY_HEADS, S, WIDTH), "keys are repeated for their queries"
     infos = (node.meta.get("tensor") for node in program.graph.nodes)
     scores = [info for info in infos if isinstance(info, TensorInfo) and info.shape[-2:] == (S, S + 1)]
     assert not scores
 
 
-def test_what_is_dropped_is_said() -> None:
+def test_what_is_dropped_is_stated() -> None:
     (call,) = calls(captured(Attention(FOUND["causal"][0], dropout=0.25)))
     assert call["dropout_p"] == 0.25
 

@@ -403,7 +403,7 @@ def test_another_default_dtype_is_another_kind() -> None:
     assert watch.holds()
 
 
-def test_what_a_forward_prints_and_warns_of_is_said_when_it_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_forward_prints_and_warns_of_is_stated_when_it_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         print("rows", x.shape[0])
         warnings.warn("captured", stacklevel=1)

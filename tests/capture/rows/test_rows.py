@@ -159,13 +159,13 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "said", [name if name != "positions" else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS]
+    "specified", [name if name != "positions" else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS]
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_any_split_trains_as_one_process(form: str, said: str) -> None:
+def test_any_split_trains_as_one_process(form: str, specified: str) -> None:
     torch.manual_seed(0)
     model = FORMS[form]().double()
     alone, steps = copy.deepcopy(model), Steps([batch(form, seed) for seed in range(2)], "adamw", evaluated=True)
-    autopar.annotate(model, "cross_entropy_loss", **SPLITS[said])
+    autopar.annotate(model, "cross_entropy_loss", **SPLITS[specified])
     found = train_on_ranks(model, steps, {"dp": 2, "tp": 2}, {})
     assert fault_of(found, train_alone(alone, steps)) == ""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture, trace
-from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import LossTiles
 from autopar.errors import CaptureError
 from autopar.ir.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY

@@ -49,8 +49,8 @@ def _served(family: str, shape: tuple[int, ...], strategy: str) -> tuple[Layout,
     session.prefill(ids)
     at = torch.full((BATCH,), LENGTH)
     prompt = _differing(compiled, session.prompts[LENGTH], {IDS: ids, POSITIONS: torch.zeros_like(at)})
-    said = {IDS: ids[:, -1:].clone(), POSITION_IDS: at.unsqueeze(-1), POSITIONS: at}
-    return session.layout, prompt, _differing(compiled, session.token, said)
+    specified = {IDS: ids[:, -1:].clone(), POSITION_IDS: at.unsqueeze(-1), POSITIONS: at}
+    return session.layout, prompt, _differing(compiled, session.token, specified)
 
 
 SAMPLES, HEADS, LENGTHS = S(0), S(1), S(2)

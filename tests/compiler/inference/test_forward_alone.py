@@ -177,7 +177,7 @@ def _misused() -> list[str]:
         finally:
             parameter.requires_grad_(False)
 
-    said = []
+    specified = []
     for misuse in (
         lambda: compiled(x).sum().backward(),
         lambda: compiled.train(),
@@ -188,15 +188,15 @@ def _misused() -> list[str]:
     ):
         try:
             misuse()
-            said.append("nothing")
+            specified.append("nothing")
         except InputError as error:
-            said.append(str(error))
-    return said
+            specified.append(str(error))
+    return specified
 
 
 def test_who_would_train_it_is_told_why_not(ranks: Ranks) -> None:
-    for said in ranks.run(_misused, world_size=2):
-        assert [each.split(" which")[0].split(",")[0] for each in said] == [
+    for specified in ranks.run(_misused, world_size=2):
+        assert [each.split(" which")[0].split(",")[0] for each in specified] == [
             "backward through a model that was compiled with training=False",
             "the model was compiled with training=False",
             "train_step of a model that was compiled with training=False. Compile the model with training=True to "

@@ -102,7 +102,7 @@ def test_a_memory_limit_holds_for_both_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "specified"),
     [
         ({"batch": 0}, "batch=0; give a whole number of at least 1"),
         ({"prompt": 1}, "prompt=1; give a whole number of at least 2"),
@@ -111,8 +111,8 @@ def test_a_memory_limit_holds_for_both_plans() -> None:
         ({"colour": 1}, "colour is no option here"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said.replace("(", r"\(")):
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], specified: str) -> None:
+    with pytest.raises(InputError, match=specified.replace("(", r"\(")):
         _planned(**options)
 
 
@@ -129,12 +129,12 @@ def test_flash_decoding_is_of_generation_alone_and_divides_what_divides() -> Non
 
 
 def test_the_command_plans_generation(capsys: pytest.CaptureFixture[str]) -> None:
-    said = ["plan", "tiny-llama", "--mesh", "2", "--hardware", "h100", "--batch", "4", "--sequence", "16"]
-    assert main([*said, "--layers", "1", "--decode", "16", "--strategy", "megatron"]) == 0
+    specified = ["plan", "tiny-llama", "--mesh", "2", "--hardware", "h100", "--batch", "4", "--sequence", "16"]
+    assert main([*specified, "--layers", "1", "--decode", "16", "--strategy", "megatron"]) == 0
     assert "generation on dp=2: 4 prompts of 16 tokens, 16 new ones each" in capsys.readouterr().out
-    assert main([*said, "--layers", "1", "--inference", "--strategy", "megatron"]) == 0
+    assert main([*specified, "--layers", "1", "--inference", "--strategy", "megatron"]) == 0
     assert "plan for the mesh dp=2" in capsys.readouterr().out
-    assert main([*said, "--decode", "16", "--save", "x.json"]) == 2
+    assert main([*specified, "--decode", "16", "--save", "x.json"]) == 2
     assert "--save with --decode, which makes two plans" in capsys.readouterr().err
-    assert main([*said, "--within", "1"]) == 2
+    assert main([*specified, "--within", "1"]) == 2
     assert "--within is when the first token of --decode has to come" in capsys.readouterr().err

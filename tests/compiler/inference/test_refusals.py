@@ -19,7 +19,7 @@ from tests.support.generating import generating, prompts
 from tests.support.ranks import Ranks, mesh
 
 
-def _said(misuse: Callable[[], object]) -> str:
+def _specified(misuse: Callable[[], object]) -> str:
     try:
         misuse()
     except InputError as error:
@@ -43,8 +43,8 @@ def _of_arguments() -> list[str]:
         {"attention_mask": holes},
         {"labels": ids},
     ]
-    said = [_said(lambda each=each: compiled.generate(ids, max_new_tokens=2, **each)) for each in calls]
-    return [*said, _said(lambda: compiled.generate(ids + rank, max_new_tokens=2))]
+    specified = [_specified(lambda each=each: compiled.generate(ids, max_new_tokens=2, **each)) for each in calls]
+    return [*specified, _specified(lambda: compiled.generate(ids + rank, max_new_tokens=2))]
 
 
 def test_arguments_that_are_not_honoured_are_refused_by_name(ranks: Ranks) -> None:
@@ -58,18 +58,20 @@ def test_arguments_that_are_not_honoured_are_refused_by_name(ranks: Ranks) -> No
         "takes no labels; its inputs are input_ids and attention_mask",
         "the ranks were given different prompts",
     )
-    for said in ranks.run(_of_arguments, world_size=2):
-        assert [text for text, want in zip(said, expected, strict=True) if want not in text] == []
+    for specified in ranks.run(_of_arguments, world_size=2):
+        assert [text for text, want in zip(specified, expected, strict=True) if want not in text] == []
 
 
 def _with_parts() -> str:
     on = mesh((2,), ("dp",))
     compiled = autopar.compile(generating("llama", num_hidden_layers=1), on, training=False, inputs="local")
-    return _said(lambda: compiled.generate(prompts(2, 4), max_new_tokens=2))
+    return _specified(lambda: compiled.generate(prompts(2, 4), max_new_tokens=2))
 
 
 def test_parts_of_the_batch_are_refused(ranks: Ranks) -> None:
-    assert all("it takes the whole batch on every rank" in said for said in ranks.run(_with_parts, world_size=2))
+    assert all(
+        "it takes the whole batch on every rank" in specified for specified in ranks.run(_with_parts, world_size=2)
+    )
 
 
 def _model(name: str, **sizes: Any) -> Any:
@@ -93,9 +95,9 @@ MODELS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), MODELS, ids=["encoder", "state", "eager", "positions", "mla"])
-def test_models_without_such_a_cache_are_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(InputError, match=f"generate of a compiled .*: it .*({said})"):
+@pytest.mark.parametrize(("make", "specified"), MODELS, ids=["encoder", "state", "eager", "positions", "mla"])
+def test_models_without_such_a_cache_are_refused(make: Callable[[], Any], specified: str) -> None:
+    with pytest.raises(InputError, match=f"generate of a compiled .*: it .*({specified})"):
         layers_of(make())
 
 

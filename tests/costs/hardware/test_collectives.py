@@ -23,7 +23,7 @@ from autopar.costs.hardware.collectives import (
     used_devices,
 )
 from autopar.costs.hardware.load import known_profiles, load
-from autopar.costs.hardware.overlap import Beside, Message, Pass
+from autopar.costs.hardware.overlap import Message, OverlappedWork, Pass
 from autopar.costs.hardware.profile import Efficiencies, Hardware, Latencies, Link, Protocol
 from autopar.errors import MeshError
 from autopar.ir.sharding.mesh import Mesh
@@ -256,9 +256,9 @@ def test_a_collective_over_several_links_uses_a_protocol_they_all_know() -> None
 
 
 def test_a_collective_that_the_library_runs_poorly_gets_less_of_the_bandwidth() -> None:
-    wire = Link("wire", None, 0.5, 1.0, efficiencies=Efficiencies(reduce_scatter=0.25))
-    assert pieces("reduce_scatter", PAIR, "dp", _hardware(wire)) == ((0.5, 2.0),)
-    assert pieces("all_gather", PAIR, "dp", _hardware(wire)) == ((0.5, 0.5),)
+    plain_link = Link("wire", None, 0.5, 1.0, efficiencies=Efficiencies(reduce_scatter=0.25))
+    assert pieces("reduce_scatter", PAIR, "dp", _hardware(plain_link)) == ((0.5, 2.0),)
+    assert pieces("all_gather", PAIR, "dp", _hardware(plain_link)) == ((0.5, 0.5),)
 
 
 def test_a_collective_that_the_library_starts_slowly_pays_more_latency_on_each_link() -> None:
@@ -275,7 +275,7 @@ def test_a_collective_that_the_library_starts_slowly_pays_more_latency_on_each_l
     assert gathered[0] == 1.0 + 0.5 * 3, "the others start as the protocol says"
 
 
-def test_a_parameter_pays_its_part_of_a_message_as_far_as_nothing_is_computed_beside_it() -> None:
+def test_a_parameter_pays_its_part_of_a_message_as_far_as_nothing_is_computed_next_to_it() -> None:
     protocols = (Protocol("quick", "ring", 1.0, 0.0, 0.1), Protocol("wide", "ring", 8.0, 0.0, 1.0))
     hardware = _hardware(Link("wire", None, 0.0, 1.0, protocols), communication_share=0.25)
     reduced = Transfer("all_reduce", "dp", 2)
@@ -283,8 +283,8 @@ def test_a_parameter_pays_its_part_of_a_message_as_far_as_nothing_is_computed_be
     assert transfer_seconds(reduced, PAIR, hardware, Message(4)) == (8.0 + 8.0) / 4
     # Ten such parameters take 40 s in messages of four, overlapped with 10 s of each of two devices, 1 s of it latency.
     for computing, exposed in ((18.0, 1 - 10 / 40), (1e9, 0.25), (0.0, 1 - 1 / 40)):
-        beside = Beside(Pass(1e9, 1e9, 1), Pass(computing, 1.0, 20), 10)
-        found = transfer_seconds(reduced, PAIR, hardware, Message(4, 1, 2, 1, beside))
+        overlapped = OverlappedWork(Pass(1e9, 1e9, 1), Pass(computing, 1.0, 20), 10)
+        found = transfer_seconds(reduced, PAIR, hardware, Message(4, 1, 2, 1, overlapped))
         assert found == pytest.approx(exposed * 4.0)
 
 

@@ -41,8 +41,8 @@ def test_devices_share_the_cards_of_their_node() -> None:
 
 
 def test_a_leaf_switch_joins_more_nodes_where_each_rail_has_its_own() -> None:
-    said = {"leaf_nics": 32, "spine_oversubscription": 2.0}
-    by_rack, by_rail = (Network(**said, rail_optimized=rails).links(CARD, 8) for rails in (False, True))
+    specified = {"leaf_nics": 32, "spine_oversubscription": 2.0}
+    by_rack, by_rail = (Network(**specified, rail_optimized=rails).links(CARD, 8) for rails in (False, True))
     spine = Link("card spine", None, 1e-6, 20.0)
     assert by_rack == (Link("card", 4 * 8, 1e-6, 40.0), spine)
     assert by_rail == (Link("card", 32 * 8, 1e-6, 40.0), spine)
@@ -76,13 +76,13 @@ def test_a_leaf_switch_of_one_node_leaves_the_spine_alone() -> None:
 
 def test_a_profile_states_its_network_with_sources(tmp_path: Path) -> None:
     written = json.loads((PROFILES / "h100.json").read_text())
-    said = {"leaf_nics": 32, "rail_optimized": True, "spine_oversubscription": 2}
+    specified = {"leaf_nics": 32, "rail_optimized": True, "spine_oversubscription": 2}
     written["links"][-1]["network"] = {
-        key: {"value": value, "source": "measured: by hand"} for key, value in said.items()
+        key: {"value": value, "source": "measured: by hand"} for key, value in specified.items()
     }
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(written))
-    assert load(path) == _h100(**said) and [link.devices for link in load(path).links] == [8, 256, None]
+    assert load(path) == _h100(**specified) and [link.devices for link in load(path).links] == [8, 256, None]
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_a_profile_that_cannot_be_read_names_the_file_and_the_number(
     assert message in str(caught.value)
 
 
-def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
+def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_stated() -> None:
     profile = json.loads((PROFILES / "cpu.json").read_text())
     assert parse(profile).attention_efficiency == 1.0
     assert parse({**profile, "attention_efficiency": 0.3}).attention_efficiency == 0.3
@@ -305,7 +305,7 @@ def test_shapes_cost_nothing_where_a_profile_says_nothing_of_them(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["elementwise_bytes_per_s", "product_bytes_per_s"])
-def test_operations_go_at_the_speed_of_memory_where_nothing_else_is_said(name: str) -> None:
+def test_operations_go_at_the_speed_of_memory_where_nothing_else_is_stated(name: str) -> None:
     profile = json.loads((PROFILES / "cpu.json").read_text())
     assert getattr(parse(profile), name) == parse(profile).memory_bytes_per_s
     assert getattr(parse({**profile, name: 5e9}), name) == 5e9

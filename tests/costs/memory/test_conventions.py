@@ -35,8 +35,8 @@ class Classifier(nn.Module):
 
 
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Any:
-    asked: dict[str, Any] = {"strategy": "data_parallel", "recompute": "none", "loss_tiles": "none", **options}
-    return autopar.plan(Classifier(), autopar.Mesh(mesh or ONE), INPUTS, **by_flag(**asked))
+    requested: dict[str, Any] = {"strategy": "data_parallel", "recompute": "none", "loss_tiles": "none", **options}
+    return autopar.plan(Classifier(), autopar.Mesh(mesh or ONE), INPUTS, **by_flag(**requested))
 
 
 def _saved(plan: Plan, operation: str) -> int:
@@ -45,9 +45,9 @@ def _saved(plan: Plan, operation: str) -> int:
 
 @pytest.mark.parametrize(("mesh", "ranks"), [(ONE, 1), ({"dp": 2}, 2)], ids=["alone", "dp"])
 def test_masks_of_dropout_take_a_byte_per_element_of_the_rank(mesh: dict[str, int], ranks: int) -> None:
-    drawn, kept = _planned(mesh), _planned(mesh, memory_conventions=replace(NOTHING, dropout_masks=True))
+    drawn, saved = _planned(mesh), _planned(mesh, memory_conventions=replace(NOTHING, dropout_masks=True))
     assert _saved(drawn, "dropout") == 0
-    assert _saved(kept, "dropout") == 2 * BATCH * WIDTH // ranks
+    assert _saved(saved, "dropout") == 2 * BATCH * WIDTH // ranks
 
 
 @pytest.mark.parametrize(("mesh", "ranks"), [(ONE, 1), ({"dp": 2}, 2)], ids=["alone", "dp"])
@@ -79,9 +79,9 @@ def test_main_gradients_last_through_a_step_of_one_micro_batch() -> None:
 
 
 def test_stages_hold_main_gradients_and_masks_too() -> None:
-    said: dict[str, Any] = {"microbatches": 2, "schedule": "gpipe"}
-    usual = _planned({"pp": 2}, memory_conventions="tensors", **said)
-    megatron = _planned({"pp": 2}, memory_conventions=replace(NOTHING, dropout_masks=True), **said)
+    specified: dict[str, Any] = {"microbatches": 2, "schedule": "gpipe"}
+    usual = _planned({"pp": 2}, memory_conventions="tensors", **specified)
+    megatron = _planned({"pp": 2}, memory_conventions=replace(NOTHING, dropout_masks=True), **specified)
     assert isinstance(usual, PipelinePlan) and isinstance(megatron, PipelinePlan)
     masks = [sum(_saved(stage.plan, "dropout") for stage in plan.stages) for plan in (usual, megatron)]
     assert masks == [0, 2 * BATCH // 2 * WIDTH]

@@ -62,8 +62,8 @@ def test_no_more_than_one_layers_gradients_are_ever_there() -> None:
 
 @pytest.mark.slow
 def test_a_limit_that_only_this_keeps_is_kept() -> None:
-    at_once, kept = (_plan(each, "data_parallel").peak_bytes for each in (True, False))
-    limit = (at_once + kept) // 2
+    at_once, saved = (_plan(each, "data_parallel").peak_bytes for each in (True, False))
+    limit = (at_once + saved) // 2
     assert _plan(True, "data_parallel", memory=limit).peak_bytes == at_once
     with pytest.raises(InfeasibleError, match="the memory limit is"):
         _plan(False, "data_parallel", memory=limit)
@@ -71,8 +71,10 @@ def test_a_limit_that_only_this_keeps_is_kept() -> None:
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=["data", "pipeline"])
 def test_several_micro_batches_are_refused(axes: dict[str, int]) -> None:
-    said = r"optimizer='galore' with in_backward=True .* the step has 4 micro-batches.*give microbatches=1, or leave"
-    with pytest.raises(InputError, match=said):
+    specified = (
+        r"optimizer='galore' with in_backward=True .* the step has 4 micro-batches.*give microbatches=1, or leave"
+    )
+    with pytest.raises(InputError, match=specified):
         _plan(True, None, autopar.Mesh(axes), microbatches=4)
 
 
@@ -114,18 +116,18 @@ def _measured(shape: tuple[int, ...], strategy: str, in_backward: bool) -> tuple
 )
 def test_ranks_hold_what_the_plan_predicts(ranks: Ranks, shape: tuple[int, ...], strategy: str) -> None:
     world = torch.Size(shape).numel()
-    kept = ranks.run(_measured, shape, strategy, False, world_size=world)
+    saved = ranks.run(_measured, shape, strategy, False, world_size=world)
     for (found, predicted), (_, without) in zip(
-        ranks.run(_measured, shape, strategy, True, world_size=world), kept, strict=True
+        ranks.run(_measured, shape, strategy, True, world_size=world), saved, strict=True
     ):
         assert predicted == pytest.approx(found, rel=0.1)
         assert predicted < without
 
 
-def test_a_step_on_the_host_is_refused_beside_it_without_gradients_there() -> None:
+def test_a_step_on_the_host_is_refused_next_to_it_without_gradients_there() -> None:
     with pytest.raises(InputError, match=r'offload was given with in_backward=True, .* give gradients="host", too, or'):
         model, inputs = named("tiny-llama", 4, 8)
-        asked = autopar.Optimizer("adamw", in_backward=True)
+        requested = autopar.Optimizer("adamw", in_backward=True)
         autopar.plan(
-            model, autopar.Mesh({"dp": 2}), inputs, optimizer=asked, memory=autopar.Memory(offload="optimizer")
+            model, autopar.Mesh({"dp": 2}), inputs, optimizer=requested, memory=autopar.Memory(offload="optimizer")
         )

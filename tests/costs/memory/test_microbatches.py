@@ -19,7 +19,7 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.microbatches import END, Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import MemoryRow, wire_bytes
+from autopar.costs.memory.moments import MemoryRow, edge_bytes
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.build import build_space
@@ -32,7 +32,7 @@ from autopar.planning.pipeline.stages.blocks import blocks_of
 from autopar.planning.pipeline.stages.splitting import split
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings, context_of
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.runtime.module.stage import Stage
 from autopar.tools.benchmarking.meters import peak_bytes
@@ -68,11 +68,11 @@ class Chain(nn.Module):
         return x_BD.square().mean()
 
 
-def stored(space: Space, weight: str, layout: str, kept: bool) -> list[int]:
+def stored(space: Space, weight: str, layout: str, saved: bool) -> list[int]:
     """The choices that leave everything whole but one weight: stored in a layout, and kept once gathered or not."""
     choices, number = list(whole(space)), space.index[space.program.parameters[weight]]
-    strategies = space.decisions[number].menu.strategies
-    choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.kept == kept)
+    strategies = space.decisions[number].candidates.strategies
+    choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.saved == saved)
     split_samples(space, choices, number)
     return choices
 
@@ -80,8 +80,8 @@ def stored(space: Space, weight: str, layout: str, kept: bool) -> list[int]:
 def kept_by_one(memory: MemoryModel, choices: Sequence[int]) -> int:
     """Return the bytes that one micro-batch saves from its forward to its backward."""
     own = sum(int(a[0][c]) for n, c in enumerate(choices) if (a := memory.own(n)) is not None)
-    kept = ((w, memory.wire(w)) for w in memory.space.wires)
-    return own + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in kept if a is not None)
+    saved = ((w, memory.edge(w)) for w in memory.space.edges)
+    return own + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in saved if a is not None)
 
 
 def use_of(space: Space, choices: Sequence[int], count: int, in_flight: int) -> tuple[int, dict[str, int]]:
@@ -150,10 +150,10 @@ def test_inputs_are_there_for_all_microbatches() -> None:
     assert (alone, many) == (4 * 8 * 4, 6 * 4 * 8 * 4)
 
 
-@pytest.mark.parametrize(("kept", "moved"), [(True, 8 * 8 * 4), (False, 0)])
-def test_a_gathered_weight_is_held_once_unless_it_is_gathered_again(kept: bool, moved: int) -> None:
+@pytest.mark.parametrize(("saved", "moved"), [(True, 8 * 8 * 4), (False, 0)])
+def test_a_gathered_weight_is_held_once_unless_it_is_gathered_again(saved: bool, moved: int) -> None:
     space = space_of(Attention(False), (IDS_BS,), dp=2)
-    choices = stored(space, "query.weight", "S(0)", kept)
+    choices = stored(space, "query.weight", "S(0)", saved)
     for in_flight in (1, 3):
         parts = use_of(space, choices, 4, in_flight)[1]
         assert parts.get("moved weights", 0) == moved
@@ -168,7 +168,7 @@ def test_an_embedding_that_is_gathered_is_held_until_the_end() -> None:
 def added_up(space: Space, choices: Sequence[int]) -> int:
     """Bytes of all gradients that micro-batches add up."""
     memory = MemoryModel(space, Microbatches(4))
-    arrays = ((wire, memory.accumulation.accumulated(wire)) for wire in space.wires)
+    arrays = ((edge, memory.accumulation.accumulated(edge)) for edge in space.edges)
     return sum(int(a[choices[w.source], choices[w.target]]) for w, a in arrays if a is not None)
 
 
@@ -176,7 +176,7 @@ def test_a_gathered_weights_gradient_is_added_up_whole_and_a_regathered_ones_in_
     space = space_of(Attention(False), (IDS_BS,), dp=2)
     everything = sum(p.numel() for p in Attention(False).parameters()) * 4
     size = 8 * 8 * 4
-    found = [added_up(space, stored(space, "query.weight", "S(0)", kept)) for kept in (True, False)]
+    found = [added_up(space, stored(space, "query.weight", "S(0)", saved)) for saved in (True, False)]
     assert found == [everything, everything - size // 2]
 
 
@@ -212,12 +212,12 @@ def test_all_gradients_are_there_in_a_later_backward_and_none_in_the_first() -> 
     forwards_first = memory_use(MemoryModel(space, Microbatches(2, 2)), choices, {})[1]
     one = memory_use(MemoryModel(space), choices, {})[1]
     inputs = 4 * 8 * 4
-    kept = kept_by_one(MemoryModel(space, Microbatches(2)), choices)
+    saved = kept_by_one(MemoryModel(space, Microbatches(2)), choices)
     start, *_ = (each.num_bytes for each in one.timeline if not each.backward)
     alternating_start, *_ = (each.num_bytes for each in alternating.timeline if not each.backward)
     first_start, *_ = (each.num_bytes for each in forwards_first.timeline if not each.backward)
-    assert alternating_start == start + 8 * inputs + kept + 4 * size
-    assert first_start in (start + inputs + kept, start + inputs + 4 * size)
+    assert alternating_start == start + 8 * inputs + saved + 4 * size
+    assert first_start in (start + inputs + saved, start + inputs + 4 * size)
 
 
 @pytest.mark.parametrize("microbatches", [Microbatches(6, 3), Microbatches(3, 3), Microbatches(2, 1), PIPEDREAM])
@@ -297,7 +297,7 @@ def test_the_parts_of_a_step_add_up_to_it(name: str, recompute: Recompute) -> No
     space = space_of(model, (inputs,), load("h100"), dp=2, tp=2)
     for microbatches in (None, Microbatches(5, 2)):
         plan, choices = make_plan(space, {}, Settings(Memory(recompute=recompute)), microbatches=microbatches)
-        parts = parts_of(context_of(plan).memory_model, choices, plan.recompute)
+        parts = step_seconds_of(context_of(plan).memory_model, choices, plan.recompute)
         assert parts.seconds == pytest.approx(plan.seconds, rel=1e-9)
         assert min(parts) > 0 and plan.bound <= plan.seconds * (1 + 1e-9)
         assert parts.forward + parts.once >= sum(row.forward_seconds for row in plan.rows) * (1 - 1e-9)
@@ -308,8 +308,8 @@ def test_what_the_search_makes_least_is_a_microbatch_with_its_share_of_the_step(
     memory, draw = MemoryModel(space, Microbatches(7)), random.Random(0)
     problem = Formulation(space, memory).problem({})
     for _ in range(30):
-        choices = [draw.randrange(len(decision.menu.strategies)) for decision in space.decisions]
-        expected = parts_of(memory, choices, {}).per_microbatch(7)
+        choices = [draw.randrange(len(decision.candidates.strategies)) for decision in space.decisions]
+        expected = step_seconds_of(memory, choices, {}).per_microbatch(7)
         if np.isfinite(expected):
             assert problem.seconds_of(choices) == pytest.approx(expected, rel=1e-9)
 
@@ -320,7 +320,7 @@ def test_many_microbatches_would_rather_move_weights_than_activations() -> None:
     memory = MemoryModel(space, Microbatches(50))
     _, choices = make_plan(space, {}, microbatches=Microbatches(50))
     _, alone = make_plan(space, {})
-    many, one = parts_of(memory, choices, {}), parts_of(memory, alone, {})
+    many, one = step_seconds_of(memory, choices, {}), step_seconds_of(memory, alone, {})
     assert many.per_microbatch(50) < 0.9 * one.per_microbatch(50)
     assert one.per_microbatch(1) < 0.9 * many.per_microbatch(1)
 
@@ -340,16 +340,16 @@ def test_a_plan_for_many_microbatches_is_verified_saved_and_loaded(share: float 
         replace(plan, peak_bytes=plan.peak_bytes // 2).verify()
 
 
-def test_arrays_of_equal_wires_are_one_object() -> None:
+def test_arrays_of_equal_edges_are_one_object() -> None:
     space = space_of(Chain(), (X_BD,), dp=2)
     memory = MemoryModel(space, Microbatches(4, 2))
     row = MemoryRow(((0, 1),))
     kinds: dict[object, np.ndarray] = {}
-    for wire in space.wires:
-        held = memory.accumulation.held(wire)
+    for edge in space.edges:
+        held = memory.accumulation.held(edge)
         if held is not None:
-            assert kinds.setdefault(space.kind(wire), held) is held
-    assert kinds and wire_bytes(memory, space.wires[0], row) is not None
+            assert kinds.setdefault(space.kind(edge), held) is held
+    assert kinds and edge_bytes(memory, space.edges[0], row) is not None
 
 
 class _Mlp(nn.Module):

@@ -26,16 +26,16 @@ from autopar.costs.memory.moments import (
     REDUCING,
     MemoryRow,
     Moment,
+    edge_bytes,
     moment_of,
     node_bytes,
-    wire_bytes,
 )
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.memory.tensor_bytes import TensorBytes
 from autopar.costs.pricing import message_sizes as messages
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.costs.space.build import build_space
-from autopar.costs.space.space import Space, Wire
+from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
@@ -50,7 +50,9 @@ def whole(space: Space) -> tuple[int, ...]:
     """The choices that leave everything whole on every device."""
     found = []
     for decision in space.decisions:
-        names = [set(s.choices) | {str(p) for layout in s.outputs for p in layout} for s in decision.menu.strategies]
+        names = [
+            set(s.choices) | {str(p) for layout in s.outputs for p in layout} for s in decision.candidates.strategies
+        ]
         found.append(
             next(i for i, name in enumerate(names) if not any(each.startswith(("S", "Z", "P")) for each in name))
         )
@@ -62,8 +64,8 @@ def held_for_the_backward(family: Family) -> tuple[Space, int]:
     model, (args, kwargs) = family.build(), family.inputs(0)
     arguments = canonical_arguments(inspect.signature(model.forward), args, kwargs)
     program = capture(skeleton(model), *arguments)
-    leaves = pytree.tree_leaves(arguments)
-    there = (*model.parameters(), *model.buffers(), *program.constants.values(), *leaves)
+    is_offloaded = pytree.tree_leaves(arguments)
+    there = (*model.parameters(), *model.buffers(), *program.constants.values(), *is_offloaded)
     known = {each.untyped_storage()._cdata for each in there if isinstance(each, torch.Tensor)}
     held: dict[int, torch.UntypedStorage] = {}
 
@@ -74,7 +76,7 @@ def held_for_the_backward(family: Family) -> tuple[Space, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = run(program, dict(model.named_parameters()), dict(model.named_buffers()), leaves)
+        outputs = run(program, dict(model.named_parameters()), dict(model.named_buffers()), is_offloaded)
     del outputs
     space = build_space(program, Mesh({"dp": 1}), load("cpu"))
     return space, sum(storage.nbytes() for storage in held.values())
@@ -88,14 +90,14 @@ def test_predicted_activations_are_what_autograd_holds(name: str) -> None:
     choices = whole(space)
     _, use, _ = memory_use(memory, choices, {})
     own = sum(int(arrays[0][c]) for n, c in enumerate(choices) if (arrays := memory.own(n)) is not None)
-    wires = sum(
+    edges = sum(
         int(arrays[0][choices[w.source], choices[w.target]])
-        for w in space.wires
-        if (arrays := memory.wire(w)) is not None
+        for w in space.edges
+        if (arrays := memory.edge(w)) is not None
     )
     # A statistic or a mask may be counted at both ends of a chain of views.
-    assert held <= own + wires <= held * 1.006
-    assert use.parts.get("activations", 0) <= own + wires
+    assert held <= own + edges <= held * 1.006
+    assert use.parts.get("activations", 0) <= own + edges
 
 
 def test_the_timeline_rises_to_the_loss_and_ends_with_all_gradients() -> None:
@@ -133,16 +135,16 @@ def test_moments_of_8_bits_are_whole_where_a_device_has_few_elements_or_no_full_
     found = Optimizer("adamw-8bit").state_bytes_of("optimizer", info, elements)
     tables = 2 * 256 * 4
     assert found.tolist() == [4 * 4095, 4096 * 65 // 32 + tables, 4 * 4097, 8192 * 65 // 32 + tables, 4 * 256]
-    beside = Optimizer("adamw-8bit", master_copies=True)
-    assert beside.state_bytes_of("optimizer", info, elements)[0] == 8 * 4095
-    assert beside.state_bytes_of("master copies", info, elements)[0] == 4 * 4095
+    other = Optimizer("adamw-8bit", master_copies=True)
+    assert other.state_bytes_of("optimizer", info, elements)[0] == 8 * 4095
+    assert other.state_bytes_of("master copies", info, elements)[0] == 4 * 4095
 
 
 def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:
     space = space_of(TwoLinears(), (X_BD,))
     memory = MemoryModel(space)
     number = space.index["relu_default"]
-    strategies = space.decisions[number].menu.strategies
+    strategies = space.decisions[number].candidates.strategies
     own = memory.own(number)
     assert own is not None
     by_layout = {str(s.outputs[0]): int(b) for s, b in zip(strategies, own[0], strict=True)}
@@ -151,48 +153,48 @@ def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:
     assert (
         memory.own(space.index["linear_default"]) is None
     )  # relu keeps its output, so nobody needs what it was made of
-    (wire,) = (w for w in space.wires if w.source == number)
-    arrays = memory.wire(wire)
+    (edge,) = (w for w in space.edges if w.source == number)
+    arrays = memory.edge(edge)
     assert arrays is not None
-    rows, columns = ([str(x) for x in layouts] for layouts in (space.source_layouts(wire), space.target_layouts(wire)))
+    rows, columns = ([str(x) for x in layouts] for layouts in (space.source_layouts(edge), space.target_layouts(edge)))
     moved = arrays[0][rows.index("S(0)"), columns.index("I")]
     assert (moved, arrays[0][rows.index("S(0)"), columns.index("S(0)")]) == (4 * 16 * 4, 0)
 
 
-def _stored(sizes: dict[str, int], layout: str, kept: bool) -> tuple[Space, list[int], int]:
+def _stored(sizes: dict[str, int], layout: str, saved: bool) -> tuple[Space, list[int], int]:
     """Attention with its query weight stored in a layout, everything else whole, and the number of that parameter."""
     program = capture(skeleton(Attention(False)), (IDS_BS,), {})
     space = build_space(program, Mesh(sizes), load("cpu"))
     number = space.index[program.parameters["query.weight"]]
     choices = list(whole(space))
-    strategies = space.decisions[number].menu.strategies
-    choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.kept == kept)
+    strategies = space.decisions[number].candidates.strategies
+    choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.saved == saved)
     split_samples(space, choices, number)
     return space, choices, number
 
 
 def split_samples(space: Space, choices: list[int], weight: int) -> None:
     """Let the call that takes a weight split its samples: gradients that are equal everywhere need no reduction."""
-    (wire,) = (w for w in space.wires if w.source == weight)
-    strategies = space.decisions[wire.target].menu.strategies
-    wanted = next(i for i, s in enumerate(strategies) if set(map(str, s.inputs[wire.target_input])) == {"R"})
-    choices[wire.target] = wanted
+    (edge,) = (w for w in space.edges if w.source == weight)
+    strategies = space.decisions[edge.target].candidates.strategies
+    wanted = next(i for i, s in enumerate(strategies) if set(map(str, s.inputs[edge.target_input])) == {"R"})
+    choices[edge.target] = wanted
 
 
 def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
-    space, choices, number = _stored({"dp": 2}, "S(0)", kept=False)
-    (wire,) = (w for w in space.wires if w.source == number)
+    space, choices, number = _stored({"dp": 2}, "S(0)", saved=False)
+    (edge,) = (w for w in space.edges if w.source == number)
     memory = MemoryModel(space)
-    arrays, again = memory.wire(wire), memory.weights.gathered_again(wire)
+    arrays, again = memory.edge(edge), memory.weights.gathered_again(edge)
     assert arrays is not None and again is not None
     found = {}
-    for target in (choices[wire.target], whole(space)[wire.target]):
-        choices[wire.target] = target
+    for target in (choices[edge.target], whole(space)[edge.target]):
+        choices[edge.target] = target
         ends = choices[number], target
-        found[str(space.path(wire, choices))] = (
+        found[str(space.path(edge, choices))] = (
             int(arrays[0][ends]),
             int(again[ends]),
-            any(space.path(wire, choices).regathered),
+            any(space.path(edge, choices).regathered),
         )
     assert found == {"S(0) → R": (0, 256, True), "S(0) → I": (256, 0, False)}
 
@@ -200,14 +202,14 @@ def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
 def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_layer_runs() -> None:
     size = 8 * 8 * 4
     used = {}
-    for kept in (False, True):
-        space, choices, number = _stored({"dp": 2}, "S(0)", kept)
+    for saved in (False, True):
+        space, choices, number = _stored({"dp": 2}, "S(0)", saved)
         memory = MemoryModel(space)
-        (wire,) = (w for w in space.wires if w.source == number)
-        ends = choices[wire.source], choices[wire.target]
-        arrays, gathered, unreduced = memory.wire(wire), memory.weights.gathered(wire), memory.weights.unreduced(wire)
+        (edge,) = (w for w in space.edges if w.source == number)
+        ends = choices[edge.source], choices[edge.target]
+        arrays, gathered, unreduced = memory.edge(edge), memory.weights.gathered(edge), memory.weights.unreduced(edge)
         assert arrays is not None and gathered is not None and unreduced is not None
-        used[kept] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
+        used[saved] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
         assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
     assert used == {False: (0, size, size), True: (size, 0, size)}
 
@@ -220,12 +222,14 @@ def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone
     with mock.patch.object(messages, "LARGE", large):
         space = space_of(nn.Linear(8, rows, bias=False), (torch.randn(4, 8),), SLOW_DEVICES, dp=2)
         weights = MemoryModel(space).weights
-        (wire,) = (w for w in space.wires if w.tensor.requires_grad and space.is_weight(w.source))
+        (edge,) = (w for w in space.edges if w.tensor.requires_grad and space.is_weight(w.source))
         stored = next(
-            n for n, s in enumerate(space.decisions[wire.source].menu.strategies) if str(s.outputs[0]) == "S(0)"
+            n for n, s in enumerate(space.decisions[edge.source].candidates.strategies) if str(s.outputs[0]) == "S(0)"
         )
-        used = next(n for n, s in enumerate(space.decisions[wire.target].menu.strategies) if str(s.inputs[1]) == "R")
-        last_made, sent_off = weights.last_made(wire), weights.sent_off(wire)
+        used = next(
+            n for n, s in enumerate(space.decisions[edge.target].candidates.strategies) if str(s.inputs[1]) == "R"
+        )
+        last_made, sent_off = weights.last_made(edge), weights.sent_off(edge)
     assert last_made is not None and sent_off is not None
     assert int(last_made[stored, used]) == rows * 8 * 4
     assert int(sent_off[stored, used]) == copied * 8 * 4
@@ -238,13 +242,13 @@ def test_of_every_pair_of_layouts_it_is_told_whether_a_weight_is_gathered_alone(
     with mock.patch.object(messages, "LARGE", 16 * 64 * 4):
         space = space_of(model, (torch.randn(8, 16),), hardware, dp=2, tp=4)
         tensors, found = TensorBytes(space), list[float]()
-        for wire in space.wires:
-            if space.is_weight(wire.source):
-                sources, targets = space.source_layouts(wire), space.target_layouts(wire)
-                sizes = tensors.wire_ends(wire)[1].tolist()
+        for edge in space.edges:
+            if space.is_weight(edge.source):
+                sources, targets = space.source_layouts(edge), space.target_layouts(edge)
+                sizes = tensors.bytes_at_ends(edge)[1].tolist()
                 ends, where = list(zip(targets, sizes, strict=True)), (space.mesh, hardware)
                 each = [[messages.gathered_alone(s, t, size, *where) for t, size in ends] for s in sources]
-                assert tensors.gathered_alone(wire).tolist() == each
+                assert tensors.gathered_alone(edge).tolist() == each
                 found.append(float(np.mean(each)))
     assert found[0] < found[2] and found[2] > 0 and found[1] == 0  # a bias is small
 
@@ -277,17 +281,17 @@ def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequen
     return MemoryModel(context.space), context.choices
 
 
-def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> int:
+def _at(memory: MemoryModel, edge: TensorEdge, choices: Sequence[int], place: int) -> int:
     """Return the bytes of an edge while the call at that position runs backward."""
-    found = wire_bytes(memory, wire, MemoryRow(((place, 1),)))
-    return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
+    found = edge_bytes(memory, edge, MemoryRow(((place, 1),)))
+    return 0 if found is None else int(found[0][choices[edge.source], choices[edge.target]])
 
 
 def test_a_gradient_to_be_reduced_is_held_after_its_calls_backward_to_the_end_of_the_layers() -> None:
     memory, choices = _three_linears()
-    weights = [wire for wire in memory.space.wires if memory.space.is_weight(wire.source)]
+    weights = [edge for edge in memory.space.edges if memory.space.is_weight(edge.source)]
     size = 8 * 8 * 4
-    by_call = [[_at(memory, wire, choices, place) for wire in weights] for place in range(3)]
+    by_call = [[_at(memory, edge, choices, place) for edge in weights] for place in range(3)]
     assert by_call == [[0, size, 0], [0, 0, 0], [0, 0, 0]]  # the call's own gradient is in its working set
 
 
@@ -311,8 +315,8 @@ def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
         for place in places:
             row = MemoryRow(((place + kind * count, 1),))
             nodes = (node_bytes(memory, n, row)[0][choice] for n, choice in enumerate(choices))
-            wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
-            held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in wires if found is not None)
+            edges = ((w, edge_bytes(memory, w, row)) for w in memory.space.edges)
+            held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in edges if found is not None)
             rows[place].append(int(sum(nodes)) + sum(held))
     assert [max(rows[place]) for place in range(count)] == backward
 
@@ -329,8 +333,8 @@ def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_whi
     assert use.parts["gradients"] == 2 * 2 * size + 3 * size // 2
     assert peak == sum(use.parts.values())
     row = MemoryRow(((2 + GATHERING * 3, 1),))
-    weights = [w for w in memory.space.wires if memory.space.is_weight(w.source)]
-    found = [wire_bytes(memory, w, row) for w in weights]
+    weights = [w for w in memory.space.edges if memory.space.is_weight(w.source)]
+    found = [edge_bytes(memory, w, row) for w in weights]
     gathered = [
         0 if f is None else int(f[0][choices[w.source], choices[w.target]]) for w, f in zip(weights, found, strict=True)
     ]

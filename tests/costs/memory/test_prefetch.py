@@ -110,7 +110,7 @@ def test_with_room_for_two_layers_both_are_fetched_ahead_where_that_is_faster(
     assert autopar.plan(_Uneven(), Mesh({"dp": 2}), inputs, **by_flag(memory="1GB", **options)).prefetch == depth  # type: ignore[arg-type]
 
 
-def test_a_plan_that_is_asked_again_keeps_to_its_limit() -> None:
+def test_a_plan_that_is_requested_again_keeps_to_its_limit() -> None:
     limit = _plan(1).peak_bytes
     plan = _plan(memory=limit)
     assert plan.prefetch == 1

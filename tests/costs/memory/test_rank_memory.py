@@ -190,7 +190,7 @@ def test_weights_that_are_fetched_ahead_are_counted(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations
-def test_storage_in_float32_costs_little_more_than_itself_beside_bfloat16(ranks: Ranks, sequence: int) -> None:
+def test_storage_in_float32_costs_little_more_than_itself_next_to_bfloat16(ranks: Ranks, sequence: int) -> None:
     model, _ = named("tiny-llama", 4, sequence)
     pure, mixed = (ranks.run(_in_precision, sequence, precision)[0] for precision in ("bf16", "bf16-mixed"))
     # Parameters, gradients and two moments, each of two bytes more, in two parts.

@@ -88,7 +88,7 @@ def test_a_plan_takes_as_few_tiles_as_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "specified"),
     [
         (
             {"loss_tiles": 3},
@@ -97,9 +97,9 @@ def test_a_plan_takes_as_few_tiles_as_fit() -> None:
         ({"loss_tiles": 1}, "the loss of head is taken in 1 tile of 256 rows: 4.19 MB .* on each device, of 4.19 MB"),
     ],
 )
-def test_a_plan_says_how_many_logits_there_are(options: dict[str, Any], said: str) -> None:
+def test_a_plan_says_how_many_logits_there_are(options: dict[str, Any], specified: str) -> None:
     plan = planned(strategy="data_parallel", **options)
-    assert any(re.match(said, note) for note in plan.notes), plan.notes
+    assert any(re.match(specified, note) for note in plan.notes), plan.notes
     assert not any("loss" in note for note in planned(strategy="data_parallel").notes)
 
 

@@ -31,8 +31,8 @@ def test_four_tensors_of_hidden_features_are_there_of_a_tile_and_none_is_kept() 
         plan = planned(strategy="data_parallel", mlp_tiles=tiles)
         assert plan.memory is not None
         rows = -(-ROWS // tiles)
-        beside = (ROWS * SIZE + 3 * SIZE * HIDDEN) * 4  # the gradients of the first layer's output and weights
-        assert plan.memory.parts["working set"] == 4 * rows * HIDDEN * 4 + beside
+        other = (ROWS * SIZE + 3 * SIZE * HIDDEN) * 4  # the gradients of the first layer's output and weights
+        assert plan.memory.parts["working set"] == 4 * rows * HIDDEN * 4 + other
         assert plan.memory.parts.get("activations", 0) < OF_HIDDEN
     whole = planned(strategy="data_parallel")
     assert whole.memory is not None and whole.memory.parts["activations"] > 6 * OF_HIDDEN

@@ -22,7 +22,7 @@ PLANNED = Contender(ONE, 1, "", 1, 2.0, 300, is_planned=True, estimate=1.9, spli
 ESTIMATED = Contender(TWO, 4, "1f1b", 2, 1.5, 400, estimate=1.5)
 SMALL = Contender(THREE, 2, "", 1, 2.5, 100, estimate=2.5)
 DOMINATED = Contender(THREE, 1, "", 1, 2.5, 350, estimate=2.5)
-EXCLUDED = Contender(THREE, 8, excluded="room", reason="needs more\nthan there is")
+EXCLUDED = Contender(THREE, 8, excluded="memory", reason="needs more\nthan there is")
 ALL = Comparison((PLANNED, ESTIMATED, SMALL, DOMINATED, EXCLUDED), 3)
 
 
@@ -68,17 +68,17 @@ def test_the_table_has_a_line_for_each_answer_and_fits(monkeypatch: pytest.Monke
 def test_a_plan_of_the_user_stands_next_to_the_candidates() -> None:
     plan, mesh = any_plan(Mesh({"dp": 8})), Mesh({"dp": 2, "tp": 4})
     other = replace(any_plan(mesh), seconds=9.0, simulated=0.0, workload=None)
-    found = replace(plan, comparison=ALL).beside(other)
-    assert found.comparison is not None and found.comparison.planned[1].is_beside
-    assert found.beside(other).comparison == found.comparison, "once"
-    alone = plan.beside(other).comparison
-    assert alone is not None and [each.is_beside for each in alone.planned] == [False, True]
+    found = replace(plan, comparison=ALL).compared_with(other)
+    assert found.comparison is not None and found.comparison.planned[1].is_compared
+    assert found.compared_with(other).comparison == found.comparison, "once"
+    alone = plan.compared_with(other).comparison
+    assert alone is not None and [each.is_compared for each in alone.planned] == [False, True]
     assert "+  dp=2 × tp=4" in "\n".join(comparison_text(alone))
 
 
-def test_a_recipe_is_what_beside_takes() -> None:
+def test_a_recipe_is_what_next_to_takes() -> None:
     assert ESTIMATED.recipe == "dp=4 --microbatches 4 --schedule 1f1b --stages-per-rank 2"
-    assert replace(ESTIMATED, asked="dp=4 --strategy zero3").recipe == "dp=4 --strategy zero3"
+    assert replace(ESTIMATED, requested="dp=4 --strategy zero3").recipe == "dp=4 --strategy zero3"
 
 
 def test_a_pipeline_keeps_its_candidates_in_json() -> None:

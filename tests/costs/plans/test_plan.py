@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar.costs.hardware.load import load
 from autopar.costs.plans.decision_rows import Instant, KeptWhole, MemoryUse, Moved, PlanRow
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.menu import whole_menu
+from autopar.costs.space.call_candidates import layout_candidates
 from autopar.costs.space.space import Decision, Space
 from autopar.errors import PlanError
 from autopar.ir.program.program import Program, TensorInfo
@@ -101,6 +101,17 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == _plan()
 
 
+def test_a_file_of_an_earlier_version_is_read_in_current_words() -> None:
+    row = PlanRow("x/reshard1", "shared_reshard", "x", "shared_reshard", ("S(0)",), "S(0)", 0.0, ())
+    choices = {"x/reshard1": "S(0) together", "p_w": "S(0) saved"}
+    plan = dataclasses.replace(_plan(), choices=choices, rows=(row,), zigzag_axes=("tp",), solver="restricted_master")
+    older = plan.to_json()
+    for current, word in map(str.split, ("zigzag_axes dealing", "shared_reshard hub", "restricted_master pieces")):
+        older = older.replace(current, word)
+    older = older.replace(") saved", ") kept")
+    assert older != plan.to_json() and Plan.from_json(older) == plan
+
+
 def test_the_gap_is_relative_to_the_plan_and_never_negative() -> None:
     assert _plan().gap == pytest.approx(0.2)
     values = {**json.loads(_plan().to_json()), "bound": 0.6}
@@ -124,7 +135,7 @@ def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     del values[field]
     optional = (
         "memory_limit",
-        "dealing",
+        "zigzag_axes",
         "imbalance",
         "unruled",
         "recompute",
@@ -174,8 +185,8 @@ def _space(layouts: tuple[str, ...] = ("I", "S(0)"), shape: tuple[int, ...] = (4
     program = Program(graph, {}, {}, {}, {}, (name,), (), LEAF, LEAF, 1, ())
     mesh = Mesh({"dp": 2})
     space = Space(program, mesh, load("cpu"))
-    menu = whole_menu(tuple(map(Layout.parse, layouts)))
-    space.add(Decision(name, "input", menu, node, {}))
+    candidates = layout_candidates(tuple(map(Layout.parse, layouts)))
+    space.add(Decision(name, "input", candidates, node, {}))
     return space
 
 
@@ -325,7 +336,7 @@ def real_plan() -> Plan:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=timedelta(seconds=5))
 @given(st.randoms(use_true_random=False))
-def test_a_plan_that_was_damaged_is_refused_or_can_be_asked(real_plan: Plan, source: random.Random) -> None:
+def test_a_plan_that_was_damaged_is_refused_or_can_be_requested(real_plan: Plan, source: random.Random) -> None:
     text = json.dumps(mutated(json.loads(real_plan.to_json()), source))
     try:
         plan = Plan.from_json(text)

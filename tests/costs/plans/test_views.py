@@ -27,9 +27,9 @@ def test_a_row_is_a_method_and_resolves_to_a_function_that_takes_a_plan_first(ro
 @pytest.mark.parametrize("owner", CLASSES)
 def test_a_class_asks_the_seam_for_its_own_rows_only(owner: str) -> None:
     source = inspect.getsource(CLASSES[owner])
-    asked = {row for row in VIEWS if f'view("{row}")' in source}
-    assert asked == {row for row in VIEWS if row.startswith(f"{owner}.")}
-    assert source.count("view(") == len(asked)
+    requested = {row for row in VIEWS if f'view("{row}")' in source}
+    assert requested == {row for row in VIEWS if row.startswith(f"{owner}.")}
+    assert source.count("view(") == len(requested)
 
 
 def test_a_method_that_is_not_in_the_table_is_our_mistake() -> None:

@@ -62,7 +62,7 @@ def test_names_mean_conventions(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("specified", "message"),
     [
         ({"allocator_factor": 0.5}, "allocator_factor=0.5; give a factor of at least 1, or None"),
         ({"context_bytes": -1}, "context_bytes=-1; give a whole number of bytes of at least 0, or None"),
@@ -70,9 +70,9 @@ def test_names_mean_conventions(name: str) -> None:
         ({"workspace_bytes": "1GB"}, "workspace_bytes='1GB'; give a whole number"),
     ],
 )
-def test_conventions_that_make_no_sense_are_refused(said: dict[str, Any], message: str) -> None:
+def test_conventions_that_make_no_sense_are_refused(specified: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        MemoryConventions(**said)
+        MemoryConventions(**specified)
 
 
 def test_a_name_that_is_not_known_lists_those_that_are() -> None:

@@ -97,7 +97,7 @@ def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective:
     model, inputs = _model()
     context = context_of(autopar.plan(model, Mesh({"dp": 2}), inputs, strategy=strategy))
     space, choices = context.space, context.choices
-    paths = [space.path(wire, choices) for wire in space.wires]
+    paths = [space.path(edge, choices) for edge in space.edges]
     shares = sum(
         1 / message.num_parameters
         for path in paths

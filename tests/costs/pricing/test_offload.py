@@ -24,7 +24,7 @@ MASTERS = replace(ADAMW, master_copies=True)
 FLOAT, HALF = (TensorInfo((6, 4), dtype, True) for dtype in (torch.float32, torch.bfloat16))
 
 
-def test_a_gpu_copies_beside_the_step_of_its_host_which_its_devices_share() -> None:
+def test_a_gpu_copies_next_to_the_step_of_its_host_which_its_devices_share() -> None:
     found = host_step(FLOAT, GPU, ADAMW)
     assert (found.down, found.up) == (8.0, 4.0)
     assert found.host == pytest.approx((3 * 4 + 2 * 8 + 12) / 10)
@@ -40,7 +40,7 @@ def test_master_copies_stay_on_the_host_and_are_cast_there() -> None:
     assert host_step(FLOAT, GPU, MASTERS) == host_step(FLOAT, GPU, ADAMW)
 
 
-def test_where_the_device_is_the_host_nothing_passes_beside_anything() -> None:
+def test_where_the_device_is_the_host_nothing_passes_next_to_anything() -> None:
     found = host_step(FLOAT, HOST, ADAMW)
     assert found.host == pytest.approx((3 * 4 + 2 * 8) / 10)
     assert found.seconds == pytest.approx(8.0 + 2.8 + 4.0)

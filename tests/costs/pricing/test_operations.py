@@ -29,13 +29,13 @@ from autopar.ir.sharding.operation import ZIGZAG, Call, OpRule, is_contraction, 
 from autopar.ir.sharding.rule import TOGETHER, Rule
 from autopar.strategies import rule_of
 from tests.support.eager import calls
-from tests.support.planned import call_menu, space_of
+from tests.support.planned import call_candidates, space_of
 
 aten = torch.ops.aten
-WIRES = (Link("wire", None, 0.0, 1.0),)
-MATMUL_BOUND = Hardware("slow flops", {"float32": 10.0, "bfloat16": 40.0}, 1e30, 1, 0.0, WIRES)
-BANDWIDTH_BOUND = Hardware("slow memory", {"float32": 1e30}, 8.0, 1, 0.0, WIRES)
-LATENCY_BOUND = Hardware("slow starts", {"float32": 1e30}, 1e30, 1, 0.5, WIRES)
+LINKS = (Link("wire", None, 0.0, 1.0),)
+MATMUL_BOUND = Hardware("slow flops", {"float32": 10.0, "bfloat16": 40.0}, 1e30, 1, 0.0, LINKS)
+BANDWIDTH_BOUND = Hardware("slow memory", {"float32": 1e30}, 8.0, 1, 0.0, LINKS)
+LATENCY_BOUND = Hardware("slow starts", {"float32": 1e30}, 1e30, 1, 0.5, LINKS)
 
 
 PLAIN = OpRule("")
@@ -136,8 +136,8 @@ def test_a_view_costs_nothing() -> None:
 def test_a_strategy_that_splits_a_product_computes_half_of_it() -> None:
     model = nn.Linear(6, 10, bias=False)
     (node,) = calls(capture(model, (torch.ones(4, 6),), {}), aten.linear.default)
-    menu = call_menu(node, [frozenset(), frozenset((0, 1))], Mesh({"tp": 2}), MATMUL_BOUND)
-    times = {str(s): float(t) for s, t in zip(menu.strategies, menu.seconds, strict=True)}
+    candidates = call_candidates(node, [frozenset(), frozenset((0, 1))], Mesh({"tp": 2}), MATMUL_BOUND)
+    times = {str(s): float(t) for s, t in zip(candidates.strategies, candidates.seconds, strict=True)}
     assert times["-"] == 2 * 48.0
     assert times["o"] == times["k"] == 48.0
 
@@ -178,12 +178,12 @@ def test_products_and_attention_reach_the_share_of_the_peak_that_the_hardware_st
     assert peak_flops(call, rule_of(call) or PLAIN, hardware) == 0.125 * hardware.flops_of(torch.float32)
 
 
-def attention(queries: int, keys: int, mask: TensorInfo | None = None, **said: Any) -> Call:
+def attention(queries: int, keys: int, mask: TensorInfo | None = None, **specified: Any) -> Call:
     q, k, v = info(2, 4, queries, 16), info(2, 4, keys, 16), info(2, 4, keys, 8)
     given = {"query": q, "key": k, "value": v, "attn_mask": mask, "dropout_p": 0.0, "is_causal": False}
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     out = (info(2, 4, queries, 8),)
-    return Call(aten.scaled_dot_product_attention.default, tensors, out, {**given, "enable_gqa": False, **said})
+    return Call(aten.scaled_dot_product_attention.default, tensors, out, {**given, "enable_gqa": False, **specified})
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 1)])
@@ -217,7 +217,7 @@ def test_the_busiest_device_has_the_last_queries_in_order_and_an_equal_share_by_
 def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> None:
     q, places = info(2, 4, 8, 16), (info(8, 1), info(8))
 
-    def flops(sizes: dict[str, int], **said: Any) -> int:
+    def flops(sizes: dict[str, int], **specified: Any) -> int:
         given = {
             "query": q,
             "key": q,
@@ -226,11 +226,11 @@ def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> Non
             "mask": "le(v1, v0)",
             "dropout_p": 0.0,
             "sinks": None,
-            **said,
+            **specified,
         }
         call = Call(ATTENTION_BY_MASK, (q, q, q, *places), (q,), given)
         op = rule_of(call)
-        assert op is not None and op.flops == round(said["seen"] * 2 * 2 * 4 * 8 * 8 * (16 + 16))
+        assert op is not None and op.flops == round(specified["seen"] * 2 * 2 * 4 * 8 * 8 * (16 + 16))
         (by_blocks,) = op.implementations
         found = by_blocks.flops(call, {"a0": 2, "h": 4, "s": 8, "t": 8, **sizes})
         assert found is not None
@@ -244,8 +244,8 @@ def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> Non
 
 
 def test_the_backward_of_fused_attention_is_two_and_a_half_forwards() -> None:
-    def share(**said: Any) -> float:
-        call = attention(8, 8, **said)
+    def share(**specified: Any) -> float:
+        call = attention(8, 8, **specified)
         return backward_share(call, rule_of(call) or PLAIN)
 
     assert share() == share(is_causal=True) == 2.5
@@ -270,14 +270,14 @@ def test_a_bias_has_no_product_in_the_backward_but_a_launch() -> None:
 
 def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:
     logits, labels, loss = info(4, 6), info(4), info()
-    said = {
+    specified = {
         "self": logits,
         "target": TensorInfo((4,), torch.int64),
         "weight": None,
         "reduction": 1,
         "label_smoothing": 0.0,
     }
-    op = rule_of(Call(aten.cross_entropy_loss.default, (logits, labels), (loss,), said))
+    op = rule_of(Call(aten.cross_entropy_loss.default, (logits, labels), (loss,), specified))
     assert op is not None
     read, written = 4 * 24 + 4 * 4, 4
     assert op.moved_bytes(read, written) == 2 * read + written
@@ -310,7 +310,13 @@ class _UsedTwice(nn.Module):
 
 def test_the_gradients_of_a_tensor_of_two_uses_are_summed_once() -> None:
     space = space_of(_UsedTwice(), (torch.ones(4, 6),), BANDWIDTH_BOUND, dp=1)
-    menus = {each.menu.call.name: each.menu for each in space.decisions if each.menu.call is not None}
-    assert {name: menu.summed for name, menu in menus.items()} == {"linear": (), "sin": (0,), "add": ()}
-    forward, whole = menus["sin"].forward_seconds[0], menus["sin"].seconds[0]
+    candidate_lists = {
+        each.candidates.call.name: each.candidates for each in space.decisions if each.candidates.call is not None
+    }
+    assert {name: candidates.summed for name, candidates in candidate_lists.items()} == {
+        "linear": (),
+        "sin": (0,),
+        "add": (),
+    }
+    forward, whole = candidate_lists["sin"].forward_seconds[0], candidate_lists["sin"].seconds[0]
     assert whole == pytest.approx(2.5 * forward + 3 * 24 * 4 / 8.0), "two gradients are read, one is written"

@@ -98,7 +98,7 @@ def test_names_say_which_parameters_an_optimizer_takes_as_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("specified", "message"),
     [
         ({"name": "lion"}, "optimizer='lion' is not known; optimizers are 'adamw', .*'muon', 'galore'"),
         ({"name": "adamw", "rank": 4}, "optimizer='adamw' was given rank=4; \"galore\" takes one"),
@@ -106,6 +106,6 @@ def test_names_say_which_parameters_an_optimizer_takes_as_matrices() -> None:
         ({"name": "sgd", "matrices": ("*",)}, r"optimizer='sgd' was given matrices=\('\*',\)"),
     ],
 )
-def test_what_an_optimizer_does_not_take_is_refused(said: dict[str, object], message: str) -> None:
+def test_what_an_optimizer_does_not_take_is_refused(specified: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Optimizer(**said)  # pyright: ignore[reportArgumentType]
+        Optimizer(**specified)  # pyright: ignore[reportArgumentType]

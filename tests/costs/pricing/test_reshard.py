@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.costs.hardware.collectives import Transfer, rearranging_seconds, transfer_seconds
 from autopar.costs.hardware.load import load
-from autopar.costs.hardware.overlap import NOTHING, Beside, Pass
+from autopar.costs.hardware.overlap import NOTHING, OverlappedWork, Pass
 from autopar.costs.hardware.profile import Link
 from autopar.costs.pricing.message_sizes import Sharing
 from autopar.costs.pricing.moves import Move, MovedTensor, in_bucket, transfers
@@ -35,7 +35,7 @@ KEPT = tuple(Layout(pair) for pair in itertools.product((I, R, S(0), S(1), Z(1))
 
 def table(requires_grad: bool = True):
     tensor = MovedTensor(SHAPE, torch.float32, requires_grad)
-    return reshard_table(tensor, frozenset((0, 1)), MESH, HARDWARE, dealt=frozenset((1,)))
+    return reshard_table(tensor, frozenset((0, 1)), MESH, HARDWARE, zigzag_dims=frozenset((1,)))
 
 
 def coordinates(rank: int) -> tuple[int, int]:
@@ -328,14 +328,14 @@ def test_a_path_without_moves_prints_as_a_dash() -> None:
     assert (str(path), path.moves) == ("-", ())
 
 
-BESIDE = Beside(Pass(1e3, 0.0, 10**6), Pass(1e3, 0.0, 10**6), 10)
+OVERLAPPED = OverlappedWork(Pass(1e3, 0.0, 10**6), Pass(1e3, 0.0, 10**6), 10)
 """More computing than any message lasts."""
 
 
 @pytest.mark.parametrize(("source", "target"), [("S(0) S(1)", "R R"), ("S(1) S(0)", "R R"), ("S(0) I", "R R")])
 def test_computing_hides_only_the_first_move_of_a_weight(source: str, target: str) -> None:
     hardware = replace(HARDWARE, communication_share=0.25)
-    tensor = MovedTensor(SHAPE, torch.float32, True, bucketed=True, sharing=Sharing(beside=BESIDE))
+    tensor = MovedTensor(SHAPE, torch.float32, True, bucketed=True, sharing=Sharing(overlapped=OVERLAPPED))
     layouts = Layout.parse(source), Layout.parse(target)
 
     def moving(transfer: Transfer) -> float:
@@ -345,7 +345,7 @@ def test_computing_hides_only_the_first_move_of_a_weight(source: str, target: st
     path = reshard_table(tensor, frozenset((0, 1)), MESH, hardware).path(*layouts)
     assert len(path.moves) == 2 and path.together
     each = [len(transfers(move, tensor, MESH, False)) for move in path.moves]
-    assert [m and m.beside for m in path.messages] == [BESIDE] * each[0] + [NOTHING] * each[1]
+    assert [m and m.overlapped for m in path.messages] == [OVERLAPPED] * each[0] + [NOTHING] * each[1]
     alone = [moving(transfer) for transfer in path.transfers]
     hidden, exposed = sum(alone[: each[0]]), sum(alone[each[0] :])
     assert path.seconds == pytest.approx(0.25 * hidden + exposed, abs=3e-9)

@@ -68,11 +68,11 @@ def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again(monk
 def test_no_bucket_takes_a_weight_on_its_way_from_a_shared_reshard() -> None:
     space, _ = _buckets()
     weight = space.index[space.program.parameters["twice.weight"]]
-    (into,) = (wire for wire in space.wires if wire.source == weight)
-    behind = [wire for wire in space.wires if wire.source == into.target]
+    (into,) = (edge for edge in space.edges if edge.source == weight)
+    behind = [edge for edge in space.edges if edge.source == into.target]
     assert len(behind) == 2, "both uses take what is moved once"
-    for wire, is_in_bucket in ((into, True), *((each, False) for each in behind)):
-        table = reshard_table(wire.tensor, frozenset({0}), space.mesh, space.hardware)
+    for edge, is_in_bucket in ((into, True), *((each, False) for each in behind)):
+        table = reshard_table(edge.tensor, frozenset({0}), space.mesh, space.hardware)
         for source, target in ((Layout((S(0),)), Layout((R,))), (Layout((I,)), Layout((R,)))):
             messages = table.path(source, target).messages
             assert messages and all((message is not None) == is_in_bucket for message in messages)

@@ -22,7 +22,7 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.costs.plans.plan import Plan
 from autopar.costs.plans.strategy_names import strategy_name
 from autopar.costs.pricing.operations import backward_share, bandwidth, flops, forward_seconds
-from autopar.costs.space.menu import Menu
+from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import ATEN, Call, Efficiency, Implementation, LocalSizes, OpRule
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Change], None]]:
+def with_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Change], None]]:
     """Change the rule of an operation for the length of a test."""
 
     def change(target: Any, changed: Change) -> None:
@@ -92,9 +92,9 @@ def second(efficiency: Efficiency | None = None, **costs: Any) -> Change:
 
     def changed(op: OpRule) -> OpRule:
         first = op.implementations[0]
-        said = {each.name: getattr(first, each.name) for each in fields(first)}
+        specified = {each.name: getattr(first, each.name) for each in fields(first)}
         own = type("Overlapped", (type(first),), {"__slots__": (), **costs})
-        other = own(**{**said, "name": OVERLAPPED, "efficiency": efficiency})
+        other = own(**{**specified, "name": OVERLAPPED, "efficiency": efficiency})
         return replace(op, implementations=(*op.implementations, other))
 
     return changed
@@ -113,16 +113,16 @@ def planned(hardware: Hardware = SLOW_DEVICES, training: bool = True) -> Plan:
     return autopar.plan(model, Mesh({"tp": 2}), inputs, hardware=hardware, training=training)
 
 
-def loss_of(plan: Plan) -> tuple[Menu, Strategy]:
+def loss_of(plan: Plan) -> tuple[Candidates, Strategy]:
     """Return the candidates of the loss and the chosen one."""
     space, choices = context_of(plan).space, context_of(plan).choices
     number = space.index["cross_entropy_loss_default"]
-    return space.decisions[number].menu, space.decisions[number].menu.strategies[choices[number]]
+    return space.decisions[number].candidates, space.decisions[number].candidates.strategies[choices[number]]
 
 
-def test_the_menu_is_the_union_of_what_the_aten_call_and_the_implementations_offer(beside: Any) -> None:
+def test_the_candidates_is_the_union_of_what_the_aten_call_and_the_implementations_offer(with_another: Any) -> None:
     before, _ = loss_of(planned())
-    beside(aten.cross_entropy_loss.default, second())
+    with_another(aten.cross_entropy_loss.default, second())
     after, _ = loss_of(planned())
     names = [str(each) for each in after.strategies]
     assert len(set(names)) == len(names)
@@ -147,9 +147,9 @@ def test_what_is_split_needs_one_implementation_that_serves_all_of_it() -> None:
     assert OpRule("b -> b", (drawing,)).ways(()) == (drawing,)
     apart = OpRule("b s h -> b s h", (ring, Implementation("m:columns", frozenset("h"), name="columns")))
     assert apart.ways({"s", "h"}) == (), "no one serves both"
-    asked = replace(heads, on_demand=True)
-    some = OpRule("b s h -> b s h", (ring, asked))
-    assert some.offering(()).ways({"s"}) == (ring,) and some.offering({"heads"}).ways({"s"}) == (ring, asked)
+    requested = replace(heads, on_demand=True)
+    some = OpRule("b s h -> b s h", (ring, requested))
+    assert some.offering(()).ways({"s"}) == (ring,) and some.offering({"heads"}).ways({"s"}) == (ring, requested)
 
 
 def test_implementations_of_one_rule_have_names_of_their_own() -> None:
@@ -160,13 +160,13 @@ def test_implementations_of_one_rule_have_names_of_their_own() -> None:
     assert strategy_name(("s", "-"), False, "ring") == "s - via ring"
 
 
-def test_no_implementation_hides_more_than_all_of_its_collectives(beside: Any) -> None:
-    beside(aten.cross_entropy_loss.default, hides(1.5))
+def test_no_implementation_hides_more_than_all_of_its_collectives(with_another: Any) -> None:
+    with_another(aten.cross_entropy_loss.default, hides(1.5))
     with pytest.raises(AssertionError, match=r"loss:cross_entropy hides 1.5 of its collectives"):
         planned()
 
 
-def test_an_implementation_costs_what_the_aten_call_does_until_it_says_otherwise(beside: Any) -> None:
+def test_an_implementation_costs_what_the_aten_call_does_until_it_says_otherwise(with_another: Any) -> None:
     class AsTheCall(Implementation):
         """One that overrides nothing."""
 
@@ -176,14 +176,14 @@ def test_an_implementation_costs_what_the_aten_call_does_until_it_says_otherwise
         other = AsTheCall(**{name: getattr(first, name) for name in names}, name=OVERLAPPED)
         return replace(op, implementations=(*op.implementations, other))
 
-    beside(aten.cross_entropy_loss.default, added)
-    menu, _ = loss_of(planned())
-    number = [str(each) for each in menu.strategies].index(f"v via {OVERLAPPED}")
-    call, op, bound, strategy = _call(menu), menu.op, menu.bound, menu.strategies[number]
+    with_another(aten.cross_entropy_loss.default, added)
+    candidates, _ = loss_of(planned())
+    number = [str(each) for each in candidates.strategies].index(f"v via {OVERLAPPED}")
+    call, op, bound, strategy = _call(candidates), candidates.op, candidates.bound, candidates.strategies[number]
     assert op is not None and bound is not None and strategy.transfers == ()
     computing = flops(call, op, bound) / 2 / SLOW_DEVICES.flops_of(torch.float32)
     moving = op.moved_bytes(4 * 8 * 32 + 8 * 8, 4) / bandwidth(op, bound, SLOW_DEVICES)
-    assert menu.forward_seconds[number] == pytest.approx(max(computing, moving) + SLOW_DEVICES.op_latency_s)
+    assert candidates.forward_seconds[number] == pytest.approx(max(computing, moving) + SLOW_DEVICES.op_latency_s)
 
 
 def test_equal_calls_get_equal_implementations() -> None:
@@ -192,14 +192,14 @@ def test_equal_calls_get_equal_implementations() -> None:
     assert callable(entry) and entry(call) == entry(call)
 
 
-def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: Any) -> None:
+def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(with_another: Any) -> None:
     plain = planned()
-    beside(aten.cross_entropy_loss.default, hides(1.0))
+    with_another(aten.cross_entropy_loss.default, hides(1.0))
     plan = planned()
     name = "cross_entropy_loss_default"
     assert plan.choices[name] == f"v via {OVERLAPPED}" and plain.choices[name] == "v"
-    menu, chosen = loss_of(plan)
-    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * _passes(menu)
+    candidates, chosen = loss_of(plan)
+    computing = float(candidates.forward_seconds[candidates.strategies.index(chosen)]) * _passes(candidates)
     whole = sum(transfer_seconds(each, plan.mesh, SLOW_DEVICES) for each in chosen.transfers)
     assert whole > 0 and sum(chosen.waits) == pytest.approx(max(whole - computing, 0.0))
     assert plan.seconds < plain.seconds and plan.traffic == plain.traffic
@@ -214,32 +214,32 @@ def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: 
 
 @pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS], ids=lambda each: each.name)
 @pytest.mark.parametrize("share", [0.25, 1.0])
-def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Hardware, beside: Any) -> None:
-    beside(aten.cross_entropy_loss.default, hides(share))
+def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Hardware, with_another: Any) -> None:
+    with_another(aten.cross_entropy_loss.default, hides(share))
     plan = planned(hardware)
-    menu, chosen = loss_of(plan)
+    candidates, chosen = loss_of(plan)
     assert OVERLAPPED in str(chosen)
     each = [transfer_seconds(transfer, plan.mesh, hardware) for transfer in chosen.transfers]
-    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * _passes(menu)
+    computing = float(candidates.forward_seconds[candidates.strategies.index(chosen)]) * _passes(candidates)
     assert sum(chosen.waits) == pytest.approx(sum(each) - min(share * sum(each), computing))
     assert chosen.waits == pytest.approx([seconds * sum(chosen.waits) / sum(each) for seconds in each])
     assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9) and plan.verify().ok
 
 
-def test_an_implementation_has_its_own_flops_bytes_and_efficiency(beside: Any) -> None:
+def test_an_implementation_has_its_own_flops_bytes_and_efficiency(with_another: Any) -> None:
     def local_flops(self: Implementation, call: Call, local: LocalSizes) -> int:
         return 10**6 * local["v"]
 
     def twice(self: Implementation, op: OpRule, call: Call, local: LocalSizes, inputs: int, outputs: int) -> int:
         return 2 * (inputs + outputs)
 
-    beside(aten.cross_entropy_loss.default, second("attention", flops=local_flops, moved_bytes=twice))
+    with_another(aten.cross_entropy_loss.default, second("attention", flops=local_flops, moved_bytes=twice))
     hardware = replace(SLOW_DEVICES, attention_efficiency=0.5)
     plan = planned(hardware)
-    menu, _ = loss_of(plan)
-    call, op, bound = _call(menu), menu.op, menu.bound
+    candidates, _ = loss_of(plan)
+    call, op, bound = _call(candidates), candidates.op, candidates.bound
     assert op is not None and bound is not None
-    for number, strategy in enumerate(menu.strategies):
+    for number, strategy in enumerate(candidates.strategies):
         if not strategy.implemented or OVERLAPPED not in str(strategy):
             continue
         expected = forward_seconds(
@@ -252,7 +252,7 @@ def test_an_implementation_has_its_own_flops_bytes_and_efficiency(beside: Any) -
             bandwidth(op, bound, hardware),
             strategy.implementation,
         )
-        assert menu.forward_seconds[number] == pytest.approx(expected)
+        assert candidates.forward_seconds[number] == pytest.approx(expected)
         arithmetic = (
             10**6 * (64 // 2 if str(strategy).startswith("v") else 64) / (0.5 * hardware.flops_of(torch.float32))
         )
@@ -261,10 +261,10 @@ def test_an_implementation_has_its_own_flops_bytes_and_efficiency(beside: Any) -
     assert rule_of(call) is not op
 
 
-def test_what_an_implementation_saves_is_counted_and_formulated(beside: Any) -> None:
+def test_what_an_implementation_saves_is_counted_and_formulated(with_another: Any) -> None:
     saved = 4096
     plain = planned()
-    beside(
+    with_another(
         aten.cross_entropy_loss.default,
         second(hidden_share=lambda self, call, local: 1.0, saved_bytes=lambda self, call, local: saved * local["n"]),
     )
@@ -278,43 +278,43 @@ def test_what_an_implementation_saves_is_counted_and_formulated(beside: Any) -> 
     assert plan.reprice(batch=16).memory["memory"] > plan.peak_bytes + saved * 7
 
 
-def test_what_an_implementation_works_on_without_a_backward_is_counted(beside: Any) -> None:
+def test_what_an_implementation_works_on_without_a_backward_is_counted(with_another: Any) -> None:
     plain = planned(training=False)
     large = plain.peak_bytes
     costs = {"hidden_share": lambda self, call, local: 1.0, "inference_bytes": lambda self, call, local: large}
-    beside(aten.cross_entropy_loss.default, second(**costs))
+    with_another(aten.cross_entropy_loss.default, second(**costs))
     plan = planned(training=False)
     assert OVERLAPPED in str(loss_of(plan)[1]) and large < plan.peak_bytes <= 2 * large
-    menu, _ = loss_of(plain)
-    first = next(each.implementation for each in menu.strategies if str(each) == "v")
-    assert first.inference_bytes(_call(menu), {"n": 8, "v": 32}) == COPIES_OF_PARTS * 4 * 8 * 32
-    assert first.inference_bytes(_call(menu), {"n": 4, "v": 64}) is None, "PyTorch's own loss"
+    candidates, _ = loss_of(plain)
+    first = next(each.implementation for each in candidates.strategies if str(each) == "v")
+    assert first.inference_bytes(_call(candidates), {"n": 8, "v": 32}) == COPIES_OF_PARTS * 4 * 8 * 32
+    assert first.inference_bytes(_call(candidates), {"n": 4, "v": 64}) is None, "PyTorch's own loss"
 
 
-def test_any_call_may_work_on_something_without_a_backward(beside: Any) -> None:
+def test_any_call_may_work_on_something_without_a_backward(with_another: Any) -> None:
     model, mesh, inputs = Attention(), Mesh({"sp": 2}), (torch.ones(2, 4, 8, 8),)
-    beside(aten.scaled_dot_product_attention.default, second(inference_bytes=lambda self, call, local: 10**6))
+    with_another(aten.scaled_dot_product_attention.default, second(inference_bytes=lambda self, call, local: 10**6))
     autopar.annotate(model, "scaled_dot_product_attention", sp=f"factor:s via {OVERLAPPED}")
     assert autopar.plan(model, mesh, inputs, hardware=SLOW_DEVICES, training=False).peak_bytes > 10**6
 
 
-def test_causal_attention_by_queries_has_room_for_a_second_way(beside: Any) -> None:
-    beside(aten.scaled_dot_product_attention.default, second())
+def test_causal_attention_by_queries_has_room_for_a_second_way(with_another: Any) -> None:
+    with_another(aten.scaled_dot_product_attention.default, second())
     plan = autopar.plan(Attention(), Mesh({"sp": 2}), (torch.ones(2, 4, 8, 8),), hardware=SLOW_DEVICES)
     space = context_of(plan).space
-    menu = space.decisions[space.index["scaled_dot_product_attention_default"]].menu
-    names = [str(each) for each in menu.strategies]
+    candidates = space.decisions[space.index["scaled_dot_product_attention_default"]].candidates
+    names = [str(each) for each in candidates.strategies]
     assert {"s", f"s via {OVERLAPPED}", "h"} <= set(names) and f"h via {OVERLAPPED}" not in names
     of_queries = [i for i, name in enumerate(names) if name.split()[0] == "s"]
-    assert np.ptp(menu.seconds[of_queries]) == 0, "equal costs until one says otherwise"
+    assert np.ptp(candidates.seconds[of_queries]) == 0, "equal costs until one says otherwise"
 
 
-def _call(menu: Menu) -> Call:
-    assert menu.call is not None
-    return menu.call
+def _call(candidates: Candidates) -> Call:
+    assert candidates.call is not None
+    return candidates.call
 
 
-def _passes(menu: Menu) -> float:
+def _passes(candidates: Candidates) -> float:
     """Forward and backward, each as often as a forward."""
-    assert menu.op is not None
-    return 1 + backward_share(_call(menu), menu.op)
+    assert candidates.op is not None
+    return 1 + backward_share(_call(candidates), candidates.op)

@@ -52,7 +52,7 @@ def test_a_plan_says_that_positions_do_not_divide_for_a_zigzag(strategy: str) ->
 @pytest.mark.parametrize(
     ("positions", "strategy", "causal"), [(16, "ring", True), (12, "ring", False), (12, "ulysses", True)]
 )
-def test_nothing_is_said_where_all_devices_compute_alike(positions: int, strategy: str, causal: bool) -> None:
+def test_nothing_is_stated_where_all_devices_compute_alike(positions: int, strategy: str, causal: bool) -> None:
     assert notes(positions, strategy, {"cp": 2 if strategy == "ulysses" else 4}, causal) == ()
 
 

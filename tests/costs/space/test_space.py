@@ -26,12 +26,12 @@ def kinds(space: Space) -> dict[str, str]:
     return {decision.name: decision.kind for decision in space.decisions}
 
 
-def hubs(space: Space) -> list[str]:
-    return [name for name, kind in kinds(space).items() if kind == "hub"]
+def shared_reshards(space: Space) -> list[str]:
+    return [name for name, kind in kinds(space).items() if kind == "shared_reshard"]
 
 
 def layouts(space: Space, name: str) -> list[str]:
-    return [str(strategy.outputs[0]) for strategy in space.decisions[space.index[name]].menu.strategies]
+    return [str(strategy.outputs[0]) for strategy in space.decisions[space.index[name]].candidates.strategies]
 
 
 def megatron_attention(post_norm: bool) -> Planned:
@@ -57,16 +57,16 @@ def test_query_key_and_value_share_one_all_reduce(post_norm: bool) -> None:
     }
 
 
-def test_consumers_of_one_kind_share_a_second_hub_where_others_stand_beside_them() -> None:
-    assert hubs(space_of(Attention(post_norm=True), (IDS_BS,))) == [
-        "embedding_default/hub",
-        "embedding_default/hub1",
+def test_consumers_of_one_kind_share_a_second_shared_reshard_where_others_stand_next_to_them() -> None:
+    assert shared_reshards(space_of(Attention(post_norm=True), (IDS_BS,))) == [
+        "embedding_default/reshard",
+        "embedding_default/reshard1",
     ]
 
 
-def test_a_tensor_with_one_consumer_has_no_hub() -> None:
+def test_a_tensor_with_one_consumer_has_no_shared_reshard() -> None:
     space = space_of(TwoLinears(), (X_BD,))
-    assert hubs(space) == []
+    assert shared_reshards(space) == []
     assert kinds(space) == {
         "p_up_weight": "parameter",
         "p_down_weight": "parameter",
@@ -79,7 +79,7 @@ def test_a_tensor_with_one_consumer_has_no_hub() -> None:
     }
 
 
-def test_what_is_whole_and_needs_no_gradient_needs_no_hub() -> None:
+def test_what_is_whole_and_needs_no_gradient_needs_no_shared_reshard() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -88,7 +88,7 @@ def test_what_is_whole_and_needs_no_gradient_needs_no_hub() -> None:
         def forward(self, x_BD: Tensor) -> Tensor:
             return (self.one(x_BD) + self.other(x_BD)).sum()
 
-    assert hubs(space_of(Twice(), (X_BD,))) == []
+    assert shared_reshards(space_of(Twice(), (X_BD,))) == []
 
 
 class Tied(nn.Module):
@@ -118,7 +118,7 @@ def test_a_parameter_is_stored_whole_or_split() -> None:
     assert layouts(space, "p_up_bias") == ["I", "S(0)"]
 
 
-def test_an_input_arrives_whole_unless_it_is_said_to_be_split() -> None:
+def test_an_input_arrives_whole_unless_it_is_stated_to_be_split() -> None:
     program = capture(TwoLinears(), (X_BD,), {})
     mesh = Mesh({"tp": 2})
     assert layouts(build_space(program, mesh, SLOW_LINKS), "x_bd") == ["I"]
@@ -136,7 +136,7 @@ def test_outputs_come_back_split_only_where_they_need_not_be_whole() -> None:
 def test_a_loss_may_stay_partial_and_every_other_scalar_comes_back_whole() -> None:
     space = space_of(TwoLinears(), (X_BD,))
     assert layouts(space, "output:0") == ["I", "P"]
-    whole, partial = space.decisions[space.index["output:0"]].menu.strategies
+    whole, partial = space.decisions[space.index["output:0"]].candidates.strategies
     assert not whole.transfers and [each.num_bytes for each in partial.transfers] == [8]
     without_gradient = TwoLinears().requires_grad_(False)
     assert layouts(space_of(without_gradient, (X_BD,)), "output:0") == ["I"]
@@ -170,13 +170,13 @@ def test_what_depends_on_no_parameter_is_whole_unless_it_is_large(size: int, dec
         model, x_BD = Masked(size), torch.ones(4, size)
     space = space_of(model, (x_BD,))
     (mask,) = (d for d in space.decisions if d.name.startswith("le_"))
-    assert (len(mask.menu.strategies) > 1) == decided
+    assert (len(mask.candidates.strategies) > 1) == decided
 
 
 def test_a_decision_speaks_in_roles() -> None:
     space = space_of(TwoLinears(), (X_BD,))
     linear = space.decisions[space.index["linear_default_1"]]
-    roles = {str(s): linear.role(i, 0) for i, s in enumerate(linear.menu.strategies)}
+    roles = {str(s): linear.role(i, 0) for i, s in enumerate(linear.candidates.strategies)}
     assert roles == {"...0": "data", "k": "row", "o": "column", "-": "replicated", "P0": "partial", "P1": "partial"}
 
 

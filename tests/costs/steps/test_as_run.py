@@ -31,7 +31,7 @@ class Issued(NamedTuple):
     name: str
     stream: str
     num_bytes: int
-    beside: int
+    overlapped: int
     """Number of other collectives that are issued before this one is waited for."""
 
 
@@ -163,7 +163,7 @@ def test_collectives_are_issued_and_waited_for_as_a_rank_does(
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )
-def test_micro_batches_reduce_beside_their_last_backward_as_a_rank_does(
+def test_micro_batches_reduce_next_to_their_last_backward_as_a_rank_does(
     model: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:
     plan, issued = _run(model, axes, {**options, "microbatches": 2})
@@ -173,7 +173,7 @@ def test_micro_batches_reduce_beside_their_last_backward_as_a_rank_does(
     planned = [*_planned(microbatch_tasks(*given)), *_planned(last)]
     gathered, run = issued[: len(issued) - len(planned)], issued[len(issued) - len(planned) :]
     if options["strategy"] == "hsdp":  # when what a backward has reduced is reduced further, its engine decides
-        run, planned = ([each._replace(beside=0) for each in given] for given in (run, planned))
+        run, planned = ([each._replace(overlapped=0) for each in given] for given in (run, planned))
     assert run == planned
     assert {each.name for each in gathered} <= {"all_gather"}, "weights that the step gathers before"
     assert any(each.of_sums for each in last) == (options["strategy"] != "zero2"), "there each reduces all itself"

@@ -23,14 +23,14 @@ from autopar.costs.timeline.values import COMPUTE, Timeline
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.options.groups import Prefetch
 from autopar.planning.settings import context_of
-from autopar.planning.step_seconds import parts_of
+from autopar.planning.step_seconds import step_seconds_of
 from tests.runtime.rewrite.test_prefetch import LAYERS, WIDTH, Stack
 from tests.support.options import by_flag
 from tests.support.parity import FAMILIES
 
 IN_TURNS = Hardware("all in turns", {"float32": 1e9}, 1e9, 10**12, 0.0, (Link("wire", None, 0.0, 1e9),))
 """No message has a latency, which many share or not, and nothing overlaps with compute."""
-BESIDE = replace(IN_TURNS, name="collectives beside computing", communication_share=0.0)
+OVERLAPPED = replace(IN_TURNS, name="collectives beside computing", communication_share=0.0)
 LOCAL_MOVES = 1e-4  # of a step: the planner gives each move a nanosecond
 
 
@@ -57,7 +57,7 @@ def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
     ],
     ids=str,
 )
-def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
+def test_a_step_in_which_nothing_runs_next_to_another_takes_the_sum(
     family: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:
     plan = _family(family, axes, **options)
@@ -66,8 +66,8 @@ def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
 
 
 def test_nothing_of_a_loss_waits_for_the_host_that_comes_last() -> None:
-    (wire,) = BESIDE.links
-    late = replace(BESIDE, links=(replace(wire, straggling_s=1e3),))
+    (edge,) = OVERLAPPED.links
+    late = replace(OVERLAPPED, links=(replace(edge, straggling_s=1e3),))
     args, kwargs = FAMILIES["llama"].inputs(0)
     plan = autopar.plan(
         FAMILIES["llama"].build(), Mesh({"dp": 2}), args or kwargs, hardware=late, strategy="data_parallel"
@@ -98,16 +98,16 @@ def test_its_collectives_move_the_bytes_of_the_plan(strategy: str | None) -> Non
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_weights_that_are_fetched_further_ahead_are_waited_for_less(recompute: str) -> None:
     def seconds(depth: Prefetch) -> float:
-        return _stack(BESIDE, strategy="zero3", prefetch=depth, recompute=recompute).timeline().seconds
+        return _stack(OVERLAPPED, strategy="zero3", prefetch=depth, recompute=recompute).timeline().seconds
 
     none, one, two = map(seconds, (0, 1, 2))
     assert two <= one * (1 + 1e-9) and one < none
-    computing = _stack(BESIDE, strategy="zero3", recompute=recompute).timeline().computing
+    computing = _stack(OVERLAPPED, strategy="zero3", recompute=recompute).timeline().computing
     assert computing < two
 
 
 def test_only_the_first_gather_and_the_last_message_of_gradients_are_waited_for_where_links_are_fast() -> None:
-    fast = replace(BESIDE, links=(Link("wire", None, 0.0, 1e10),))
+    fast = replace(OVERLAPPED, links=(Link("wire", None, 0.0, 1e10),))
     timeline = _stack(fast, strategy="zero3", prefetch=1).timeline()
     waited = [(n, each.task.name) for n, each in enumerate(timeline.events) if each.waited > 1e-12]
     gathers = [n for n, each in enumerate(timeline.events) if each.task.name == "all_gather"]
@@ -115,9 +115,9 @@ def test_only_the_first_gather_and_the_last_message_of_gradients_are_waited_for_
     assert [name for _, name in waited if name == "reduce_scatter"] == ["reduce_scatter"]
 
 
-def test_gradients_of_data_parallelism_are_reduced_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_data_parallelism_are_reduced_next_to_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SMALLEST_MESSAGE", 1)  # two messages, the first of the layers that come last
-    plan = _stack(BESIDE, strategy="data_parallel")
+    plan = _stack(OVERLAPPED, strategy="data_parallel")
     in_turns = _stack(IN_TURNS, strategy="data_parallel").seconds
     first, last = (each for each in plan.timeline().events if each.task.num_bytes > 64)
     assert (first.waited, last.waited) == (0.0, pytest.approx(last.task.seconds))
@@ -148,12 +148,12 @@ def test_a_view_takes_a_moment_where_the_device_is_its_own_host() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("strategy", ["zero3", "data_parallel", "fsdp_megatron"])
-def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_beside_another(
+def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_next_to_another(
     strategy: str, recompute: str
 ) -> None:
     plan = _stack(IN_TURNS, {"dp": 2, "tp": 2}, strategy=strategy, recompute=recompute)
     context = context_of(plan)
-    parts = parts_of(context.memory_model, context.choices, plan.recompute)
+    parts = step_seconds_of(context.memory_model, context.choices, plan.recompute)
     found = microbatch_seconds(context.memory_model, context.choices, plan.recompute)
     assert found == pytest.approx((parts.forward, parts.backward), rel=10 * LOCAL_MOVES)
     assert sum(found) < plan.timeline().seconds
@@ -174,7 +174,7 @@ def test_the_host_that_comes_last_is_waited_for_with_each_collective_that_is_wai
     assert [each.launch for each in tasks.found] == [1.0, 11.0, 2.5, 12.5, 1.0, 6.0]
 
 
-@pytest.mark.parametrize("hardware", [IN_TURNS, BESIDE], ids=lambda each: each.name)
+@pytest.mark.parametrize("hardware", [IN_TURNS, OVERLAPPED], ids=lambda each: each.name)
 def test_the_messages_of_a_long_ring_are_one_task_of_as_many_seconds(
     hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:

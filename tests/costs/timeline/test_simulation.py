@@ -86,7 +86,7 @@ def test_a_task_that_waits_for_less_makes_no_step_of_one_axis_longer(given: list
     assert simulate(alone).seconds <= simulate(waiting).seconds + 1e-9
 
 
-def test_a_collective_that_nobody_waits_for_passes_beside_computing() -> None:
+def test_a_collective_that_nobody_waits_for_passes_next_to_computing() -> None:
     found = simulate([_compute(1.0), _moves(2.0, "dp", 0), _compute(3.0), _compute(1.0, 1)])
     assert _spans(found) == [(0, 1), (1, 3), (1, 4), (4, 5)]
     assert (found.waiting, found.hidden) == (0.0, 2.0)
@@ -98,7 +98,7 @@ def test_what_waits_for_a_collective_begins_behind_it() -> None:
     assert (found.waiting, found.events[1].waited, found.hidden) == (2.0, 2.0, 0.0)
 
 
-def test_a_collective_slows_what_computes_beside_it_by_its_share() -> None:
+def test_a_collective_slows_what_computes_next_to_it_by_its_share() -> None:
     found = simulate([_moves(2.0, "dp"), _compute(3.0)], share=0.25)
     assert _spans(found) == [(0, 2), (0, 3.5)]
     assert found.waiting == 0.5

@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def partial_products(space: Space) -> list[bool]:
     """Return, for every strategy of the product, whether its hidden factor is partial."""
     (decision,) = (each for each in space.decisions if each.name.startswith("mul"))
-    return [strategy.inputs[0][0] is P for strategy in decision.menu.strategies]
+    return [strategy.inputs[0][0] is P for strategy in decision.candidates.strategies]
 
 
 @pytest.mark.parametrize("name", FACTORS)

@@ -54,7 +54,7 @@ def program_of(function: Callable[[Tensor, Tensor], Tensor], *order: int) -> Pro
 
 def names(again: Recomputation) -> tuple[list[str], list[str]]:
     """The operations that run again, and those whose outputs are kept."""
-    return tuple(sorted(n.target._schema.name[6:] for n in nodes) for nodes in (again.rerun, again.kept))  # type: ignore[return-value, union-attr]
+    return tuple(sorted(n.target._schema.name[6:] for n in nodes) for nodes in (again.rerun, again.saved))  # type: ignore[return-value, union-attr]
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_selective_saves_attention_as_it_saves_products() -> None:
     names_of_products = ("linear", "linear", "scaled_dot_product_attention", "matmul")
     assert [str(n.target) for n in products] == [f"aten.{name}.default" for name in names_of_products]
     selective = recomputation(program, segments_of(program)[0], "selective", RoledProgram.of(program).products)
-    assert {attended, products[1]} <= selective.kept and attended not in selective.rerun
+    assert {attended, products[1]} <= selective.saved and attended not in selective.rerun

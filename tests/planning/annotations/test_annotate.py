@@ -43,7 +43,7 @@ def test_an_axis_may_have_the_name_of_a_parameter_of_annotate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("specified", "message"),
     [
         ({}, "the annotation is empty"),
         ({"tp": "colum"}, 'roles are data, column, row, sequence, expert, replicated. Did you mean "column"?'),
@@ -55,9 +55,9 @@ def test_an_axis_may_have_the_name_of_a_parameter_of_annotate() -> None:
         ({"storage": ("dp", 1)}, "storage names mesh axes"),
     ],
 )
-def test_what_no_mesh_could_satisfy_is_refused_at_the_call(said: dict[str, Any], message: str) -> None:
+def test_what_no_mesh_could_satisfy_is_refused_at_the_call(specified: dict[str, Any], message: str) -> None:
     with pytest.raises(AnnotationError, match=re.escape(message)):
-        annotate(Net(), "head", **said)
+        annotate(Net(), "head", **specified)
 
 
 def test_an_empty_pattern_is_refused() -> None:
@@ -71,13 +71,13 @@ def test_an_empty_pattern_is_refused() -> None:
 class Constrained(nn.Module):
     """A linear layer whose output is constrained."""
 
-    def __init__(self, **said: Any) -> None:
+    def __init__(self, **specified: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 12)
-        self.said = said
+        self.specified = specified
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        return torch.relu(constrain(self.linear(x_BD), **self.said)).mean()
+        return torch.relu(constrain(self.linear(x_BD), **self.specified)).mean()
 
 
 def constraint(space: Space) -> set[str]:
@@ -85,7 +85,7 @@ def constraint(space: Space) -> set[str]:
     ((number, mask),) = pins_of((), space, "auto", {}).items()
     decision = space.decisions[number]
     assert str(decision.node.target) == "autopar.constrain.default"
-    return {str(decision.menu.strategies[i].outputs[0]) for i in mask.nonzero()[0]}
+    return {str(decision.candidates.strategies[i].outputs[0]) for i in mask.nonzero()[0]}
 
 
 def test_a_constraint_fixes_the_layout_of_its_output() -> None:
@@ -113,11 +113,11 @@ def test_a_constraint_contradicts_an_annotation_of_the_same_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"), [({}, "the annotation is empty"), ({"tp": 2}, "found 2"), ({"tp": "row"}, "found")]
+    ("specified", "message"), [({}, "the annotation is empty"), ({"tp": 2}, "found 2"), ({"tp": "row"}, "found")]
 )
-def test_a_constraint_is_checked_where_it_is_said(said: dict[str, Any], message: str) -> None:
+def test_a_constraint_is_checked_where_it_is_stated(specified: dict[str, Any], message: str) -> None:
     with pytest.raises(AnnotationError, match=message):
-        constrain(X_BD, **said)
+        constrain(X_BD, **specified)
 
 
 def test_a_constraint_changes_neither_value_nor_gradient_and_is_no_alias() -> None:

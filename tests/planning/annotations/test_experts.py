@@ -35,14 +35,14 @@ def space(size: int = 2) -> Space:
     return build_space(captured("sorted"), Mesh({"dp": 2, "ep": size}), load("cpu"))
 
 
-def pinned(pattern: str, said: object, size: int = 2) -> dict[str, set[str]]:
+def pinned(pattern: str, specified: object, size: int = 2) -> dict[str, set[str]]:
     """Operation → what is left of its choices on the second axis, by an annotation of the sorted form."""
-    model = annotate(decoder(), pattern, ep=said)
+    model = annotate(decoder(), pattern, ep=specified)
     found: dict[str, set[str]] = {}
     for number, mask in pins_of(annotations_of(model), space(size), "semi_auto", {}).items():
         decision = space(size).decisions[number]
-        name = decision.menu.call.name if decision.menu.call else decision.kind
-        left = (decision.menu.strategies[int(index)] for index in mask.nonzero()[0])
+        name = decision.candidates.call.name if decision.candidates.call else decision.kind
+        left = (decision.candidates.strategies[int(index)] for index in mask.nonzero()[0])
         # A parameter is stored in one layout over both axes: the second one's is the last word.
         found.setdefault(name, set()).update(each.choices[-1].split()[-1] for each in left)
     return found

@@ -53,7 +53,7 @@ def test_an_operation_is_named_by_itself_or_below_its_module(space: Space, patte
     assert all(on_axis(roles, 0) == {"data"} for roles in found.values())
 
 
-def test_what_is_said_on_a_module_inside_holds_there_only(space: Space) -> None:
+def test_what_is_stated_on_a_module_inside_holds_there_only(space: Space) -> None:
     model = Net()
     annotate(model.layers[1], "down", tp="row")
     assert set(left(space, pins(space, model))) == {"layers.1.down:linear"}
@@ -95,14 +95,14 @@ def test_data_of_a_module_pins_every_call_that_has_samples(space: Space) -> None
 def test_an_embedding_split_by_rows_splits_its_vocabulary(space: Space) -> None:
     (mask,) = pins(space, annotate(Net(), "embed", tp="row")).values()
     decision = next(d for d in space.decisions if "embedding" in d.name and d.kind == "call")
-    assert {decision.menu.strategies[i].inputs[0][1] for i in mask.nonzero()[0]} == {S(0)}
+    assert {decision.candidates.strategies[i].inputs[0][1] for i in mask.nonzero()[0]} == {S(0)}
 
 
 def test_a_dim_splits_the_values_that_leave_a_module(space: Space) -> None:
     found = pins(space, annotate(Net(), "layers.0", tp=-1))
     ((number, mask),) = found.items()
     assert space.decisions[number].node.target is torch.ops.aten.add.Tensor
-    assert {space.decisions[number].menu.strategies[i].outputs[0][1] for i in mask.nonzero()[0]} == {S(2)}
+    assert {space.decisions[number].candidates.strategies[i].outputs[0][1] for i in mask.nonzero()[0]} == {S(2)}
 
 
 def test_a_value_that_the_model_returns_leaves_the_model() -> None:
@@ -116,7 +116,7 @@ def test_a_value_that_the_model_returns_leaves_the_model() -> None:
 
 def test_none_keeps_the_values_that_leave_a_module_whole(space: Space) -> None:
     ((number, mask),) = pins(space, annotate(Net(), "head", dp=None)).items()
-    strategies = space.decisions[number].menu.strategies
+    strategies = space.decisions[number].candidates.strategies
     assert {repr(strategies[i].outputs[0][0]) for i in mask.nonzero()[0]} == {"I"}
 
 
@@ -149,7 +149,7 @@ def test_what_is_stored_already_stays_where_it_is(space: Space) -> None:
 
 def test_slices_fix_the_layout_of_every_input(space: Space) -> None:
     ((number, mask),) = pins(space, annotate(Net(), "head", slices=((2, 1, 1), (2, 1)))).items()
-    strategies = space.decisions[number].menu.strategies
+    strategies = space.decisions[number].candidates.strategies
     assert {tuple(map(str, strategies[i].inputs)) for i in mask.nonzero()[0]} == {
         ("S(0) R", "R S(0)"),
         ("R S(0)", "S(0) R"),
@@ -158,7 +158,7 @@ def test_slices_fix_the_layout_of_every_input(space: Space) -> None:
 
 def test_slices_of_one_ask_for_whole_inputs_not_for_partial_ones(space: Space) -> None:
     ((number, mask),) = pins(space, annotate(Net(), "head", slices=((1, 1, 1), (1, 1)))).items()
-    strategies = space.decisions[number].menu.strategies
+    strategies = space.decisions[number].candidates.strategies
     assert {repr(p) for i in mask.nonzero()[0] for layout in strategies[i].inputs for p in layout} == {"I"}
 
 
@@ -173,7 +173,7 @@ def test_annotations_of_one_call_intersect(space: Space) -> None:
     assert left(space, pins(space, model))["layers.0.up:linear"] == {"data/column"}
 
 
-def test_manual_mode_splits_nothing_but_samples_that_nothing_was_said_about(space: Space) -> None:
+def test_manual_mode_splits_nothing_but_samples_that_nothing_was_stated_about(space: Space) -> None:
     found = left(space, pins(space, annotate(Net(), "up", tp="column"), "manual"))
     assert found["layers.0.up:linear"] == {"data/column"}
     assert found["layers.0.down:linear"] == found["head:linear"] == {"data/replicated"}
@@ -187,7 +187,7 @@ def test_manual_mode_stores_parameters_as_their_calls_take_them(space: Space) ->
     for number, mask in found.items():
         decision = space.decisions[number]
         if decision.kind == "parameter":
-            layouts = {str(decision.menu.strategies[each].outputs[0]) for each in mask.nonzero()[0]}
+            layouts = {str(decision.candidates.strategies[each].outputs[0]) for each in mask.nonzero()[0]}
             assert len(layouts) == 1, "nothing is left to search"
             split |= {decision.name} if "S" in layouts.pop() else set()
     assert {name.rpartition("layers_")[2][2:] for name in split} == {"up_weight", "up_bias", "down_weight"}
@@ -220,9 +220,11 @@ def test_a_pattern_that_matches_is_no_warning(space: Space) -> None:
         assert pins(space, annotate(Net(), "down", tp="row"), "auto")
 
 
-@pytest.mark.parametrize("said", [{"pp": "column"}, {"storage": "pp"}])
-def test_an_axis_that_the_mesh_lacks_is_named_beside_those_it_has(space: Space, said: dict[str, Any]) -> None:
-    assert 'the mesh has no axis "pp"; its axes are dp, tp.' in refused(space, annotate(Net(), "head", **said), "auto")
+@pytest.mark.parametrize("specified", [{"pp": "column"}, {"storage": "pp"}])
+def test_an_axis_that_the_mesh_lacks_is_named_next_to_those_it_has(space: Space, specified: dict[str, Any]) -> None:
+    assert 'the mesh has no axis "pp"; its axes are dp, tp.' in refused(
+        space, annotate(Net(), "head", **specified), "auto"
+    )
 
 
 def test_a_role_that_does_not_divide_names_the_sizes() -> None:
@@ -282,16 +284,16 @@ def test_an_annotation_that_contradicts_itself_is_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "specified",
     [
         {"layers.*.gate": "column", "layers.*.up": "column", "layers.*.down": "row"},
         {"layers.0.up": "column"},
         {"layers.0": "row"},
     ],
 )
-def test_columns_of_the_first_layers_of_an_mlp_in_tiles_are_its_hidden_features(said: dict[str, str]) -> None:
+def test_columns_of_the_first_layers_of_an_mlp_in_tiles_are_its_hidden_features(specified: dict[str, str]) -> None:
     model = Gated()
-    for pattern, role in said.items():
+    for pattern, role in specified.items():
         annotate(model, pattern, tp=role)
     plan = autopar.plan(
         model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, memory=autopar.Memory(mlp_tiles=2)

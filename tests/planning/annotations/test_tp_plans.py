@@ -22,13 +22,13 @@ from autopar.planning.annotations.tp_plans import ForeignPlan, translate
 from tests.support.families import FAMILIES
 
 
-def said(plan: ForeignPlan, model: nn.Module | None = None) -> dict[str, object]:
+def specified(plan: ForeignPlan, model: nn.Module | None = None) -> dict[str, object]:
     return dict(translate(model or nn.Module(), plan))
 
 
 def test_the_names_of_hugging_face_are_roles() -> None:
     plan = {"a": "colwise", "b": "rowwise", "c": "colwise_rep", "d": "embedding_rowwise", "e": "sequence_parallel"}
-    assert said(plan) == {"a": "column", "b": "row", "c": "column", "d": "row", "e": "sequence"}
+    assert specified(plan) == {"a": "column", "b": "row", "c": "column", "d": "row", "e": "sequence"}
 
 
 def test_every_name_that_transformers_knows_is_known() -> None:
@@ -37,28 +37,30 @@ def test_every_name_that_transformers_knows_is_known() -> None:
     names = list(parallel.ALL_PARALLEL_STYLES.keys())
     assert "colwise" in names
     for name in names:
-        said({"layers.*": name})
+        specified({"layers.*": name})
 
 
 def test_a_style_that_only_places_a_collective_says_nothing() -> None:
-    assert said({"norm": "replicated_with_grad_allreduce", "mlp": PrepareModuleInput(use_local_output=False)}) == {}
+    assert (
+        specified({"norm": "replicated_with_grad_allreduce", "mlp": PrepareModuleInput(use_local_output=False)}) == {}
+    )
 
 
 def test_the_styles_of_torch_are_roles_and_dims() -> None:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "norm": SequenceParallel(sequence_dim=0)}
-    assert said(plan) == {"up": "column", "down": "row", "norm": 0}
+    assert specified(plan) == {"up": "column", "down": "row", "norm": 0}
 
 
 def test_an_unknown_style_lists_the_known_ones() -> None:
     with pytest.raises(
         AnnotationError, match=r'"up" has the style \'colwize\'; known are .*colwise, .*ColwiseParallel'
     ):
-        said({"up": "colwize"})
+        specified({"up": "colwize"})
 
 
 def test_a_plan_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(AnnotationError, match="needed a mapping from patterns to styles"):
-        said("colwise")  # type: ignore[arg-type]
+        specified("colwise")  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_plan_is_told_what_to_give() -> None:
@@ -76,7 +78,7 @@ def test_modules_that_this_configuration_lacks_are_left_out_of_its_own_plan() ->
             super().__init__()
             self.up = nn.Linear(2, 2)
 
-    assert said("auto", Planned()) == {"up": "column"}
+    assert specified("auto", Planned()) == {"up": "column"}
 
 
 class Experts(nn.Module):
@@ -91,9 +93,9 @@ class Experts(nn.Module):
 def test_where_gate_and_up_are_packed_by_rows_the_matrices_are_transposed() -> None:
     model = nn.ModuleDict({"experts": Experts(), "proj": nn.Linear(2, 2)})
     plan = {"experts.gate_up": "packed_rowwise", "experts.down": "colwise", "proj": "colwise"}
-    assert said(plan, model) == {"experts.gate_up": "column", "experts.down": "row", "proj": "column"}
+    assert specified(plan, model) == {"experts.gate_up": "column", "experts.down": "row", "proj": "column"}
     straight = {"experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
-    assert said(straight, model) == {"experts.gate_up": "column", "experts.down": "row"}
+    assert specified(straight, model) == {"experts.gate_up": "column", "experts.down": "row"}
 
 
 @pytest.mark.slow

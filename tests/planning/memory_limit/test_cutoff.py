@@ -13,7 +13,7 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Link
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import MemoryRow, Priced
+from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.space.space import Space
 from autopar.errors import CutOffError
 from autopar.planning.memory_limit import memory_limit
@@ -138,6 +138,6 @@ def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backwar
             same = len(names[1]) - 1
             if name in names[1]:
                 same = kind * len(names[1]) + names[1].index(name)
-            assert Priced(row, 2.0).of_the_same_calls(own, other) == Priced(MemoryRow(((same, 3),)), 2.0)
+            assert PricedMemory(row, 2.0).of_the_same_calls(own, other) == PricedMemory(MemoryRow(((same, 3),)), 2.0)
     several = MemoryModel(longer, Microbatches(4, reduce_each=True))
-    assert Priced(MemoryRow(((0, 1),)), 2.0).of_the_same_calls(own, several) is None
+    assert PricedMemory(MemoryRow(((0, 1),)), 2.0).of_the_same_calls(own, several) is None

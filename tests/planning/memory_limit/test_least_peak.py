@@ -51,19 +51,23 @@ def test_it_is_what_brute_force_finds() -> None:
 
 def test_a_brief_search_ends_where_it_is_known_whether_so_little_is_enough() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("cpu"))
-    asked = Formulation(space, MemoryModel(space)), {}, None
-    least = least_peak(*asked).peak_bytes
-    for enough in (least // 2, least, 2 * least):
-        found = least_peak(*asked, enough=enough, is_brief=True)
+    requested = Formulation(space, MemoryModel(space)), {}, None
+    least = least_peak(*requested).peak_bytes
+    for sufficient in (least // 2, least, 2 * least):
+        found = least_peak(*requested, sufficient=sufficient, is_brief=True)
         assert found.bound <= least <= found.peak_bytes
-        assert found.bound > enough if enough < least // 2 + 1 else found.peak_bytes <= max(enough, found.peak_bytes)
+        assert (
+            found.bound > sufficient
+            if sufficient < least // 2 + 1
+            else found.peak_bytes <= max(sufficient, found.peak_bytes)
+        )
 
 
 def test_it_keeps_to_pins() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("cpu"))
     free = least_peak(Formulation(space, MemoryModel(space)), {}, None)
     number = space.index["p_up_weight"]
-    others = np.arange(len(space.decisions[number].menu.strategies)) != free.choices[number]
+    others = np.arange(len(space.decisions[number].candidates.strategies)) != free.choices[number]
     pinned = least_peak(Formulation(space, MemoryModel(space)), {number: others}, None)
     assert pinned.peak_bytes > free.peak_bytes and others[pinned.choices[number]]
 
@@ -127,15 +131,15 @@ def test_what_is_held_in_a_row_is_worked_out_once(monkeypatch: pytest.MonkeyPatc
     space = SPACES["layers"]()
     memory = MemoryModel(space)
     rows = [MemoryRow(((moment, 1),)) for moment in (0, len(memory.lifetimes.calls))]
-    asked, worked_out = [], formulation.node_bytes
-    monkeypatch.setattr(formulation, "node_bytes", lambda *of: asked.append(of[2]) or worked_out(*of))
+    requested, worked_out = [], formulation.node_bytes
+    monkeypatch.setattr(formulation, "node_bytes", lambda *of: requested.append(of[2]) or worked_out(*of))
     stated = Formulation(space, memory)
     stated.problems({}, rows[:1])
     stated.problems({}, rows)
-    assert asked == [row for row in rows for _ in space.decisions]
+    assert requested == [row for row in rows for _ in space.decisions]
 
 
-def test_the_problem_of_a_row_that_was_asked_for_before_is_not_stated_again() -> None:
+def test_the_problem_of_a_row_that_was_requested_before_is_not_stated_again() -> None:
     space = SPACES["layers"]()
     memory = MemoryModel(space)
     modes, count = dict.fromkeys(memory.lifetimes.segments, ""), len(memory.lifetimes.calls)
@@ -145,10 +149,13 @@ def test_the_problem_of_a_row_that_was_asked_for_before_is_not_stated_again() ->
     stated.problem({})  # one without a row is another
     more = stated.problems({}, rows, 10**9, modes)
     assert more[:2] == first
-    for asked in ({"budget": 10**8, "modes": modes}, {"budget": 10**9, "modes": dict.fromkeys(modes, "none")}):
-        changed, alone = stated.problems({}, rows, **asked), Formulation(space, memory).problems({}, rows, **asked)
+    for requested in ({"budget": 10**8, "modes": modes}, {"budget": 10**9, "modes": dict.fromkeys(modes, "none")}):
+        changed, alone = (
+            stated.problems({}, rows, **requested),
+            Formulation(space, memory).problems({}, rows, **requested),
+        )
         for each, one in zip(changed, alone, strict=True):
-            assert each not in more and each.budget == one.budget == asked["budget"]
+            assert each not in more and each.budget == one.budget == requested["budget"]
             choices = tuple(int(np.isfinite(node.seconds).argmax()) for node in each.nodes)
             assert each.cost_of(choices) == one.cost_of(choices)
 

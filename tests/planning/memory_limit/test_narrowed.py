@@ -21,8 +21,8 @@ from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
 from autopar.solver.deadline import NEVER
-from autopar.solver.low_treewidth import EXACT, Enough
-from autopar.solver.memory_rows.fixings import Cut, Cuts
+from autopar.solver.low_treewidth import EXACT, Tolerances
+from autopar.solver.memory_rows.fixings import Fixings, FixingSearch
 from autopar.solver.memory_rows.several_rows import Best, solve_rows
 from autopar.solver.problem import Node, Problem
 
@@ -46,10 +46,12 @@ def test_what_is_left_of_one_row_has_the_best_plan(
     space: Space, best: Plan, shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[float] = []
-    within = Cuts.within
+    within = FixingSearch.within
     monkeypatch.setattr(memory_limit, "CHEAP_WORK", 0)
     monkeypatch.setattr(narrowed, "SHARES", shares)
-    monkeypatch.setattr(Cuts, "within", lambda cuts, share, known: tried.append(share) or within(cuts, share, known))
+    monkeypatch.setattr(
+        FixingSearch, "within", lambda fixings_of, share, known: tried.append(share) or within(fixings_of, share, known)
+    )
     found = make_plan(space, {}, Settings(Memory(best.memory_limit)))[0]
     assert best.memory_limit is not None and found.peak_bytes <= best.memory_limit
     assert found.bound <= best.seconds * (1 + 1e-9)
@@ -58,33 +60,33 @@ def test_what_is_left_of_one_row_has_the_best_plan(
     assert tried, "the limit was not met at several moments: the test says nothing"
 
 
-class _NoTime(Cuts):
+class _NoTime(FixingSearch):
     """Cuts for which there is no time."""
 
     def __init__(self) -> None:
         pass
 
-    def within(self, share: float, known: float = math.inf) -> Cut:
+    def within(self, share: float, incumbent: float = math.inf) -> Fixings:
         raise TimeLimitError
 
 
 def test_where_there_is_no_time_for_a_cut_nothing_is_found() -> None:
-    cuts = narrowed.Narrowed(_NoTime)
-    assert cuts.best([], [2.0], 1.0, NEVER, 0.0, EXACT) == Best(None, -math.inf, (2.0,), is_searched=False)
-    assert not cuts.may_be_further(1.0)
+    fixings_of = narrowed.Narrowed(_NoTime)
+    assert fixings_of.best([], [2.0], 1.0, NEVER, 0.0, EXACT) == Best(None, -math.inf, (2.0,), is_searched=False)
+    assert not fixings_of.may_be_further(1.0)
 
 
-class _Line(Cuts):
+class _Line(FixingSearch):
     """Cuts of a problem with one node, whose strategies take 1, 1.5, 2 and 4 seconds."""
 
     def __init__(self) -> None:
         self.bound = 1.0
         self.tried: list[float] = []
 
-    def within(self, share: float, known: float = math.inf) -> Cut:
-        limit = min(1 + share, known)
+    def within(self, share: float, incumbent: float = math.inf) -> Fixings:
+        limit = min(1 + share, incumbent)
         self.tried.append(limit)
-        return Cut((limit >= SECONDS,), limit)
+        return Fixings((limit >= SECONDS,), limit)
 
 
 SECONDS = np.array([1.0, 1.5, 2.0, 4.0])
@@ -108,15 +110,15 @@ def test_the_narrowest_cut_with_something_better_is_searched(
     budget: int, known: float, choice: int | None, bound: float, tried: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(narrowed, "SHARES", (0.6, 2.0))
-    cuts = _Line()
-    searched = narrowed.Narrowed(lambda: cuts)
-    found = searched.best([_problem(budget)], [0.0], known, NEVER, 0.0, Enough(1.0, 0.0))
+    fixings_of = _Line()
+    searched = narrowed.Narrowed(lambda: fixings_of)
+    found = searched.best([_problem(budget)], [0.0], known, NEVER, 0.0, Tolerances(1.0, 0.0))
     assert found.choices == (None if choice is None else (choice,))
-    assert found.bound == pytest.approx(bound) and cuts.tried == tried
+    assert found.bound == pytest.approx(bound) and fixings_of.tried == tried
     assert choice is not None or searched.may_be_further(known) == (known == math.inf)
 
 
-def test_choices_that_were_met_go_on_where_the_cut_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_that_were_visited_go_on_where_the_cut_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Sequence[Sequence[int]]] = []
 
     def searched(*arguments: Any, **options: Any) -> Best:
@@ -125,6 +127,6 @@ def test_choices_that_were_met_go_on_where_the_cut_leaves_them(monkeypatch: pyte
 
     monkeypatch.setattr(narrowed, "SHARES", (0.6,))
     monkeypatch.setattr(narrowed, "solve_rows", searched)
-    cuts = narrowed.Narrowed(_Line)
-    cuts.best([_problem(8)], [0.0], math.inf, NEVER, 0.0, Enough(1.0, 0.0), [(1,), (3,)])
+    fixings_of = narrowed.Narrowed(_Line)
+    fixings_of.best([_problem(8)], [0.0], math.inf, NEVER, 0.0, Tolerances(1.0, 0.0), [(1,), (3,)])
     assert given == [[(1,)]]

@@ -70,7 +70,7 @@ def test_where_no_plan_has_room_for_a_layer_ahead_it_is_the_best_of_all(
         make_plan(space, pins, Settings(Memory(least[0] - 1)))
 
 
-def test_where_nothing_passes_beside_computing_no_room_is_asked_for(
+def test_where_nothing_passes_next_to_computing_no_room_is_requested(
     on_the_host: Space, pins: Pins, least: tuple[int, int]
 ) -> None:
     for limit in least:
@@ -90,19 +90,19 @@ def test_a_cut_off_ends_the_search_with_room_and_no_room_does_not(
 def test_where_time_is_over_before_there_is_a_plan_with_room_no_other_is_looked_for(
     space: Space, pins: Pins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def best(formulation: Formulation, *_: object) -> Answer:
-        asked.append(formulation.memory.prefetch)
+        requested.append(formulation.memory.prefetch)
         raise TimeLimitError
 
     monkeypatch.setattr(planner, "_best", best)
     for seconds, depths in ((0.0, [1]), (60.0, [1, 0])):
-        asked.clear()
+        requested.clear()
         settings = Settings(Memory(1), Search(time_limit=seconds))
         with pytest.raises(TimeLimitError):
             solved_by(formulations_of(MemoryModel(space), settings), pins, settings)
-        assert asked == depths
+        assert requested == depths
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

@@ -84,12 +84,12 @@ def test_segments_stay_as_they_are_where_another_mode_gains_nothing(space: Space
 
 
 @pytest.mark.slow
-def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_more_is_expensive_what_is_near_enough_is_taken(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     free = make_plan(space, {})[0].peak_bytes
     limits = [int(share * free) for share in (0.9, 0.8, 0.7, 0.6)]
     best = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     monkeypatch.setattr(narrow, "CHEAP_WORK", 0)
-    monkeypatch.setattr(memory_limit, "ENOUGH", ROUGHLY)
+    monkeypatch.setattr(memory_limit, "STOP_GAP", ROUGHLY)
     monkeypatch.setattr(memory_limit, "FEW_CALLS", 0)
     found = [make_plan(space, {}, Settings(Memory(limit)))[0] for limit in limits]
     for limit, one, other in zip(limits, found, best, strict=True):

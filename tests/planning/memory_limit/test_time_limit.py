@@ -69,7 +69,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "specified"),
     [
         (4.0, "the time limit passed before any choice of strategies was found"),
         pytest.param(
@@ -80,10 +80,10 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
     ],
 )
 def test_where_no_plan_was_found_by_then_the_error_says_so(
-    space: Space, monkeypatch: pytest.MonkeyPatch, seconds: float, said: str
+    space: Space, monkeypatch: pytest.MonkeyPatch, seconds: float, specified: str
 ) -> None:
     shown = _clock(monkeypatch)
-    with pytest.raises(TimeLimitError, match=said):
+    with pytest.raises(TimeLimitError, match=specified):
         make_plan(space, {}, Settings(Memory(LEAST), Search(time_limit=seconds)))
     assert seconds < shown[0] < 1.1 * seconds + deadline.GRACE
 
@@ -115,11 +115,11 @@ def test_what_fits_is_taken_where_there_is_no_time_for_better(
 ) -> None:
     limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
     best, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
-    asked, solve_narrow = [], memory_limit.solve_narrow
+    requested, solve_narrow = [], memory_limit.solve_narrow
 
     def once(prepared: Prepared, time_limit: float, gap: float, *given: Any) -> Solution | None:
-        asked.append(gap)
-        if len(asked) == 1:
+        requested.append(gap)
+        if len(requested) == 1:
             return solve_narrow(prepared, time_limit, gap, *given)
         if is_late:
             raise TimeLimitError
@@ -129,8 +129,8 @@ def test_what_fits_is_taken_where_there_is_no_time_for_better(
     monkeypatch.setattr(memory_limit, "solve", None)  # whoever goes on fails
     with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
         plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
-    assert asked == [memory_limit.FIRST_GAP, 0.0] and plan.peak_bytes <= limit
-    assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.ENOUGH
+    assert requested == [memory_limit.FIRST_GAP, 0.0] and plan.peak_bytes <= limit
+    assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.STOP_GAP
 
 
 def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
@@ -138,11 +138,11 @@ def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
 ) -> None:
     free, _ = make_plan(equal_layers, {})
     limit = int(0.7 * free.peak_bytes)
-    met, solve_narrow = [], memory_limit.solve_narrow
+    visited, solve_narrow = [], memory_limit.solve_narrow
 
     def far_over(prepared: Prepared, *given: Any) -> Solution | None:
-        found = solve_narrow(prepared.within(None) if met else prepared, *given)
-        met.append(found)
+        found = solve_narrow(prepared.within(None) if visited else prepared, *given)
+        visited.append(found)
         return found
 
     monkeypatch.setattr(memory_limit, "solve_narrow", far_over)
@@ -150,7 +150,7 @@ def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
     monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
     with pytest.warns(RuntimeWarning, match="not proven best"):
         plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
-    first, second = met
+    first, second = visited
     assert second.num_bytes > first.num_bytes, "what is found again is over the limit"
     assert plan.seconds == first.seconds and plan.peak_bytes <= limit
 

@@ -31,7 +31,7 @@ def space() -> Space:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the gaps of solved problems without a limit; a search that may leaves something open."""
     found: list[float] = []
 
@@ -42,47 +42,47 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             return replace(solution, bound=(1 - OPEN) * solution.bound) if gap > OPEN else solution
         return solution
 
-    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    monkeypatch.setattr(solving, "EXPENSIVE_WORK", 0)
     monkeypatch.setattr(memory_limit, "FEW_CALLS", 0)
     monkeypatch.setattr(memory_limit, "solve_prepared", solved)
     return found
 
 
-def test_what_is_over_the_limit_is_not_looked_for_further(space: Space, asked: list[float]) -> None:
+def test_what_is_over_the_limit_is_not_looked_for_further(space: Space, requested: list[float]) -> None:
     free = make_plan(space, {})[0]
-    assert asked == [0.0] and free.gap == 0
+    assert requested == [0.0] and free.gap == 0
     found = make_plan(space, {}, Settings(Memory(int(0.8 * free.peak_bytes))))[0]
-    assert asked[1:] and set(asked[1:]) == {memory_limit.FAR}
+    assert requested[1:] and set(requested[1:]) == {memory_limit.START_GAP}
     assert found.peak_bytes <= 0.8 * free.peak_bytes and found.bound <= found.seconds
 
 
-def test_what_fits_is_the_best(space: Space, asked: list[float]) -> None:
+def test_what_fits_is_the_best(space: Space, requested: list[float]) -> None:
     free = make_plan(space, {})[0]
     found = make_plan(space, {}, Settings(Memory(2 * free.peak_bytes)))[0]
-    assert asked[1:] == [memory_limit.FAR, 0.0]
+    assert requested[1:] == [memory_limit.START_GAP, 0.0]
     assert found.seconds == free.seconds and found.gap == 0
 
 
-def test_where_the_best_is_asked_for_nothing_is_left_open(space: Space, asked: list[float]) -> None:
+def test_where_the_best_is_requested_nothing_is_left_open(space: Space, requested: list[float]) -> None:
     free = make_plan(space, {})[0]
     make_plan(space, {}, Settings(Memory(int(0.8 * free.peak_bytes)), Search(gap=0.0)))
-    assert set(asked) == {0.0}
+    assert set(requested) == {0.0}
 
 
 @pytest.mark.slow
-def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
-    space: Space, asked: list[float], monkeypatch: pytest.MonkeyPatch
+def test_where_problems_are_stated_once_they_are_requested_once_without_the_limit(
+    space: Space, requested: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = make_plan(space, {})[0]
     limit, stated = int(0.8 * free.peak_bytes), Statements(space)
     with pytest.raises(CutOffError):
         make_plan(space, {}, Settings(Memory(limit), cutoff=0.0), stated=stated)
-    count = len(asked)
+    count = len(requested)
     monkeypatch.setattr(memory_limit, "solve_narrow", None)  # nor is it tried whether the graph is narrow
     again, choices = make_plan(space, {}, Settings(Memory(limit)), stated=stated)
-    assert len(asked) == count
+    assert len(requested) == count
     monkeypatch.undo()
-    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    monkeypatch.setattr(solving, "EXPENSIVE_WORK", 0)
     alone, same = make_plan(space, {}, Settings(Memory(limit)))
     assert (again.seconds, again.bound, choices) == (alone.seconds, alone.bound, same)
 
@@ -91,38 +91,38 @@ def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
 @pytest.mark.filterwarnings("ignore:.*not proven best")
 @pytest.mark.parametrize("share", [0.8, 2.0])
 def test_what_the_time_ended_is_not_kept(
-    share: float, space: Space, asked: list[float], monkeypatch: pytest.MonkeyPatch
+    share: float, space: Space, requested: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit, stated, solve = int(share * make_plan(space, {})[0].peak_bytes), Statements(space), solving.solve_prepared
 
     def broken_off(prepared: Prepared, **options: Any) -> Solution:
         solution = solve(prepared, **options)
-        return replace(solution, bound=(1 - 2 * memory_limit.FAR) * solution.bound)
+        return replace(solution, bound=(1 - 2 * memory_limit.START_GAP) * solution.bound)
 
     with monkeypatch.context() as short:
         short.setattr(memory_limit, "solve_prepared", broken_off)
         make_plan(space, {}, Settings(Memory(limit)), stated=stated)
-    del asked[:]
-    assert make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0].gap == 0 and asked
-    del asked[:]
-    assert make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0].gap == 0 and not asked
+    del requested[:]
+    assert make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0].gap == 0 and requested
+    del requested[:]
+    assert make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0].gap == 0 and not requested
 
 
-def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[float]) -> None:
+def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, requested: list[float]) -> None:
     stated, free = Statements(space), make_plan(space, {})[0]
-    limit, pins = int(0.8 * free.peak_bytes), {0: np.arange(len(space.decisions[0].menu.strategies)) > 0}
+    limit, pins = int(0.8 * free.peak_bytes), {0: np.arange(len(space.decisions[0].candidates.strategies)) > 0}
     for some, room in (({}, limit), (pins, limit), ({}, limit - 1)):
-        count = len(asked)
+        count = len(requested)
         with pytest.raises(CutOffError):
             make_plan(space, some, Settings(Memory(room), cutoff=0.0), stated=stated)
-        assert len(asked) > count
+        assert len(requested) > count
 
 
 @pytest.mark.slow
 def test_a_search_begins_at_the_prices_of_another_plan_of_the_model(
     space: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    monkeypatch.setattr(solving, "EXPENSIVE_WORK", 0)
     stated, begun, search = Statements(space), [], memory_limit.solve_rows
     limit = int(0.8 * make_plan(space, {}, stated=stated)[0].peak_bytes)
     best = make_plan(space, {}, Settings(Memory(limit)), stated=stated)[0]

@@ -31,7 +31,7 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Training, compare, whole
-from tests.support.pipeline_training import held_by, hold_all
+from tests.support.pipeline_training import hold_all, stage_bytes_of
 from tests.support.ranks import Ranks, mesh
 
 BATCH, SEQUENCE, STEPS = 16, 32, 3
@@ -85,16 +85,16 @@ CASES = (
 that is recommended; recomputation in several modes; tied tables on two stages (gpt2); experts."""
 
 
-def planned(asked: Case) -> Plan | PipelinePlan:
+def planned(requested: Case) -> Plan | PipelinePlan:
     """Return the plan of a candidate, as the search makes it."""
-    settings = Settings(Memory(asked.memory), Search(time_limit=1000, max_axes=2))
-    request = PlanRequest(hardware=SLOW_DEVICES, settings=settings, pipeline=Pipeline("pp", **asked.options))
-    inputs = built_in(asked.model, BATCH, SEQUENCE, asked.layers)
+    settings = Settings(Memory(requested.memory), Search(time_limit=1000, max_axes=2))
+    request = PlanRequest(hardware=SLOW_DEVICES, settings=settings, pipeline=Pipeline("pp", **requested.options))
+    inputs = built_in(requested.model, BATCH, SEQUENCE, requested.layers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        subject, exact = subject_of(OfflinePlanner(*inputs, request, PlanCache()), "auto", asked.num_devices)
-        on = next(each for each in subject.meshes if each.axes == asked.axes)
-        estimate = Estimates(subject, float("inf")).estimate(Candidate(on, asked.microbatches))
+        subject, exact = subject_of(OfflinePlanner(*inputs, request, PlanCache()), "auto", requested.num_devices)
+        on = next(each for each in subject.meshes if each.axes == requested.axes)
+        estimate = Estimates(subject, float("inf")).estimate(Candidate(on, requested.microbatches))
         assert estimate is not None, "no plan of the candidate is known to fit"
         return exact(estimate, Turn(200)).plan
 
@@ -108,15 +108,15 @@ def features(plan: Plan | PipelinePlan) -> set[str]:
         for row in each.rows:
             if row.kind == "call":
                 found |= {f"{axis}: {role}" for axis, role in zip(each.mesh.names, row.roles, strict=True)}
-            elif row.kind == "parameter" and "S(" in each.choices[row.name] and "kept" not in each.choices[row.name]:
+            elif row.kind == "parameter" and "S(" in each.choices[row.name] and "saved" not in each.choices[row.name]:
                 found.add("gathered again")
     return found
 
 
-def model_and_batches(asked: Case) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def model_and_batches(requested: Case) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
-    model, _ = built_in(asked.model, BATCH, SEQUENCE, asked.layers, device="cpu")
-    generator, num_tokens = torch.Generator().manual_seed(1), num_values(asked.model)
+    model, _ = built_in(requested.model, BATCH, SEQUENCE, requested.layers, device="cpu")
+    generator, num_tokens = torch.Generator().manual_seed(1), num_values(requested.model)
     draws = [torch.randint(0, num_tokens, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(STEPS)]
     return model, [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in draws]
 
@@ -144,24 +144,24 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], in_turns: bool
     return found
 
 
-def train_on_ranks(asked: Case, text: str) -> Training:
+def train_on_ranks(requested: Case, text: str) -> Training:
     """Train by a plan on the ranks of this process group (runs on every rank)."""
-    plan = (PipelinePlan if "pp" in asked.axes else Plan).from_json(text)
-    model, batches = model_and_batches(asked)
-    on = mesh(tuple(asked.axes.values()), tuple(asked.axes))
-    in_turns = asked.microbatches > 1
-    count: dict[str, Any] = {"microbatches": asked.microbatches} if in_turns and "pp" not in asked.axes else {}
+    plan = (PipelinePlan if "pp" in requested.axes else Plan).from_json(text)
+    model, batches = model_and_batches(requested)
+    on = mesh(tuple(requested.axes.values()), tuple(requested.axes))
+    in_turns = requested.microbatches > 1
+    count: dict[str, Any] = {"microbatches": requested.microbatches} if in_turns and "pp" not in requested.axes else {}
     compiled = autopar.compile(model, on, batches[0], plan=plan, hardware=SLOW_DEVICES, **by_flag(**count))
-    return train(compiled, batches, in_turns or "pp" in asked.axes)
+    return train(compiled, batches, in_turns or "pp" in requested.axes)
 
 
-@pytest.mark.parametrize("asked", [SMALL, *(pytest.param(each, marks=pytest.mark.slow) for each in CASES)], ids=str)
-def test_an_answer_trains_as_one_process(ranks: Ranks, asked: Case) -> None:
-    plan = planned(asked)
-    assert asked.needed <= features(plan), f"the plan has {sorted(features(plan))}"
-    model, batches = model_and_batches(asked)
+@pytest.mark.parametrize("requested", [SMALL, *(pytest.param(each, marks=pytest.mark.slow) for each in CASES)], ids=str)
+def test_an_answer_trains_as_one_process(ranks: Ranks, requested: Case) -> None:
+    plan = planned(requested)
+    assert requested.needed <= features(plan), f"the plan has {sorted(features(plan))}"
+    model, batches = model_and_batches(requested)
     expected = train(model, batches, in_turns=False)
-    found = ranks.run(train_on_ranks, asked, plan.to_json(), world_size=asked.num_devices, timeout=300)
+    found = ranks.run(train_on_ranks, requested, plan.to_json(), world_size=requested.num_devices, timeout=300)
     for each in found:
-        compare(each, held_by(each, expected), rtol=1e-4, atol=1e-5, floor=0.05)
+        compare(each, stage_bytes_of(each, expected), rtol=1e-4, atol=1e-5, floor=0.05)
     hold_all(found, expected)

@@ -39,10 +39,10 @@ def estimates_of(
     batch: int = BATCH,
     sequence: int = SEQUENCE,
     devices: int = 4,
-    **asked: Any,
+    **requested: Any,
 ) -> tuple[Estimates, Exact]:
     settings = Settings(Memory(memory), Search(time_limit=1000, max_axes=2))
-    request = PlanRequest(**{"hardware": SLOW_DEVICES, **asked}, settings=settings, pipeline=pipeline)
+    request = PlanRequest(**{"hardware": SLOW_DEVICES, **requested}, settings=settings, pipeline=pipeline)
     planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
     assert not not_estimated(planner)
     subject, exact = subject_of(planner, "auto", devices)
@@ -81,18 +81,18 @@ def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_the
     assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=0.03)
 
 
-def test_positions_of_causal_attention_are_dealt_in_an_estimate_as_in_a_plan() -> None:
+def test_positions_of_causal_attention_are_zigzag_in_an_estimate_as_in_a_plan() -> None:
     estimates, exact = estimates_of(None, batch=2, devices=8)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 8})
     found = estimates.estimate(Candidate(mesh, 1))
     levels = [level for inner in estimates._inner.values() for each in inner for level in each._levels.values()]
-    assert {each.memory.space.dealing for each in levels} == {planned(exact, found).plan.dealing} == {("dp",)}
+    assert {each.memory.space.zigzag_axes for each in levels} == {planned(exact, found).plan.zigzag_axes} == {("dp",)}
 
 
 @pytest.mark.slow
 def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
-    beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)
-    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_1f1b", 5), hardware=beside, strategy="zero3")
+    overlapped = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)
+    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_1f1b", 5), hardware=overlapped, strategy="zero3")
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
     found = estimates.estimate(Candidate(mesh, 2))
     assert found is not None
@@ -103,8 +103,8 @@ def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
 @pytest.mark.parametrize(("strategy", "share", "within"), [("data_parallel", 0.0, 0.07), ("zero1", 0.5, 0.12)])
 def test_reductions_of_a_pipeline_are_those_of_its_layers(strategy: str, share: float, within: float) -> None:
     """Gradients of replicated weights are reduced in messages of several layers; others slow the last backward."""
-    beside = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 2e5),), communication_share=share)
-    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_1f1b", 5), hardware=beside, strategy=strategy)
+    overlapped = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 2e5),), communication_share=share)
+    estimates, exact = estimates_of(None, Pipeline("pp", "interleaved_1f1b", 5), hardware=overlapped, strategy=strategy)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
     found = estimates.estimate(Candidate(mesh, 2))
     assert found is not None
@@ -269,7 +269,7 @@ def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.M
         size = next((size for axis, size in candidate.mesh.axes.items() if axis != "pp"), 1)
         return BATCH % (candidate.microbatches * size) == 0
 
-    assert all(map(divides, estimates._first()))
+    assert all(map(divides, estimates._first_candidates()))
 
     def estimate(each: Candidate, below: float) -> Estimate:
         return Estimate(each.mesh, each.microbatches, float(each.mesh.ndim), 0.0, None)

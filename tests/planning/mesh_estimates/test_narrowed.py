@@ -38,13 +38,13 @@ def test_a_space_has_the_choices_of_plans_on_fewer_axes_alone() -> None:
     choices.add(flat, chosen)
     narrow = choices.narrowed(deep, {})
     made = {"-"}.union(
-        *(d.menu.strategies[c].choices for d, c in zip(flat.decisions, chosen, strict=True) if d.kind == "call")
+        *(d.candidates.strategies[c].choices for d, c in zip(flat.decisions, chosen, strict=True) if d.kind == "call")
     )
-    sizes = [[len(each.menu.strategies) for each in space.decisions] for space in (narrow, deep)]
+    sizes = [[len(each.candidates.strategies) for each in space.decisions] for space in (narrow, deep)]
     assert sum(sizes[0]) < 0.5 * sum(sizes[1])
     for each in narrow.decisions:
         if each.kind == "call":
-            assert made.issuperset({name for strategy in each.menu.strategies for name in strategy.choices})
+            assert made.issuperset({name for strategy in each.candidates.strategies for name in strategy.choices})
 
 
 def test_the_best_plan_remains_where_its_choices_were_made() -> None:
@@ -53,17 +53,19 @@ def test_the_best_plan_remains_where_its_choices_were_made() -> None:
     choices.add(deep, chosen)
     narrow = choices.narrowed(deep, {})
     assert best(narrow)[0] <= seconds * (1 + 1e-4)  # no way leads through dims that neither end splits
-    alike = {(id(a.menu), id(b.menu)) for a, b in zip(deep.decisions, narrow.decisions, strict=True)}
+    alike = {(id(a.candidates), id(b.candidates)) for a, b in zip(deep.decisions, narrow.decisions, strict=True)}
     assert len(alike) < len(deep.decisions), "equal calls do not share their menus"
 
 
 def test_what_is_pinned_or_not_known_keeps_all_strategies() -> None:
     choices, deep = Choices(), space_on(dp=2, tp=2, sp=2)
-    assert [len(each.menu.strategies) for each in choices.narrowed(deep, {}).decisions] == [
-        len(each.menu.strategies) for each in deep.decisions
+    assert [len(each.candidates.strategies) for each in choices.narrowed(deep, {}).decisions] == [
+        len(each.candidates.strategies) for each in deep.decisions
     ]
     choices.add(deep, best(deep)[1])
-    number = next(n for n, each in enumerate(deep.decisions) if each.kind == "call" and len(each.menu.strategies) > 8)
-    pins = {number: np.ones(len(deep.decisions[number].menu.strategies), dtype=bool)}
-    assert choices.narrowed(deep, pins).decisions[number].menu is deep.decisions[number].menu
-    assert choices.narrowed(deep, {}).decisions[number].menu is not deep.decisions[number].menu
+    number = next(
+        n for n, each in enumerate(deep.decisions) if each.kind == "call" and len(each.candidates.strategies) > 8
+    )
+    pins = {number: np.ones(len(deep.decisions[number].candidates.strategies), dtype=bool)}
+    assert choices.narrowed(deep, pins).decisions[number].candidates is deep.decisions[number].candidates
+    assert choices.narrowed(deep, {}).decisions[number].candidates is not deep.decisions[number].candidates

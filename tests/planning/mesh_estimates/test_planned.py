@@ -69,9 +69,9 @@ def test_the_next_candidate_follows_one_without_room() -> None:
         (1.6, 1.6, False),
     ]
     assert [(each.excluded, each.estimate) for each in compared.excluded] == [
-        ("room", 1.0),
+        ("memory", 1.0),
         ("bound", None),
-        ("room", None),
+        ("memory", None),
     ]
     assert compared.excluded[0].reason == "no room" and compared.excluded[2].microbatches == 2
 

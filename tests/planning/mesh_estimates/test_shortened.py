@@ -38,9 +38,9 @@ class Stack(nn.Module):
         return [loss, *states] if self.returns_states else loss
 
 
-def of_stack(*sizes: int, said: dict[str, object] | None = None, returns_states: bool = False) -> Shortened:
+def of_stack(*sizes: int, specified: dict[str, object] | None = None, returns_states: bool = False) -> Shortened:
     program = capture(skeleton(Stack(sizes, returns_states)), (X_BD,), {}, training=True)
-    return shortened(program, blocks_of(program), said or {})
+    return shortened(program, blocks_of(program), specified or {})
 
 
 def of_llama(num_layers: int) -> Program:
@@ -80,7 +80,7 @@ def test_three_equal_layers_remain() -> None:
     assert of_stack(4, 4, 4).origin == (0, 1, 2, 3, 4)
 
 
-def test_a_layer_of_which_something_else_is_said_stays() -> None:
+def test_a_layer_of_which_something_else_is_stated_stays() -> None:
     program = capture(skeleton(Stack((4,) * 9)), (X_BD,), {}, training=True)
     short = shortened(program, blocks_of(program), {program.parameters["layers.4.0.weight"]: "row"})
     assert short.origin == (0, 1, 2, 2, 3, 4, 5, 6, 6, 7, 8)

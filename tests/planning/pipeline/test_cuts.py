@@ -129,16 +129,16 @@ def _exact(draw: st.DrawFn) -> tuple[CutProblem, Exact]:
     problem = draw(_problems())
     num_blocks, schedule = len(problem.blocks), problem.schedule
     sizes = draw(st.lists(st.integers(1, 5), min_size=num_blocks, max_size=num_blocks))
-    room = [draw(st.sampled_from([4, 8, 12, 40, 40])) for _ in range(schedule.num_stages)]
-    excess = draw(st.lists(SECONDS, min_size=7, max_size=7))
+    budget = [draw(st.sampled_from([4, 8, 12, 40, 40])) for _ in range(schedule.num_stages)]
+    bytes_over = draw(st.lists(SECONDS, min_size=7, max_size=7))
     exact = {}
     for first, end in combinations(range(num_blocks + 1), 2):
         blocks = problem.blocks[first:end]
         least = sum(each.forward + each.backward_input + each.backward_weight for each in blocks)
         least += sum(each.once for each in blocks) / schedule.num_microbatches
         for stage in range(schedule.num_stages):
-            more = excess[(3 * first + 5 * end + stage) % len(excess)]
-            exact[stage, first, end] = least + more if sum(sizes[first:end]) <= room[stage] else inf
+            more = bytes_over[(3 * first + 5 * end + stage) % len(bytes_over)]
+            exact[stage, first, end] = least + more if sum(sizes[first:end]) <= budget[stage] else inf
     return problem, exact
 
 
@@ -146,10 +146,10 @@ def _exact(draw: st.DrawFn) -> tuple[CutProblem, Exact]:
 @settings(max_examples=100, deadline=None)
 def test_no_cut_is_better_by_the_true_seconds_of_stages_that_fit(case: tuple[CutProblem, Exact]) -> None:
     problem, exact = case
-    asked: list[tuple[int, int, int]] = []
+    requested: list[tuple[int, int, int]] = []
 
     def stage_cost(first: int, end: int, stage: int) -> float:
-        asked.append((stage, first, end))
+        requested.append((stage, first, end))
         return exact[stage, first, end]
 
     best = min(_step_seconds(problem, starts, exact) for starts in _all_starts(problem))
@@ -162,7 +162,7 @@ def test_no_cut_is_better_by_the_true_seconds_of_stages_that_fit(case: tuple[Cut
         cuts = best_cuts_within(problem, StageCosts(stage_cost))
         assert cuts.seconds == pytest.approx(best, rel=1e-9)
         assert _step_seconds(problem, cuts.starts, exact) == pytest.approx(best, rel=1e-9)
-    assert len(asked) == len(set(asked)), "a stage was asked for twice"
+    assert len(requested) == len(set(requested)), "a stage was asked for twice"
 
 
 @given(_exact())
@@ -196,7 +196,7 @@ def test_the_formula_is_the_simulated_time_of_equal_stages(schedule: Schedule) -
     assert best_cuts(_problem([4.0] * schedule.num_stages, schedule)).seconds == timeline.seconds
 
 
-def test_a_big_head_gets_fewer_layers_beside_it() -> None:
+def test_a_big_head_gets_fewer_layers_next_to_it() -> None:
     assert best_cuts(_problem([1, 1, 1, 1, 1, 1, 1, 5], Schedule("1f1b", 2, 8))).starts == (0, 6)
 
 
@@ -282,7 +282,9 @@ def test_a_search_that_begins_with_a_thought_ends_with_a_cut_that_fits_and_the_b
         *stages_of(best_cuts(problem).starts, len(problem.blocks)),
     ):
         thought[place] = 0.0
-    costs = StageCosts(lambda *place: exact[place[2], *place[:2]], is_over=lambda asked, has_cut: has_cut and is_over)
+    costs = StageCosts(
+        lambda *place: exact[place[2], *place[:2]], is_over=lambda requested, has_cut: has_cut and is_over
+    )
     cuts = best_cuts_within(problem, costs, thought=thought)
     best = min(_step_seconds(problem, starts, exact) for starts in fitting)
     assert cuts.bound <= best * (1 + 1e-9) and cuts.starts in fitting
@@ -297,28 +299,28 @@ def test_a_search_that_is_broken_off_has_a_cut_that_fits_with_a_bound(
 ) -> None:
     problem, exact = case
     best = min(_step_seconds(problem, starts, exact) for starts in _all_starts(problem))
-    asked: list[tuple[int, int, int]] = []
+    requested: list[tuple[int, int, int]] = []
 
     def seconds(first: int, end: int, stage: int) -> float:
-        asked.append((first, end, stage))
-        if late and len(asked) > most:
+        requested.append((first, end, stage))
+        if late and len(requested) > most:
             raise TimeLimitError("the time limit passed")
         return exact[stage, first, end]
 
-    costs = StageCosts(seconds, is_over=lambda asked, has_cut: not late and asked >= most)
+    costs = StageCosts(seconds, is_over=lambda requested, has_cut: not late and requested >= most)
     try:
         cuts = best_cuts_within(problem, costs)
     except (PipelineError, TimeLimitError):
         return  # no solved stages make a cut
     finally:
-        assert late or len(asked) <= most, "more was asked for than there is time for"
+        assert late or len(requested) <= most, "more was asked for than there is time for"
     assert cuts.bound <= best * (1 + 1e-9) and cuts.seconds >= best * (1 - 1e-9)
     assert _step_seconds(problem, cuts.starts, exact) == pytest.approx(cuts.seconds, rel=1e-9)
 
 
 @given(_exact(), st.lists(st.floats(0.0, 0.5), min_size=5, max_size=5), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_stages_that_are_known_roughly_are_asked_for_more_closely_until_the_best_cut_is_known(
+def test_stages_that_are_known_roughly_are_requested_more_closely_until_the_best_cut_is_known(
     case: tuple[CutProblem, Exact], open_shares: list[float], is_closer: bool
 ) -> None:
     problem, exact = case
@@ -348,7 +350,7 @@ def test_stages_that_are_known_roughly_are_asked_for_more_closely_until_the_best
         assert cuts.seconds == pytest.approx(best, rel=1e-9)
 
 
-def test_only_the_stage_that_sets_the_pace_is_asked_for_more_closely() -> None:
+def test_only_the_stage_that_sets_the_pace_is_requested_more_closely() -> None:
     schedule, close = Schedule("1f1b", 4, 64), []
 
     def closer(first: int, end: int, stage: int) -> bool:
@@ -363,38 +365,40 @@ def test_only_the_stage_that_sets_the_pace_is_asked_for_more_closely() -> None:
     assert close == [1] and cuts.bound == 67 and cuts.seconds <= 1.0625 * 67
 
 
-def test_of_stages_of_equal_blocks_the_one_of_middling_flight_is_asked_for() -> None:
+def test_of_stages_of_equal_blocks_the_one_of_middling_flight_is_requested() -> None:
     """The fullest says what the others take at most, the middle one what half of them take at least."""
-    schedule, asked = Schedule("1f1b", 8, 64), []
+    schedule, requested = Schedule("1f1b", 8, 64), []
 
     def seconds(first: int, end: int, stage: int) -> float:
-        asked.append(stage)
+        requested.append(stage)
         return (end - first) * (1 + 0.01 * schedule.in_flight(stage))
 
     def at_most(first: int, end: int, stage: int) -> float:
-        return 2 * (1 + 0.01 * schedule.in_flight(min(asked))) if asked and end - first == 2 else inf
+        return 2 * (1 + 0.01 * schedule.in_flight(min(requested))) if requested and end - first == 2 else inf
 
     best_cuts_within(_problem([1.0] * 16, schedule), StageCosts(seconds, at_most), 0.0, [0] * 16)
-    assert asked[:2] == [0, 4]
+    assert requested[:2] == [0, 4]
 
 
 def test_no_cut_in_time_is_an_error_that_says_what_to_do() -> None:
-    costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda asked, has_cut: True)
+    costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda requested, has_cut: True)
     with pytest.raises(TimeLimitError, match="before stages that fit into memory were found; give it longer"):
         best_cuts_within(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), costs)
 
 
-def test_what_is_known_of_other_stages_is_not_asked_for() -> None:
+def test_what_is_known_of_other_stages_is_not_requested() -> None:
     """Equal blocks: what the fullest stage takes is a bound for all others, and enough within the tolerance."""
-    schedule, asked = Schedule("1f1b", 4, 8), []
+    schedule, requested = Schedule("1f1b", 4, 8), []
 
     def seconds(first: int, end: int, stage: int) -> float:
-        asked.append((end - first, stage))
+        requested.append((end - first, stage))
         return (end - first) * (1 + 0.01 * schedule.in_flight(stage))
 
     def at_most(first: int, end: int, stage: int) -> float:
-        known = [length * (1 + 0.01 * schedule.in_flight(other)) for length, other in asked if length == end - first]
+        known = [
+            length * (1 + 0.01 * schedule.in_flight(other)) for length, other in requested if length == end - first
+        ]
         return min(known, default=inf)
 
     cuts = best_cuts_within(_problem([1.0] * 8, schedule), StageCosts(seconds, at_most), tolerance=0.05)
-    assert asked == [(2, 0)] and cuts.starts == (0, 2, 4, 6)
+    assert requested == [(2, 0)] and cuts.starts == (0, 2, 4, 6)

@@ -59,6 +59,6 @@ def test_the_table_of_schedules_is_simulated(name: str) -> None:
     chunks = 2 if name in SEVERAL_STAGES else 1
     schedule = Schedule(name, 4, 8, chunks)
     bubble = simulate(schedule, [StageSeconds(1.0, 1.0, 1.0)] * schedule.num_stages).bubble
-    kept = max(sum(map(schedule.in_flight, schedule.stages_of(rank))) for rank in range(4)) / chunks
+    resident = max(sum(map(schedule.in_flight, schedule.stages_of(rank))) for rank in range(4)) / chunks
     row = next(line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}` |"))
-    assert [cell.strip() for cell in row.split("|")[3:5]] == [f"{bubble:.1%}", f"{kept:g}"]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == [f"{bubble:.1%}", f"{resident:g}"]

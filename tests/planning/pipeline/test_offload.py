@@ -41,10 +41,10 @@ class Scored(nn.Module):
 
 
 def planned(axes: dict[str, int] | None = None, **options: Any) -> PipelinePlan:
-    said = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": "h100", **options}
-    said = {"memory_conventions": "tensors", **said}
+    specified = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": "h100", **options}
+    specified = {"memory_conventions": "tensors", **specified}
     found = autopar.plan(
-        Scored(), autopar.Mesh(axes or {"pp": 2}, hardware="h100"), (torch.zeros(4096, 64),), **by_flag(**said)
+        Scored(), autopar.Mesh(axes or {"pp": 2}, hardware="h100"), (torch.zeros(4096, 64),), **by_flag(**specified)
     )
     assert isinstance(found, PipelinePlan)
     return found
@@ -55,8 +55,8 @@ def test_each_micro_batch_in_flight_has_its_own_on_the_host(tmp_path: Path) -> N
     here, away = (planned(offload=each, hardware=BUSY) for each in ("none", "activations"))
     assert here.offload == "none" and here.host_bytes == 0 and away.offload == "activations"
     for stage, before in zip(away.stages, here.stages, strict=True):
-        kept, left = (sum(row.saved_bytes for row in each.plan.rows) for each in (stage, before))
-        assert stage.plan.host == {"activations": (left - kept) * away.schedule.in_flight(stage.number)}
+        resident, left = (sum(row.saved_bytes for row in each.plan.rows) for each in (stage, before))
+        assert stage.plan.host == {"activations": (left - resident) * away.schedule.in_flight(stage.number)}
         assert set(stage.plan.recompute.values()) == {OFFLOAD}
         assert stage.seconds.forward > before.seconds.forward
     assert [away.rank_host(rank) for rank in (0, 1)] == [stage.plan.host for stage in away.stages]
@@ -91,15 +91,15 @@ def test_a_host_is_shared_by_the_devices_of_all_stages() -> None:
     both = planned({"pp": 2, "dp": 2}, offload="both", strategy="zero3", optimizer="adamw")
     assert both.offload == "both" and both.offloads_optimizer
     needed = 4 * both.host_bytes
-    said: dict[str, Any] = {"offload": "both", "strategy": "zero3", "optimizer": "adamw"}
-    less = planned({"pp": 2, "dp": 2}, host_memory=needed - 1, **said)
+    specified: dict[str, Any] = {"offload": "both", "strategy": "zero3", "optimizer": "adamw"}
+    less = planned({"pp": 2, "dp": 2}, host_memory=needed - 1, **specified)
     assert 0 < less.host["activations"] < both.host["activations"] and 4 * less.host_bytes < needed
     assert any("the host has room for what 3 layers of a stage save" in note for note in less.notes)
     state = 4 * (both.host_bytes - both.host["activations"])
     with pytest.raises(
         InfeasibleError, match=rf"\({needed} bytes\) for the 4 that share a host, but Memory.host_limit=…. is"
     ):
-        planned({"pp": 2, "dp": 2}, host_memory=state, **said)
+        planned({"pp": 2, "dp": 2}, host_memory=state, **specified)
 
 
 @pytest.mark.slow
@@ -117,25 +117,25 @@ def test_stages_leave_what_a_limit_asks_for() -> None:
 
 @pytest.mark.slow
 def test_the_cheapest_is_taken_of_itself() -> None:
-    said: dict[str, Any] = {"optimizer": "adamw", "offload": "auto"}
-    assert planned(**said).offload == "none"
+    specified: dict[str, Any] = {"optimizer": "adamw", "offload": "auto"}
+    assert planned(**specified).offload == "none"
     limit = int(0.6 * planned(optimizer="adamw").peak_bytes)
-    fast = planned(memory=limit, hardware=FAST_LINK, **said)
+    fast = planned(memory=limit, hardware=FAST_LINK, **specified)
     assert fast.offload in ("activations", "both") and fast.peak_bytes <= limit
     assert any("on the host" in note for note in fast.notes)
 
 
 @pytest.mark.slow
 def test_what_may_not_leave_or_costs_too_much_stays() -> None:
-    said: dict[str, Any] = {"optimizer": "adamw", "offload": "auto"}
+    specified: dict[str, Any] = {"optimizer": "adamw", "offload": "auto"}
     limit = int(0.6 * planned(optimizer="adamw").peak_bytes)
-    slow = planned(memory=limit, hardware=replace(load("h100"), host_link_bytes_per_s=1e6), **said)
+    slow = planned(memory=limit, hardware=replace(load("h100"), host_link_bytes_per_s=1e6), **specified)
     assert slow.offload == "none"
-    halving = planned(memory=limit, schedule="zbv", hardware=FAST_LINK, **said)
+    halving = planned(memory=limit, schedule="zbv", hardware=FAST_LINK, **specified)
     assert halving.offload in ("none", "optimizer") and halving.peak_bytes <= limit
 
 
-def test_what_both_say_of_a_limit_is_said_once() -> None:
+def test_what_both_say_of_a_limit_is_stated_once() -> None:
     with pytest.raises(PipelineError) as error:
         planned(memory=1000, offload="auto", optimizer="adamw")
     assert str(error.value).count("does not fit even with block 0") == 1
@@ -162,5 +162,5 @@ def test_what_halves_backwards_has_steps_of_both_kinds(name: str) -> None:
 def test_meshes_with_pipelines_are_looked_at_where_no_other_fits() -> None:
     inputs, model = (torch.zeros(4096, 64),), Scored()
     with pytest.raises(InfeasibleError, match="In stages of a pipeline"):  # that activations may leave is no hindrance
-        said: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", "optimizer": "sgd"}
-        autopar.plan(model, "auto", inputs, devices=2, **by_flag(memory="1200kB", offload="activations", **said))
+        specified: dict[str, Any] = {"hardware": "h100", "memory_conventions": "tensors", "optimizer": "sgd"}
+        autopar.plan(model, "auto", inputs, devices=2, **by_flag(memory="1200kB", offload="activations", **specified))

@@ -193,10 +193,10 @@ def test_a_bias_takes_nothing_of_the_seconds_in_which_gradients_of_weights_are_m
     assert 0 < found[1] == pytest.approx(found[0], rel=0.05)
 
 
-def test_gradients_are_reduced_beside_the_last_backward_of_a_stage() -> None:
-    beside = replace(load("h100"), communication_share=0.0, launch_s=0.0)
+def test_gradients_are_reduced_next_to_the_last_backward_of_a_stage() -> None:
+    overlapped = replace(load("h100"), communication_share=0.0, launch_s=0.0)
     inputs = (torch.zeros(64, WIDTH),)
-    plan = autopar.plan(Stack(), Mesh({"dp": 2}), inputs, hardware=beside, strategy="zero1", microbatches=4)
+    plan = autopar.plan(Stack(), Mesh({"dp": 2}), inputs, hardware=overlapped, strategy="zero1", microbatches=4)
     found, context = stage_seconds(plan), context_of(plan)
     summed = reduction_seconds(context.memory_model, context.choices)
     assert summed > 0 and found.once == pytest.approx(step_parts(plan).once - summed)

@@ -39,8 +39,8 @@ from autopar.planning.pipeline.stage_search import StageSearch
 from autopar.planning.pipeline.stage_seconds import step_parts
 from autopar.planning.pipeline.stages.blocks import shared_calls
 from autopar.planning.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds
-from autopar.planning.pipeline.stages.held import Room
 from autopar.planning.pipeline.stages.splitting import split
+from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.step_seconds import StepSeconds, parts_by_decision
@@ -123,12 +123,12 @@ def _sum(parts: Sequence[StepSeconds]) -> StepSeconds:
 # What blocks and stages take.
 
 
-def _beyond(asked: PipelineRequest) -> list[dict[str, float]]:
+def _beyond(requested: PipelineRequest) -> list[dict[str, float]]:
     """Per stage, the seconds of what no block of its own has; the rest is asserted to be the sum of its blocks.
 
     The stage moves what it sends to the layout of its shared reshard, as the block that makes it does.
     """
-    planned, plan = planned_blocks(asked, asked.schedule.num_stages), plan_pipeline(asked)
+    planned, plan = planned_blocks(requested, requested.schedule.num_stages), plan_pipeline(requested)
     whole = planned.whole.space
     places = zip(whole.decisions, block_of_decisions(whole, planned.blocks), strict=True)
     home = {decision.name: place for decision, place in places}
@@ -159,11 +159,11 @@ def test_without_a_limit_a_stage_takes_what_its_blocks_take(axes: dict[str, int]
 
 @pytest.mark.parametrize("axes", MESHES[:2], ids=str)
 def test_shared_calls_count_in_every_stage_and_a_tied_weight_on_both(axes: dict[str, int]) -> None:
-    asked = request(axes, Schedule("1f1b", 2, 4), plain=False)
-    shared = {node.name for node in shared_calls(asked.program)}
-    first, last = (set(each) for each in _beyond(asked))
+    requested = request(axes, Schedule("1f1b", 2, 4), plain=False)
+    shared = {node.name for node in shared_calls(requested.program)}
+    first, last = (set(each) for each in _beyond(requested))
     assert first and first <= shared
-    assert {asked.program.parameters["embedding.weight"]} < last and shared & last
+    assert {requested.program.parameters["embedding.weight"]} < last and shared & last
 
 
 # Cuts.
@@ -179,15 +179,15 @@ def _all_starts(num_blocks: int, num_stages: int) -> list[tuple[int, ...]]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_cuts_of_a_model_with_a_big_head_are_the_best_of_all(ranks: int) -> None:
-    asked = request({"pp": ranks}, Schedule("1f1b", ranks, 4), vocabulary=256)
-    planned, plan = planned_blocks(asked, ranks), plan_pipeline(asked)
-    problem = CutProblem(planned.costs, planned.cut_seconds, asked.schedule)
+    requested = request({"pp": ranks}, Schedule("1f1b", ranks, 4), vocabulary=256)
+    planned, plan = planned_blocks(requested, ranks), plan_pipeline(requested)
+    problem = CutProblem(planned.costs, planned.cut_seconds, requested.schedule)
     by_formula, by_simulation = {}, {}
     for starts in _all_starts(len(planned.blocks), ranks):
         named = tuple(planned.blocks[start].name for start in starts[1:])
         by_formula[starts] = cuts_of(problem, least_seconds(problem), starts).seconds
-        wanted = replace(asked.wanted, pipeline=Pipeline(split_points=named))
-        by_simulation[starts] = plan_pipeline(replace(asked, wanted=wanted)).seconds
+        wanted = replace(requested.wanted, pipeline=Pipeline(split_points=named))
+        by_simulation[starts] = plan_pipeline(replace(requested, wanted=wanted)).seconds
     assert best_cuts(problem).seconds == pytest.approx(min(by_formula.values()), rel=1e-9)
     assert plan.seconds == pytest.approx(by_simulation[plan.starts], rel=1e-9)
     assert plan.seconds <= (1 + FORMULA_ERROR) * min(by_simulation.values())
@@ -235,7 +235,7 @@ def test_with_a_limit_layers_are_computed_again_and_every_rank_is_within_it() ->
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
-def test_what_is_not_proven_of_large_stages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_proven_of_large_stages_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     free = planned(model=Layered(4), schedule="1f1b", microbatches=4)
     limit = int(0.9 * free.peak_bytes)
     with warnings.catch_warnings():
@@ -253,8 +253,8 @@ def test_stages_of_one_rank_share_its_memory() -> None:
     plan = planned(model=Layered(4), schedule="zbv", microbatches=4, memory=limit)
     assert all(plan.rank_bytes(rank) <= limit for rank in range(2))
     assert plan.starts != free.starts or any(set(stage.plan.recompute.values()) - {"none"} for stage in plan.stages)
-    rooms = [stage.plan.memory_limit or 0 for stage in plan.stages]
-    assert rooms[0] > rooms[3]  # one has more micro-batches in flight
+    budgets = [stage.plan.memory_limit or 0 for stage in plan.stages]
+    assert budgets[0] > budgets[3]  # one has more micro-batches in flight
 
 
 def test_within_a_limit_cuts_are_moved_where_the_simulated_step_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,19 +273,19 @@ def test_within_a_limit_cuts_are_moved_where_the_simulated_step_is_shorter(monke
 def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
     """The least memory of every stage of every cut, worked out one by one, is the least limit that has a plan."""
     chunks = 1 if name == "1f1b" else 2
-    asked = request({"pp": 2}, Schedule(name, 2, 4, chunks), num_layers=3, vocabulary=512)
-    blocks = planned_blocks(asked, asked.schedule.num_stages)
-    rooms = (Room(2**40, 2**40),) * asked.schedule.num_stages
-    search = StageSearch(blocks, NEVER, rooms, (0.0,) * (len(blocks.blocks) + 1))
+    requested = request({"pp": 2}, Schedule(name, 2, 4, chunks), num_layers=3, vocabulary=512)
+    blocks = planned_blocks(requested, requested.schedule.num_stages)
+    budgets = (MemoryBudget(2**40, 2**40),) * requested.schedule.num_stages
+    search = StageSearch(blocks, NEVER, budgets, (0.0,) * (len(blocks.blocks) + 1))
     least = functools.cache(search.least)
     count, needed = len(blocks.blocks), []
-    for inner in combinations(range(1, count), len(rooms) - 1):
+    for inner in combinations(range(1, count), len(budgets) - 1):
         spans = list(pairwise((0, *inner, count)))
         own = [least(first, end, stage) for stage, (first, end) in enumerate(spans)]
-        needed.append(max(sum(own[stage] for stage in asked.schedule.stages_of(rank)) for rank in range(2)))
+        needed.append(max(sum(own[stage] for stage in requested.schedule.stages_of(rank)) for rank in range(2)))
 
     def within(memory: int) -> PipelinePlan:
-        return plan_pipeline(replace(asked, wanted=replace(asked.wanted, settings=Settings(Memory(memory)))))
+        return plan_pipeline(replace(requested, wanted=replace(requested.wanted, settings=Settings(Memory(memory)))))
 
     assert max(within(min(needed)).rank_bytes(rank) for rank in range(2)) <= min(needed)
     with pytest.raises((PipelineError, InfeasibleError)):
@@ -295,8 +295,8 @@ def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
 def test_the_first_stage_of_1f1b_keeps_more_micro_batches_than_the_last() -> None:
     plan = planned(Mesh({"pp": 3}), schedule="1f1b", microbatches=4, split_points=["layers.2", "layers.4"])
     assert [plan.schedule.in_flight(stage) for stage in range(3)] == [3, 2, 1]
-    kept = [stage.plan.memory.parts.get("activations", 0) for stage in plan.stages if stage.plan.memory]
-    assert kept[0] > kept[1] > kept[2]
+    resident = [stage.plan.memory.parts.get("activations", 0) for stage in plan.stages if stage.plan.memory]
+    assert resident[0] > resident[1] > resident[2]
     gpipe = planned(Mesh({"pp": 3}), schedule="gpipe", microbatches=4, split_points=["layers.2", "layers.4"])
     assert gpipe.peak_bytes > plan.peak_bytes and gpipe.seconds == pytest.approx(plan.seconds)
 
@@ -341,7 +341,7 @@ def test_what_is_wished_holds_and_the_rest_is_chosen(wish: dict[str, Any], found
 
 
 @pytest.mark.parametrize(
-    ("said", "stages"),
+    ("specified", "stages"),
     [
         ({"split_points": ["layers.1"]}, 2),
         ({"split_points": ["layers.0", "layers.1", "head"]}, 4),
@@ -349,10 +349,10 @@ def test_what_is_wished_holds_and_the_rest_is_chosen(wish: dict[str, Any], found
     ],
     ids=str,
 )
-def test_the_recommended_schedule_has_as_many_stages_as_are_named(said: dict[str, Any], stages: int) -> None:
-    plan = planned(model=Layered(2), **said)
+def test_the_recommended_schedule_has_as_many_stages_as_are_named(specified: dict[str, Any], stages: int) -> None:
+    plan = planned(model=Layered(2), **specified)
     assert plan.schedule.num_stages == stages
-    assert [stage.blocks[0] for stage in plan.stages[1:]] == said["split_points"]
+    assert [stage.blocks[0] for stage in plan.stages[1:]] == specified["split_points"]
 
 
 def test_the_recommended_schedule_goes_with_annotated_stages() -> None:
@@ -372,14 +372,14 @@ def test_a_limit_that_the_fastest_schedule_does_not_keep_to_gives_a_slower_one()
 
 
 def test_a_plan_that_is_read_again_is_equal_and_can_be_run(tmp_path: Path) -> None:
-    asked = request({"pp": 2, "tp": 2}, Schedule("1f1b", 2, 4))
-    plan = plan_pipeline(asked)
+    requested = request({"pp": 2, "tp": 2}, Schedule("1f1b", 2, 4))
+    plan = plan_pipeline(requested)
     plan.save(tmp_path / "plan.json")
     loaded = PipelinePlan.load(tmp_path / "plan.json")
     assert loaded == plan == PipelinePlan.from_json(plan.to_json())
-    programs = split(asked.program, planned_blocks(asked, 2).blocks, loaded.starts)
+    programs = split(requested.program, planned_blocks(requested, 2).blocks, loaded.starts)
     for program, stage in zip(programs, loaded.stages, strict=True):
-        _, choices = stage_space(asked, program, stage.plan)
+        _, choices = stage_space(requested, program, stage.plan)
         assert choices == context_of(plan.stages[stage.number].plan).choices
 
 
@@ -411,7 +411,7 @@ def test_a_plan_in_one_piece_is_refused_where_there_is_a_pipeline() -> None:
     assert pipeline_plan_of(None) is None
 
 
-def test_a_wish_beside_a_plan_must_be_that_of_the_plan() -> None:
+def test_a_wish_next_to_a_plan_must_be_that_of_the_plan() -> None:
     plan = planned(model=Layered(2), schedule="1f1b", microbatches=4)
     check_wish(Wish("1f1b", 4), plan)
     with pytest.raises(

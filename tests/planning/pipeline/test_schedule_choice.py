@@ -48,20 +48,20 @@ def test_of_options_with_equal_seconds_the_one_that_keeps_less_is_first() -> Non
     assert [_key(option) for option in options] == [("1f1b", 8, 1), ("gpipe", 8, 1)]
     assert [option.seconds for option in options] == pytest.approx([8.25, 8.25])
     assert [option.in_flight for option in options] == [(4, 3, 2, 1), (8, 8, 8, 8)]
-    assert [option.kept for option in options] == [0.5, 1.0]
+    assert [option.resident for option in options] == [0.5, 1.0]
 
 
 def test_an_overhead_of_each_micro_batch_makes_fewer_of_them_best() -> None:
     free = recommend(4, 64, 8, _equal(4, 64), schedules=("1f1b",))
-    dear = recommend(4, 64, 8, _equal(4, 64, overhead=0.5), schedules=("1f1b",))
+    expensive = recommend(4, 64, 8, _equal(4, 64, overhead=0.5), schedules=("1f1b",))
     assert free[0].schedule.num_microbatches == 16
-    assert dear[0].schedule.num_microbatches == 8
+    assert expensive[0].schedule.num_microbatches == 8
 
 
-def test_dear_transfers_make_one_stage_per_rank_best() -> None:
-    cheap, dear = recommend(4, 8, 32, _equal(4, 8)), recommend(4, 8, 32, _equal(4, 8, send=4.0))
+def test_expensive_transfers_make_one_stage_per_rank_best() -> None:
+    cheap, expensive = recommend(4, 8, 32, _equal(4, 8)), recommend(4, 8, 32, _equal(4, 8, send=4.0))
     assert cheap[0].schedule.chunks == 2
-    assert dear[0].schedule.chunks == 1
+    assert expensive[0].schedule.chunks == 1
 
 
 def test_micro_batches_are_divisors_of_the_batch_up_to_four_per_stage() -> None:
@@ -74,16 +74,16 @@ def test_several_stages_per_rank_need_enough_blocks() -> None:
     assert {option.schedule.chunks for option in recommend(4, 8, 7, _equal(4, 8))} == {1}
 
 
-def test_what_does_not_fit_is_left_out_and_asked_for_once() -> None:
-    asked: list[tuple[int, int]] = []
+def test_what_does_not_fit_is_left_out_and_requested_once() -> None:
+    requested: list[tuple[int, int]] = []
 
     def seconds_of(microbatches: int, chunks: int) -> Sequence[StageSeconds] | None:
-        asked.append((microbatches, chunks))
+        requested.append((microbatches, chunks))
         return None if microbatches < 4 else _equal(2, 8)(microbatches, chunks)
 
     options = recommend(2, 8, 16, seconds_of)
     assert {option.schedule.num_microbatches for option in options} == {4, 8}
-    assert len(asked) == len(set(asked))
+    assert len(requested) == len(set(requested))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,7 +120,7 @@ def test_nothing_that_can_run_is_an_error_that_says_why(arguments: dict[str, obj
 
 
 @pytest.mark.parametrize(("chunks", "microbatches"), [(5, 64), (12, 64)])
-def test_as_many_stages_and_micro_batches_are_planned_as_are_asked_for(chunks: int, microbatches: int) -> None:
+def test_as_many_stages_and_micro_batches_are_planned_as_are_requested(chunks: int, microbatches: int) -> None:
     model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24))), (torch.zeros(128, 8),)
     options = {"schedule": "interleaved_1f1b", "stages_per_rank": chunks, "microbatches": microbatches}
     plan = autopar.plan(model, autopar.Mesh({"pp": 2}, hardware="cpu"), batch, **by_flag(**options))  # pyright: ignore

@@ -230,7 +230,7 @@ def test_what_is_left_of_reductions_is_waited_for_before_the_work_at_the_end() -
     assert once == [(9 + 1 + 3, 18), (7, 9)]
 
 
-def test_reductions_of_a_rank_pass_beside_its_further_stages_one_after_the_other() -> None:
+def test_reductions_of_a_rank_pass_next_to_its_further_stages_one_after_the_other() -> None:
     def once(reducing: float, reductions: float) -> list[float]:
         stages = [StageSeconds(1, 1, 1, once=1)] * 2
         stages[1] = replace(stages[1], reducing=reducing, reductions=reductions)

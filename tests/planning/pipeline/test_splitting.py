@@ -172,7 +172,7 @@ def test_random_numbers_are_drawn_once_and_in_order(name: str) -> None:
 def test_a_skip_is_handed_on_through_the_stages_between() -> None:
     program = _captured("unet")
     blocks = blocks_of(program)
-    assert [block.name for block in blocks] == ["enter", "down", "bottom", "up1", "up2", "leave"]
+    assert [block.name for block in blocks] == ["enter", "down", "bottom", "up1", "up2", "offloaded"]
     stages = split(program, blocks, range(6))
     skip = "silu_default_1"
     assert [skip in stage.received for stage in stages] == [False, True, True, True, False, False]
@@ -266,7 +266,7 @@ def test_a_stage_can_be_planned_and_sends_in_any_layout() -> None:
     for stage in stages:
         space = build_space(stage, Mesh({"tp": 2}), SLOW_LINKS, returned=WHOLE)
         layouts = [
-            len(space.decisions[space.index[f"output:{number}"]].menu.strategies)
+            len(space.decisions[space.index[f"output:{number}"]].candidates.strategies)
             for number, value in enumerate(stage.output)
             if isinstance(value, fx.Node)
         ]
@@ -282,7 +282,7 @@ def test_what_depends_on_a_received_tensor_is_planned_like_what_depends_on_a_par
     stage = split(program, [Block("before", tuple(calls(program)[:-1])), relu], (0, 1))[1]
     assert not stage.parameters
     space = build_space(stage, Mesh({"tp": 2}), SLOW_LINKS)
-    assert len(space.decisions[space.index[relu.nodes[0].name]].menu.strategies) > 1
+    assert len(space.decisions[space.index[relu.nodes[0].name]].candidates.strategies) > 1
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 2), (1, 3), (2, 4)])

@@ -67,10 +67,10 @@ def _program() -> Program:
 
 
 def _allowed(
-    num_stages: int, *said: tuple[str, int], split_points: Sequence[str] | None = None
+    num_stages: int, *specified: tuple[str, int], split_points: Sequence[str] | None = None
 ) -> tuple[tuple[Block, ...], tuple[range, ...]]:
     model = Net()
-    for pattern, stage in said:
+    for pattern, stage in specified:
         annotate(model, pattern, stage=stage)
     blocks = blocks_of(_program(), num_stages)
     return blocks, allowed(blocks, annotations_of(model), split_points, num_stages)
@@ -127,25 +127,27 @@ def test_the_ranges_are_those_of_all_cuts_that_hold() -> None:
     draws = random.Random(20240613)
     for _ in range(60):
         num_stages = draws.randint(2, 5)
-        said = tuple((f"layers.{draws.randrange(6)}", draws.randrange(num_stages)) for _ in range(draws.randint(0, 3)))
+        specified = tuple(
+            (f"layers.{draws.randrange(6)}", draws.randrange(num_stages)) for _ in range(draws.randint(0, 3))
+        )
         holding: list[tuple[int, ...]] = []
         for cuts in itertools.combinations(range(1, len(BLOCKS)), num_stages - 1):
             stage_of = [sum(cut <= block for cut in cuts) for block in range(len(BLOCKS))]
-            if all(stage_of[BLOCKS.index(name)] == stage for name, stage in said):
+            if all(stage_of[BLOCKS.index(name)] == stage for name, stage in specified):
                 holding.append(tuple(stage_of))
         if not holding:
             with pytest.raises(PipelineError):
-                _allowed(num_stages, *said)
+                _allowed(num_stages, *specified)
         else:
             each = [sorted(set(stages)) for stages in zip(*holding, strict=True)]
-            assert [list(found) for found in _allowed(num_stages, *said)[1]] == each
+            assert [list(found) for found in _allowed(num_stages, *specified)[1]] == each
 
 
 # What is refused.
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "said", "message"),
+    ("num_stages", "specified", "message"),
     [
         (
             3,
@@ -194,9 +196,11 @@ def test_the_ranges_are_those_of_all_cuts_that_hold() -> None:
         ),
     ],
 )
-def test_an_annotation_that_cannot_hold_is_refused(num_stages: int, said: list[tuple[str, int]], message: str) -> None:
+def test_an_annotation_that_cannot_hold_is_refused(
+    num_stages: int, specified: list[tuple[str, int]], message: str
+) -> None:
     with pytest.raises(PipelineError, match=re.escape(message)):
-        _allowed(num_stages, *said)
+        _allowed(num_stages, *specified)
 
 
 @pytest.mark.parametrize(
@@ -237,16 +241,16 @@ def test_a_name_against_an_annotation_is_refused_with_both() -> None:
 # Together with annotations of layouts.
 
 
-def test_a_stage_alone_is_no_pin_of_a_layout_and_beside_one_it_changes_nothing() -> None:
+def test_a_stage_alone_is_no_pin_of_a_layout_and_next_to_one_it_changes_nothing() -> None:
     model = annotate(Net(), "layers.2", stage=1)
     space = space_of(model, (X_BD,))
     assert pins_of(annotations_of(annotate(model, "layers.9", stage=2)), space, "semi_auto", {}) == {}
     alone = pins_of(annotations_of(annotate(Net(), "layers.2.up", tp="column")), space, "semi_auto", {})
-    beside = pins_of(annotations_of(annotate(Net(), "layers.2.up", tp="column", stage=1)), space, "semi_auto", {})
-    assert alone.keys() == beside.keys() and all((alone[number] == beside[number]).all() for number in alone)
+    other = pins_of(annotations_of(annotate(Net(), "layers.2.up", tp="column", stage=1)), space, "semi_auto", {})
+    assert alone.keys() == other.keys() and all((alone[number] == other[number]).all() for number in alone)
 
 
-def test_a_stage_prints_as_it_was_said() -> None:
+def test_a_stage_prints_as_it_was_stated() -> None:
     (annotation,) = annotations_of(annotate(Net(), "head", tp="column", stage=2))
     assert str(annotation) == 'annotate("head", tp="column", stage=2)'
 

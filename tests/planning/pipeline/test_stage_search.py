@@ -14,7 +14,7 @@ from autopar.planning.pipeline import stage_search
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.planning.pipeline.stage_search import ROUGHLY, TOLERANCE, StageSearch
-from autopar.planning.pipeline.stages.held import Room
+from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.planning.settings import Settings
 from autopar.solver.deadline import after
 from tests.planning.pipeline.test_planner import request
@@ -22,10 +22,10 @@ from tests.planning.pipeline.test_planner import request
 
 def _search() -> StageSearch:
     """Build the stage search of a two-stage pipeline with an ample memory budget."""
-    asked = request({"pp": 2}, Schedule("1f1b", 2, 4), num_layers=3)
-    blocks = planned_blocks(asked, 2)
+    requested = request({"pp": 2}, Schedule("1f1b", 2, 4), num_layers=3)
+    blocks = planned_blocks(requested, 2)
     nothing_known = (0.0,) * (len(blocks.blocks) + 1)
-    return StageSearch(blocks, after(1000.0), (Room(2**40, 2**40),) * 2, nothing_known)
+    return StageSearch(blocks, after(1000.0), (MemoryBudget(2**40, 2**40),) * 2, nothing_known)
 
 
 def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +65,12 @@ def test_a_stage_that_is_known_to_fit_fits_and_is_not_proven_where_nothing_else_
 
 
 def test_the_least_bytes_of_equal_stages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    search, asked = _search(), list[int]()
+    search, requested = _search(), list[int]()
 
     def least_peak(formulation: Any, *more: Any) -> SimpleNamespace:
-        asked.append(len(formulation.memory.space.decisions))
-        return SimpleNamespace(peak_bytes=7 + len(asked))
+        requested.append(len(formulation.memory.space.decisions))
+        return SimpleNamespace(peak_bytes=7 + len(requested))
 
     monkeypatch.setattr(stage_search, "least_peak", least_peak)
-    assert [search.least(first, first + 1, 1) for first in (1, 2, 1)] == [8, 8, 8] and len(asked) == 1
+    assert [search.least(first, first + 1, 1) for first in (1, 2, 1)] == [8, 8, 8] and len(requested) == 1
     assert search.least(1, 3, 1) == 9 and search.least(1, 2, 0) == 10, "longer, and with more micro-batches in flight"

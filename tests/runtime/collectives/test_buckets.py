@@ -68,7 +68,7 @@ def _reduced_in_every_way() -> dict[str, list[Tensor]]:
     return found
 
 
-def test_bucketed_gradients_are_exact_however_often_they_are_asked_for(ranks: Ranks) -> None:
+def test_bucketed_gradients_are_exact_however_often_they_are_requested(ranks: Ranks) -> None:
     expected = _expected(2)
     for found in ranks.run(_reduced_in_every_way):
         torch.testing.assert_close(found["grad"], expected)

@@ -109,7 +109,7 @@ def _num_on_their_way() -> int:
     return sum(type(each) is InFlight and bool(each.buffers) for each in gc.get_objects())
 
 
-def _asked_in_parts(depth: int) -> dict[str, Any]:
+def _requested_in_parts(depth: int) -> dict[str, Any]:
     """Gradients of the last layer alone, of all twice, and what is left over of the first."""
     line = mesh((2,), (AXIS,))
     shards = _shards(line.get_rank())
@@ -125,7 +125,7 @@ def _asked_in_parts(depth: int) -> dict[str, Any]:
 
 
 def test_what_a_backward_does_not_ask_for_is_let_go_and_gathered_again(ranks: Ranks) -> None:
-    (none, _), ahead = ranks.run(_asked_in_parts, 0), ranks.run(_asked_in_parts, 2)
+    (none, _), ahead = ranks.run(_requested_in_parts, 0), ranks.run(_requested_in_parts, 2)
     for found in (ahead[0], none):
         assert found["left"] == 0
         assert found["again"] == 2 * LAYERS

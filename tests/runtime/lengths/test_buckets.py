@@ -71,7 +71,7 @@ def _fitted(buckets: Buckets, **inputs: Any) -> dict[str, Any]:
     return found
 
 
-def test_inputs_are_padded_behind_with_the_values_that_were_said() -> None:
+def test_inputs_are_padded_behind_with_the_values_that_were_stated() -> None:
     mask_B1SS = torch.ones(2, 1, 3, 3, dtype=torch.bool)
     buckets = Buckets(padding={"ids": 9, "mask": 0, "classes": -100}, dims={"mask": (2, 3)}, batches=(3,))
     found = _fitted(buckets, ids=IDS, mask=mask_B1SS, classes=torch.tensor([1, 2]), scale=torch.tensor(2.0), k=3)
@@ -109,7 +109,7 @@ def test_parts_are_padded_to_the_longest_and_the_largest_of_all() -> None:
     assert (padding.length, padding.padded_length, padding.samples, padding.padded_samples) == (9, 16, (2, 1), 2)
 
 
-def test_made_up_inputs_are_valid_and_of_the_sizes_asked_for() -> None:
+def test_made_up_inputs_are_valid_and_of_the_sizes_requested() -> None:
     arguments = (), {"input_ids": IDS, "attention_mask": torch.zeros(2, 3), "x": torch.zeros(2, 5), "flag": True}
     buckets = Buckets()
     roles = roles_of(arguments, buckets)

@@ -233,16 +233,16 @@ def test_a_step_waits_for_nothing_on_the_host(device: str, mesh: DeviceMesh) -> 
 
 @ON_CUDA
 @pytest.mark.parametrize(
-    ("gradients", "backwards", "beside"),
+    ("gradients", "backwards", "overlapped"),
     [("device", 1, False), ("host", 1, False), ("host", 2, False), ("host", 1, True)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_on_the_host_is_updated_as_on_the_device(
-    device: str, gradients: Any, backwards: int, beside: bool, dtype: torch.dtype
+    device: str, gradients: Any, backwards: int, overlapped: bool, dtype: torch.dtype
 ) -> None:
     """Copies on streams of their own wait for what the device computes, and it waits for them.
 
-    Gradients of several `backwards` are added up on the way, and with `beside` steps overlap with the backward.
+    Gradients of several `backwards` are added up on the way, and with `overlapped` steps overlap with the backward.
     """
     found = []
     for kind in (OffloadedAdamW, torch.optim.AdamW):
@@ -250,7 +250,7 @@ def test_state_on_the_host_is_updated_as_on_the_device(
         model = nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096)).to(device, dtype)
         given = {"gradients": gradients} if kind is OffloadedAdamW else {}
         optimizer = kind(model.parameters(), lr=1e-3, eps=1e-4, **given)
-        if beside and isinstance(optimizer, OffloadedAdamW):
+        if overlapped and isinstance(optimizer, OffloadedAdamW):
             optimizer.step_in_backward()
         for number in range(4 * backwards):
             x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(number)).to(device, dtype)

@@ -69,8 +69,8 @@ def test_precisions_train(device: str, precision: str, mesh: DeviceMesh) -> None
     found = _trained("llama", model, device)
     wide = _trained("llama", FAMILIES["llama"].build().to(device), device)
     for number in range(3):
-        loss, beside = found[f"loss {number}"].float(), wide[f"loss {number}"]
-        assert_close(loss, beside, rtol=2e-2, atol=2e-2)
+        loss, other = found[f"loss {number}"].float(), wide[f"loss {number}"]
+        assert_close(loss, other, rtol=2e-2, atol=2e-2)
 
 
 @ON_BOTH

@@ -52,8 +52,8 @@ def _check(found: tuple[list[float], list[Tensor]], expected: tuple[list[float],
 
 def _compiled(example: Mapping[str, Tensor], annotations: Mapping[str, dict[str, Any]], **options: Any) -> Any:
     model = language_model(**options.pop("model", {}))
-    for pattern, said in annotations.items():
-        autopar.annotate(model, pattern, **said)
+    for pattern, specified in annotations.items():
+        autopar.annotate(model, pattern, **specified)
     shape, names = options.pop("shape", (2,)), options.pop("names", ("dp",))
     options = {"buckets": BUCKETS, "hardware": SLOW_DEVICES} | options
     return autopar.compile(model, mesh(shape, names), example, **by_flag(**options))
@@ -66,7 +66,7 @@ def _plans(model: Any) -> int:
 
 LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], tuple[str, str]]] = {
     "samples": ({"*": {"dp": "data"}}, ("output:1", "S(0)")),
-    "zigzag": ({"*": {"dp": "sequence"}}, ("linear_default_2/hub", "Z(1)")),
+    "zigzag": ({"*": {"dp": "sequence"}}, ("linear_default_2/reshard", "Z(1)")),
     "positions": ({"*": {"dp": "sequence"}}, ("output:1", "S(1)")),
     "heads": (
         {"head": {"dp": "column"}, "packed": {"dp": "column"}},

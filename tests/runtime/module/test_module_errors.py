@@ -54,8 +54,8 @@ def compiled(model: nn.Module | None = None, example: Any = None, **options: Any
     """An MLP compiled over two ranks, or what the options say."""
     example = (vectors(),) if example is None else example
     on = options.pop("mesh", None) or mesh((2,), ("dp",))
-    asked: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
-    return autopar.compile(model or MLP(), on, example, **by_flag(**asked))
+    requested: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
+    return autopar.compile(model or MLP(), on, example, **by_flag(**requested))
 
 
 def lazy(**options: Any) -> Any:
@@ -201,6 +201,6 @@ def messages(ranks: Ranks) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_said_on_every_rank(messages: list[dict[str, str]], name: str) -> None:
+def test_a_mistake_is_stated_on_every_rank(messages: list[dict[str, str]], name: str) -> None:
     for found in messages:
         assert re.match(CASES[name][1], found[name], re.DOTALL), found[name]

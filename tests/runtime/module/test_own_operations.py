@@ -18,7 +18,7 @@ def _assert_trains_as_alone(found: list[tuple[dict[str, Tensor], set[str]]]) -> 
         assert values.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    return {each.split(": ")[1] for each in found[0][1] if "hub" not in each}
+    return {each.split(": ")[1] for each in found[0][1] if "shared_reshard" not in each}
 
 
 @pytest.mark.sample(2)

@@ -129,8 +129,8 @@ def hold(found: list[Training], case: Case) -> None:
         assert any(role.startswith("S(") for kind, _, role in roles if kind == "parameter") or any(
             role not in ("replicated", "partial") for kind, _, role in roles if kind == "call"
         )
-    for _, said in case.annotations:
-        for axis, role in said.items():
+    for _, specified in case.annotations:
+        for axis, role in specified.items():
             if axis != "storage":
                 assert ("call", axis, role) in roles
                 continue

@@ -44,7 +44,7 @@ def divided(way: Way) -> Any:
     pins_of = request.pins_of
     forcing = (lambda space, pins: pins) if way == ("auto",) else forced(choices(*way))
     return mock.patch.object(
-        request, "pins_of", lambda said, space, *given: forcing(space, pins_of(said, space, *given))
+        request, "pins_of", lambda specified, space, *given: forcing(space, pins_of(specified, space, *given))
     )
 
 

@@ -36,7 +36,7 @@ def parts_of(x: Tensor, how: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("how", "inputs"), [("samples", "local"), ("samples over dp", "dp"), ("samples and positions", "whole")]
 )
-def test_parts_of_the_batch_are_in_order_and_are_dealt(how: str, inputs: str) -> None:
+def test_parts_of_the_batch_are_in_order_and_are_zigzag(how: str, inputs: str) -> None:
     given, alone = batch(4), Text()
     expected = alone(**given)
     expected.backward()

@@ -27,7 +27,7 @@ from autopar.ir.program.precision import NAMED
 from tests.support import pipeline_training
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, Training, build, compare, distance, parallel, train, train_alone
-from tests.support.pipeline_training import PipelineCase, accumulated, held_by
+from tests.support.pipeline_training import PipelineCase, accumulated, stage_bytes_of
 from tests.support.ranks import Ranks, mesh
 
 DOUBLE = Precision(parameters=torch.float64, compute=torch.float32, reduce=torch.float64)
@@ -103,7 +103,7 @@ def test_gradients_of_micro_batches_add_up_in_a_precision(ranks: Ranks, case: Pi
     case = replace(case, dtype=torch.float64, steps=3, options={"precision": DOUBLE, **case.options})
     expected = by_hand(case)
     for found in ranks.run(pipeline_training.parallel, case, world_size=case.world_size, timeout=180):
-        compare(found, held_by(found, expected), 1e-4, 1e-5, 0.05)
+        compare(found, stage_bytes_of(found, expected), 1e-4, 1e-5, 0.05)
 
 
 @pytest.mark.sample(1)
@@ -157,7 +157,7 @@ def _dtypes(precision: Any) -> Any:
     ],
     ids=str,
 )
-def test_each_dtype_is_where_it_was_asked_for(
+def test_each_dtype_is_where_it_was_requested(
     ranks: Ranks, precision: Any, stored: torch.dtype, used: torch.dtype, returned: torch.dtype
 ) -> None:
     for weight, gradient, hidden, numbers, shift, seen in ranks.run(_dtypes, precision):
@@ -235,7 +235,7 @@ def _zero3(**options: Any) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("bf16-mixed", 4), (Precision(compute=torch.bfloat16), 2)])
-def test_weights_are_gathered_as_they_are_used_and_gradients_reduced_as_asked(precision: Any, reduced: int) -> None:
+def test_weights_are_gathered_as_they_are_used_and_gradients_reduced_as_requested(precision: Any, reduced: int) -> None:
     weight = 64 * 64
     assert _zero3(precision=precision) == {
         ("all_gather", "dp"): 3 * 2 * weight,

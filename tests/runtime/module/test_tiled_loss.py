@@ -35,8 +35,8 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
 
 def tiled(family: str, dp: str, tp: str, **options: Any) -> Case:
     """A case on a mesh of 2 by 2 whose head is split along these roles."""
-    said = ((HEADS[family], {"dp": dp, "tp": tp}),)
-    return Case(family, (2, 2), said, options={"hardware": SLOW_DEVICES, "loss_tiles": 3, **options}, steps=2)
+    specified = ((HEADS[family], {"dp": dp, "tp": tp}),)
+    return Case(family, (2, 2), specified, options={"hardware": SLOW_DEVICES, "loss_tiles": 3, **options}, steps=2)
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "mesh"), [("ring", (2,)), ("context_parallel", (2, 2))])
-def test_positions_may_be_dealt_by_zigzag(ranks: Ranks, strategy: str, mesh: tuple[int, ...]) -> None:
+def test_positions_may_be_zigzag_by_zigzag(ranks: Ranks, strategy: str, mesh: tuple[int, ...]) -> None:
     options = {"hardware": SLOW_DEVICES, "strategy": strategy, "loss_tiles": 3}
     found, *_ = check(ranks, Case("llama_loss", mesh, options=options, steps=2))
     assert ("call", "dp" if len(mesh) == 1 else "tp", "sequence") in found.roles

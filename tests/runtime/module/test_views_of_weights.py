@@ -67,14 +67,14 @@ def _gathered_again(graph: fx.Graph) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "said"),
+    ("strategy", "mesh", "specified"),
     [
         ("data_parallel", {"dp": 2}, STORED),
         pytest.param("expert_model", {"ep": 2, "tp": 2}, None, marks=pytest.mark.slow),
     ],
     ids=["gathered again", "exchanged"],
 )
-def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int], said: Annotation | None) -> None:
+def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int], specified: Annotation | None) -> None:
     steps = Steps([MIXTRAL.inputs(step)[1] for step in range(2)], num_microbatches=2)
 
     def model() -> Any:
@@ -83,7 +83,7 @@ def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int],
         return built
 
     trained = model()
-    if said is not None:
+    if specified is not None:
         autopar.annotate(trained, "*", storage="dp", regather=True)
     found = train_on_ranks(trained, steps, mesh, {"strategy": strategy, "microbatches": 2})
     assert fault_of(found, train_alone(model(), steps)) == ""

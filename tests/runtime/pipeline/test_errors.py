@@ -67,8 +67,8 @@ def _gradients_in_evaluation() -> None:
     model(vectors())
 
 
-def _without_pipeline(**said: Any) -> None:
-    compiled(on=((2,), ("dp",)), **{"schedule": None, **said})
+def _without_pipeline(**specified: Any) -> None:
+    compiled(on=((2,), ("dp",)), **{"schedule": None, **specified})
 
 
 def _schedule_alone() -> None:

@@ -72,8 +72,8 @@ def measured(schedule: str, options: dict[str, Any]) -> Measured:
     axes = ("pp", "dp")[: 1 if dist.get_world_size() == 2 else 2]
     on = mesh((2,) * len(axes), axes)
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(1))
-    said = {"schedule": schedule, "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED, **options}
-    model: Any = autopar.compile(Scored(), on, (x,), **by_flag(**said))
+    specified = {"schedule": schedule, "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED, **options}
+    model: Any = autopar.compile(Scored(), on, (x,), **by_flag(**specified))
     optimizer = model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def held() -> Iterator[Tensor]:
@@ -138,8 +138,8 @@ def by_layers() -> tuple[list[float], list[float], int]:
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(1))
 
     def trained(compiles: bool) -> tuple[list[float], int]:
-        said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED}
-        model: Any = autopar.compile(Scored(), mesh((2,), ("pp",)), (x,), **by_flag(offload="activations", **said))
+        specified: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED}
+        model: Any = autopar.compile(Scored(), mesh((2,), ("pp",)), (x,), **by_flag(offload="activations", **specified))
         if compiles:
             model.compile(backend="aot_eager", fullgraph=True, regional=True)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []

@@ -101,7 +101,7 @@ def test_joined_presets_go_with_a_pipeline(ranks: Ranks, strategy: str, family: 
     check(ranks, PipelineCase(family, mesh, options={"strategy": strategy}, steps=2))
 
 
-def test_positions_that_are_dealt_go_through_stages_without_attention(ranks: Ranks) -> None:
+def test_positions_that_are_zigzag_go_through_stages_without_attention(ranks: Ranks) -> None:
     check(ranks, PipelineCase("gpt2", "pp2xtp2", "interleaved_1f1b", options={"strategy": "ring"}, steps=2))
 
 

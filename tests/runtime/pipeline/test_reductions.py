@@ -23,9 +23,9 @@ from tests.support.pipeline_training import (
     build,
     check,
     compiled,
-    held_by,
     microbatches_of,
     parallel,
+    stage_bytes_of,
     train_alone,
 )
 from tests.support.ranks import Ranks, mesh
@@ -100,7 +100,7 @@ def test_the_last_backward_of_a_stage_starts_reductions_and_waits_for_none(
 
 
 @pytest.mark.filterwarnings("ignore:zero1")
-def test_gradients_of_weights_made_apart_are_reduced_beside_those_of_further_stages(ranks: Ranks) -> None:
+def test_gradients_of_weights_made_apart_are_reduced_next_to_those_of_further_stages(ranks: Ranks) -> None:
     *_, names = ranks.run(_operations, "zero1", "interleaved_zero_bubble", ("pp", "dp"), (2, 2), world_size=4)
     first, last = names.index("reduce_scatter_tensor"), _last(names, "reduce_scatter_tensor")
     assert "mm" in names[first:last] and "send" in names[first:last]
@@ -108,7 +108,7 @@ def test_gradients_of_weights_made_apart_are_reduced_beside_those_of_further_sta
 
 
 @pytest.mark.filterwarnings("ignore:zero1")
-def test_micro_batches_without_a_pipeline_are_reduced_beside_the_last_backward(ranks: Ranks) -> None:
+def test_micro_batches_without_a_pipeline_are_reduced_next_to_the_last_backward(ranks: Ranks) -> None:
     names, _ = ranks.run(_operations, "zero1", "", ("dp",), (2,))
     first, last = names.index("reduce_scatter_tensor"), _last(names, "mm")
     assert names.count("reduce_scatter_tensor") == LAYERS
@@ -175,7 +175,7 @@ def test_mixed_precision_rounds_no_worse_than_on_one_process(ranks: Ranks, strat
     one = replace(case, mesh="one", options={"precision": "bf16-mixed"})
     (alone,) = ranks.run(parallel, one, world_size=1)
     for training in ranks.run(parallel, case, world_size=4, timeout=180):
-        measure = distance(held_by(training, alone), held_by(training, precise))
-        for kind, far in distance(training, held_by(training, precise)).items():
+        measure = distance(stage_bytes_of(training, alone), stage_bytes_of(training, precise))
+        for kind, far in distance(training, stage_bytes_of(training, precise)).items():
             known = max(measure[kind], torch.finfo(torch.bfloat16).eps ** 2)
             assert far <= 2 * known, f"{kind}: {far:.3g} from float32, one process {measure[kind]:.3g}"

@@ -67,12 +67,12 @@ def _planned(strategy: str, precision: str = "bf16-mixed") -> list[dict[str, tup
     for stage in plan.stages:
         context = context_of(stage.plan)
         more, choices, of_stage = context.memory_model.accumulation, context.choices, {}
-        for wire in context.space.wires:
-            if more.is_weight(wire) and context.space.decisions[wire.target].kind == "call":
-                both = (each(wire) for each in (more.each_time, more.reduced_each_time))
-                name = context.space.decisions[wire.source].name
+        for edge in context.space.edges:
+            if more.is_weight(edge) and context.space.decisions[edge.target].kind == "call":
+                both = (each(edge) for each in (more.each_time, more.reduced_each_time))
+                name = context.space.decisions[edge.source].name
                 of_stage[name] = tuple(
-                    bool(np.broadcast_to(each, more.each_time(wire).shape)[choices[wire.source], choices[wire.target]])
+                    bool(np.broadcast_to(each, more.each_time(edge).shape)[choices[edge.source], choices[edge.target]])
                     for each in both
                 )
         found.append(of_stage)
@@ -90,7 +90,7 @@ def test_a_plan_gathers_a_tied_weight_once_a_step(strategy: str, precision: str)
             assert not any(reduces for _, reduces in weights.values())
 
 
-def test_a_tied_weight_is_gathered_again_where_that_is_asked_for() -> None:
+def test_a_tied_weight_is_gathered_again_where_that_is_requested() -> None:
     _, last = _planned("zero3")
     assert any(gathers for gathers, _ in last.values())
 

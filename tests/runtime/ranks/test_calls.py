@@ -354,6 +354,6 @@ def test_a_model_that_is_called_again_in_a_backward_is_in_step(ranks: Ranks) -> 
         assert found == pytest.approx([norm] * 3, rel=1e-4)
 
 
-def test_a_difference_that_nothing_tells_is_said_to_be_one_of_modules() -> None:
+def test_a_difference_that_nothing_tells_is_stated_to_be_one_of_modules() -> None:
     text = _difference((1, {"mode": "training"}), (0, {"mode": "training"}))
     assert text.startswith("the ranks were called differently: rank 1 has other modules or hooks than rank 0")

@@ -125,7 +125,7 @@ def _ended(work: Work, folder: Path, left: tuple[int, ...] = ()) -> dict[int, st
     All ranks but those in `left` must end by themselves.
     """
     ends = ends_of(functools.partial(_live, work), folder, NUM_RANKS, left)
-    return {rank: end.said for rank, end in enumerate(ends)}
+    return {rank: end.specified for rank, end in enumerate(ends)}
 
 
 def test_all_ranks_end_within_a_minute() -> None:
@@ -134,10 +134,10 @@ def test_all_ranks_end_within_a_minute() -> None:
 
 
 def test_an_exception_on_one_rank_is_raised_by_all(tmp_path: Path) -> None:
-    said = _ended(_raise_on_rank_2, tmp_path)
-    assert said[2].startswith("RuntimeError: ")  # PyTorch's, which says on which stage
+    specified = _ended(_raise_on_rank_2, tmp_path)
+    assert specified[2].startswith("RuntimeError: ")  # PyTorch's, which says on which stage
     reason = "PeerError: rank 2 failed: ValueError: the data of this rank are broken"
-    assert [said[rank] for rank in (0, 1, 3)] == [reason] * 3
+    assert [specified[rank] for rank in (0, 1, 3)] == [reason] * 3
 
 
 def test_a_rank_that_has_left_or_is_silent_will_not_come_to_a_step() -> None:
@@ -153,37 +153,37 @@ def test_a_rank_that_has_left_or_is_silent_will_not_come_to_a_step() -> None:
 
 @pytest.mark.slow
 def test_an_exception_in_an_evaluation_is_raised_by_all(tmp_path: Path) -> None:
-    said = _ended(_raise_on_rank_1_in_an_evaluation, tmp_path)
-    assert said[1] == "ValueError: no such place"
-    assert [said[rank] for rank in (0, 2, 3)] == ["PeerError: rank 1 failed: ValueError: no such place"] * 3
+    specified = _ended(_raise_on_rank_1_in_an_evaluation, tmp_path)
+    assert specified[1] == "ValueError: no such place"
+    assert [specified[rank] for rank in (0, 2, 3)] == ["PeerError: rank 1 failed: ValueError: no such place"] * 3
 
 
 def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
-    said = _ended(_die_on_rank_2, tmp_path)
+    specified = _ended(_die_on_rank_2, tmp_path)
     for rank in (0, 1, 3):
-        assert said[rank].startswith("PeerError: rank 2 ended without a message, perhaps killed for its memory")
+        assert specified[rank].startswith("PeerError: rank 2 ended without a message, perhaps killed for its memory")
 
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_early_is_named_by_all_others(tmp_path: Path) -> None:
-    said = _ended(_leave_before_the_last_step, tmp_path)
+    specified = _ended(_leave_before_the_last_step, tmp_path)
     for rank in (0, 2, 3):
-        assert "rank 1 ended without a message" in said[rank]
+        assert "rank 1 ended without a message" in specified[rank]
 
 
 @pytest.mark.slow
 def test_an_input_refused_by_one_rank_ends_all(tmp_path: Path) -> None:
-    said = _ended(_give_rank_3_another_batch, tmp_path)
-    assert said[3].startswith("InputError: a batch of 7 samples does not divide into 4 micro-batches")
+    specified = _ended(_give_rank_3_another_batch, tmp_path)
+    assert specified[3].startswith("InputError: a batch of 7 samples does not divide into 4 micro-batches")
     for rank in range(3):
-        assert said[rank].startswith("PeerError: rank 3 failed: InputError: a batch of 7 samples")
+        assert specified[rank].startswith("PeerError: rank 3 failed: InputError: a batch of 7 samples")
 
 
 @pytest.mark.slow
 def test_ranks_end_though_the_one_that_failed_stays(tmp_path: Path) -> None:
-    said = _ended(_raise_and_stay, tmp_path, left=(2,))
+    specified = _ended(_raise_and_stay, tmp_path, left=(2,))
     for rank in (0, 1, 3):
-        assert "rank 2 failed: ValueError: the data of this rank are broken" in said[rank]
+        assert "rank 2 failed: ValueError: the data of this rank are broken" in specified[rank]
 
 
 def _step_after_a_refusal() -> float:
@@ -195,9 +195,9 @@ def _step_after_a_refusal() -> float:
 
 @pytest.mark.slow
 def test_a_step_after_a_failure_is_refused(tmp_path: Path) -> None:
-    said = _ended(_go_on_after_a_failure, tmp_path)
-    assert said[2].startswith("PeerError: rank 2 failed: ValueError: the data of this rank are broken\n")
-    assert "start all of them again" in said[2]
+    specified = _ended(_go_on_after_a_failure, tmp_path)
+    assert specified[2].startswith("PeerError: rank 2 failed: ValueError: the data of this rank are broken\n")
+    assert "start all of them again" in specified[2]
 
 
 def test_ranks_that_all_refuse_an_input_go_on(ranks: Ranks) -> None:

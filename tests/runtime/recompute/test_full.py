@@ -13,8 +13,8 @@ from tests.support.ranks import Ranks
 
 
 def _case(family: str, mesh: tuple[int, ...], strategy: str, micro_steps: int = 1, **options: Any) -> Case:
-    said = {"hardware": SLOW_DEVICES, "strategy": strategy, "recompute": "full", **options}
-    return Case(family, mesh, options=said, steps=3, micro_steps=micro_steps)
+    specified = {"hardware": SLOW_DEVICES, "strategy": strategy, "recompute": "full", **options}
+    return Case(family, mesh, options=specified, steps=3, micro_steps=micro_steps)
 
 
 CASES = {

@@ -156,10 +156,10 @@ def test_memory_is_noted_by_module(ranks: Ranks) -> None:
     assert backward.index("blocks.1.up (backward)") < backward.index("first (backward)")
 
 
-def test_a_machine_without_a_driver_is_not_asked_for_it() -> None:
-    asked = mock.Mock(side_effect=RuntimeError("CUDA driver version is insufficient"))
+def test_a_machine_without_a_driver_is_not_requested_it() -> None:
+    requested = mock.Mock(side_effect=RuntimeError("CUDA driver version is insufficient"))
     with (
-        mock.patch.object(torch._C, "_cuda_isHistoryEnabled", asked, create=True),
+        mock.patch.object(torch._C, "_cuda_isHistoryEnabled", requested, create=True),
         mock.patch.object(torch.cuda, "is_initialized", lambda: False),
     ):
         assert not is_watched()

@@ -56,9 +56,13 @@ def train(model: nn.Module, family: str, many: int = 1) -> Run:
 def compiled(family: str, shape: tuple[int, ...], many: int = 1, **options: Any) -> Any:
     args, kwargs = FAMILIES[family].inputs(0)
     names = ("dp", "tp")[: len(shape)]
-    asked: dict[str, Any] = {"hardware": HOSTED, "microbatches": many if many > 1 else None, "offload": "activations"}
+    requested: dict[str, Any] = {
+        "hardware": HOSTED,
+        "microbatches": many if many > 1 else None,
+        "offload": "activations",
+    }
     return autopar.compile(
-        FAMILIES[family].build(), mesh(shape, names), kwargs or args, **by_flag(**{**asked, **options})
+        FAMILIES[family].build(), mesh(shape, names), kwargs or args, **by_flag(**{**requested, **options})
     )
 
 
@@ -155,9 +159,9 @@ FAST = replace(SLOW_DEVICES, host_link_bytes_per_s=1e15, host_memory_bytes_per_s
 def limited(memory: int | None, options: dict[str, Any]) -> tuple[list[float], list[str]]:
     """Losses of some steps, and modes."""
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
-    said: dict[str, Any] = {"optimizer": "sgd", "outputs": "full", "hardware": FAST, **options}
-    said |= {} if "plan" in options else {"strategy": "zero3", "memory": memory}
-    model = autopar.compile(tower(), mesh((2,), ("dp",)), (x,), **by_flag(**said))
+    specified: dict[str, Any] = {"optimizer": "sgd", "outputs": "full", "hardware": FAST, **options}
+    specified |= {} if "plan" in options else {"strategy": "zero3", "memory": memory}
+    model = autopar.compile(tower(), mesh((2,), ("dp",)), (x,), **by_flag(**specified))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
@@ -193,15 +197,15 @@ def compiled_by_torch(evaluates: bool) -> str:
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_is_trained_with_activations_on_the_host(ranks: Ranks) -> None:
     free = ranks.run(limited, None, {}, timeout=180)
-    said: dict[str, Any] = {"strategy": "zero3", "optimizer": "sgd", "outputs": "full", "hardware": FAST}
-    plan = autopar.plan(tower(), autopar.Mesh({"dp": 2}), (torch.zeros(512, 32),), **by_flag(**said))
+    specified: dict[str, Any] = {"strategy": "zero3", "optimizer": "sgd", "outputs": "full", "hardware": FAST}
+    plan = autopar.plan(tower(), autopar.Mesh({"dp": 2}), (torch.zeros(512, 32),), **by_flag(**specified))
     limit = int(0.7 * plan.peak_bytes)
     assert all("the memory limit is" in each for each in ranks.run(refused, limit, timeout=180))
     found = ranks.run(limited, limit, {"recompute": "none", "offload": "activations"}, timeout=180)
     modes = (OFFLOAD, "full", "none", OFFLOAD, "selective", OFFLOAD)
     mixed = replace(plan, recompute={str(layer): mode for layer, mode in enumerate(modes)}, context=None)
-    beside = ranks.run(limited, None, {"plan": mixed}, timeout=180)
-    for (losses, taken), (others, given), (wanted, _) in zip(found, beside, free, strict=True):
+    other = ranks.run(limited, None, {"plan": mixed}, timeout=180)
+    for (losses, taken), (others, given), (wanted, _) in zip(found, other, free, strict=True):
         assert losses == others == wanted
         assert set(taken) == {"none", OFFLOAD} and tuple(given) == modes
     cast: dict[str, Any] = {"precision": "bf16-mixed"}
@@ -222,8 +226,8 @@ def by_layers(
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
 
     def trained(compiles: bool) -> tuple[list[Tensor], int, int]:
-        said = {"hardware": HOSTED, "optimizer": "sgd", "outputs": "full", "precision": precision, **options}
-        model = autopar.compile(tower(3), mesh((2,), ("dp",)), (x,), **by_flag(**said))
+        specified = {"hardware": HOSTED, "optimizer": "sgd", "outputs": "full", "precision": precision, **options}
+        model = autopar.compile(tower(3), mesh((2,), ("dp",)), (x,), **by_flag(**specified))
         if compiles:
             model.compile(backend=backend, fullgraph=True, regional=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,8 +263,8 @@ def by_layers(
 def test_layers_that_are_compiled_one_by_one_leave_what_they_save(
     ranks: Ranks, options: dict[str, Any], backend: str, precision: str | None
 ) -> None:
-    said = {**options, "offload": "activations"}
-    for found, expected, sent, planned in ranks.run(by_layers, said, backend, precision, timeout=240):
+    specified = {**options, "offload": "activations"}
+    for found, expected, sent, planned in ranks.run(by_layers, specified, backend, precision, timeout=240):
         torch.testing.assert_close(found, expected, rtol=1e-3 if precision else 1e-5, atol=1e-5)
         assert 0.4 * planned < sent < 1.2 * planned
 

@@ -22,7 +22,14 @@ from autopar.costs.plans.plan import Plan
 from autopar.errors import PlanError
 from autopar.ir.program.calls import source_of
 from autopar.ir.program.program import Program, tensor_inputs
-from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS, leaving, recomputation, segments_of
+from autopar.ir.program.recompute_segments import (
+    MODES,
+    OFFLOAD,
+    RECOMPUTATIONS,
+    offloadable,
+    recomputation,
+    segments_of,
+)
 from autopar.ir.program.saved_tensors import saved_in
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.record import written_down
@@ -46,7 +53,7 @@ from tests.support.ranks import Ranks, mesh
 ALONE = {"tp": Axis("tp", "", 1, 0)}
 """The axes of a mesh of one rank."""
 COMPUTED = ("selective", "full_save_collectives", "full")
-BESIDE_NONE = (*COMPUTED, OFFLOAD)
+NEXT_TO_NONE = (*COMPUTED, OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ def test_what_is_computed_again_is_the_same_bit_by_bit(family: str, dropout: flo
         return [*losses, *gradients, *given]
 
     expected = two_steps("none")
-    for mode in BESIDE_NONE:
+    for mode in NEXT_TO_NONE:
         assert_equal(two_steps(mode), expected)
 
 
@@ -167,16 +174,16 @@ def predicted_bytes(program: Program, mode: str) -> int:
     kept: set[fx.Node] = set()
     other = 0
     offloaded = {n for each in segments_of(program) for n in each.nodes} if mode == OFFLOAD else set()
-    leave = leaving(program)
+    leave = offloadable(program)
     for node, what in saved.items():
         rerun = rerun_of.get(node, frozenset())
         inputs_of_node = [memory_of(each) for each in tensor_inputs(node)]
-        asked = {inputs_of_node[i] for i in what.inputs} | ({node} if what.outputs else set())
+        requested = {inputs_of_node[i] for i in what.inputs} | ({node} if what.outputs else set())
         if node in rerun and not what.aliases:
-            asked.update(inputs_of_node)
+            requested.update(inputs_of_node)
         other += what.other_bytes if node not in rerun and not (node in offloaded and node in leave) else 0
-        gone = {each for each in asked if source_of(each)[0] in leave} if node in offloaded else set()
-        kept.update(each for each in asked - gone if source_of(each)[0] not in rerun)
+        gone = {each for each in requested if source_of(each)[0] in leave} if node in offloaded else set()
+        kept.update(each for each in requested - gone if source_of(each)[0] not in rerun)
     return other + sum(node.meta["tensor"].num_bytes for node in kept if node.op == "call_function")
 
 
@@ -309,7 +316,7 @@ def test_a_segment_runs_again_once_per_backward_and_again_in_the_next(monkeypatc
     assert_equal(some, first[2:])
 
 
-def test_the_last_value_of_a_segment_is_freed_when_its_last_claim_is_met() -> None:
+def test_the_last_value_of_a_segment_is_freed_when_its_last_claim_is_visited() -> None:
     model = blocks(lambda x: x.tanh().sin())
     loss = loss_of(model.forward("full", model.inputs()))
     frames: list[Any] = []

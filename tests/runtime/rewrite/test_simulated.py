@@ -50,8 +50,8 @@ def on_one_process(family: str) -> Seen:
 def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytest.MonkeyPatch) -> Seen:
     model = FAMILIES[family].build()
     args, kwargs = FAMILIES[family].inputs(0)
-    for pattern, said in annotations:
-        autopar.annotate(model, pattern, **said)
+    for pattern, specified in annotations:
+        autopar.annotate(model, pattern, **specified)
     with simulate(8) as mode:
 
         def unsimulated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,11 +46,11 @@ def test_the_first_node_takes_the_least_strategy_that_leaves_all_others_one(seed
     allowed = {choices[0] for choices in itertools.product(range(3), repeat=4) if problem.seconds_of(choices) < np.inf}
     first = _taken(problem, [0, 1, 2, 3])[0]
     if allowed:
-        menu = problem.nodes[0].seconds
-        assert first is not None and menu[first] <= min(menu[choice] for choice in allowed)
+        candidates = problem.nodes[0].seconds
+        assert first is not None and candidates[first] <= min(candidates[choice] for choice in allowed)
 
 
-def test_messages_find_choices_where_what_is_best_beside_others_leads_nowhere() -> None:
+def test_messages_find_choices_where_what_is_best_next_to_others_leads_nowhere() -> None:
     """Nodes that all hang together, of whose pairs a quarter is forbidden, but for those of one choice of each."""
     found = 0
     for seed in range(20):

@@ -27,21 +27,21 @@ def _complete(num_nodes: int, num_strategies: int = 4) -> Problem:
 
 def test_what_is_held_leaves_the_rest_narrow() -> None:
     problem = _complete(9)
-    held = separators(problem, 3 * 4**3)
-    assert len(held) == 5 and 0 not in held
-    pruned = prune(with_fixed(problem, dict.fromkeys(held, -1))).problem
+    row_bytes = separators(problem, 3 * 4**3)
+    assert len(row_bytes) == 5 and 0 not in row_bytes
+    pruned = prune(with_fixed(problem, dict.fromkeys(row_bytes, -1))).problem
     assert compile_elimination(pruned, Tables(pruned), balanced=False).largest <= 3 * 4**3
     assert separators(problem, 4**9) == ()
 
 
 def test_one_after_the_other_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, asked = _complete(5), []
+    problem, requested = _complete(5), []
     monkeypatch.setattr(neighbourhoods, "NARROW", 16)
 
     def first_choices(part: Problem, deadline: float) -> Point | None:
-        asked.append(sum(int(np.isfinite(node.seconds).sum()) == 1 for node in part.nodes))
+        requested.append(sum(int(np.isfinite(node.seconds).sum()) == 1 for node in part.nodes))
         return point(part, tuple(int(np.argmin(node.seconds)) for node in part.nodes))
 
     assert good_solution(problem, first_choices, np.inf) is not None
     count = len(separators(problem, 16))
-    assert asked[0] == count and set(asked[1:]) == {count - 1}
+    assert requested[0] == count and set(requested[1:]) == {count - 1}

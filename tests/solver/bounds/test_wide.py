@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.solver import solve as solving
 from autopar.solver.bounds import core
-from autopar.solver.bounds import high_treewidth as wide
+from autopar.solver.bounds import high_treewidth as high
 from autopar.solver.bounds.core import core_of
 from autopar.solver.bounds.high_treewidth import Wide, consistent, lower_bound
-from autopar.solver.bounds.message_passing import Messages
+from autopar.solver.bounds.message_passing import MessagePassing
 from autopar.solver.deadline import after
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.problem import Edge, Node, Problem
@@ -28,8 +28,8 @@ shrinks = st.sampled_from([0, 9, 27, 2_000_000])  # entries of a bag that is eli
 
 def _make_wide(patch: pytest.MonkeyPatch, shrinks: int = 0) -> None:
     """No elimination is cheap, and bags of so many entries are small."""
-    patch.setattr(solving, "DEAR_WORK", 0)
-    patch.setattr(wide, "DEAR_WORK", 0)
+    patch.setattr(solving, "EXPENSIVE_WORK", 0)
+    patch.setattr(high, "EXPENSIVE_WORK", 0)
     patch.setattr(core, "MAX_BAG", shrinks)
 
 
@@ -38,16 +38,16 @@ def _table(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return np.where(rng.random(shape) < 0.1, np.inf, found) if len(shape) == 2 else found
 
 
-def _with_hubs(rng: np.random.Generator, num_layers: int, k: int) -> Problem:
+def _with_centers(rng: np.random.Generator, num_layers: int, k: int) -> Problem:
     """Return a chain of layers, each connected to two shared reshards."""
-    chain, into, menu = _table(rng, k, k), [_table(rng, k, k) for _ in range(2)], rng.random(k)
+    chain, into, candidates = _table(rng, k, k), [_table(rng, k, k) for _ in range(2)], rng.random(k)
     nodes = [Node(f"hub{i}", rng.random(k), rng.integers(0, 50, k)) for i in range(2)]
     edges = []
     for layer in range(num_layers):
-        odd = rng.random(k) if layer == num_layers // 2 else menu
+        odd = rng.random(k) if layer == num_layers // 2 else candidates
         nodes.append(Node(f"layer{layer}", odd, rng.integers(1, 20, k)))
         here = len(nodes) - 1
-        edges += [Edge((hub, here), table, rng.integers(0, 9, (k, k))) for hub, table in enumerate(into)]
+        edges += [Edge((center, here), table, rng.integers(0, 9, (k, k))) for center, table in enumerate(into)]
         if layer:
             edges.append(Edge((here - 1, here), chain))
     return Problem(tuple(nodes), tuple(edges))
@@ -56,18 +56,18 @@ def _with_hubs(rng: np.random.Generator, num_layers: int, k: int) -> Problem:
 def _in_cliques(rng: np.random.Generator, num_layers: int, k: int) -> Problem:
     """Equal layers of five nodes that all hang together, in a chain, with edges of one and of three ends."""
     pairs = [(a, b) for a in range(5) for b in range(a + 1, 5)]
-    tables, menus, chain, triple = (
+    tables, candidate_lists, chain, triple = (
         [_table(rng, k, k) for _ in pairs],
         [_table(rng, k) for _ in range(5)],
         _table(rng, k, k),
         _table(rng, k, k, k),
     )
-    held, of_pairs = [rng.integers(0, 20, k) for _ in range(5)], rng.integers(0, 5, (k, k))
+    row_bytes, of_pairs = [rng.integers(0, 20, k) for _ in range(5)], rng.integers(0, 5, (k, k))
     nodes: list[Node] = []
     edges: list[Edge] = []
     for layer in range(num_layers):
         first = len(nodes)
-        nodes += [Node(f"{layer}.{i}", menus[i], held[i]) for i in range(5)]
+        nodes += [Node(f"{layer}.{i}", candidate_lists[i], row_bytes[i]) for i in range(5)]
         edges += [Edge((first + a, first + b), each, of_pairs) for (a, b), each in zip(pairs, tables, strict=True)]
         edges.append(Edge((first, first + 2, first + 4), triple))
         edges.append(Edge((first + 1, first + 1), np.where(np.eye(k) > 0, 0.1, np.inf)))
@@ -88,7 +88,7 @@ def _in_a_crowd(rng: np.random.Generator, num_more: int, k: int) -> Problem:
 def _problem(seed: int, kind: str, budget: float | None = None, num_layers: int = 2) -> Problem | None:
     """None where everything is forbidden; `budget` lies between the least bytes and those of the best."""
     rng = np.random.default_rng(seed)
-    made = {"hubs": _with_hubs, "cliques": _in_cliques, "crowd": _in_a_crowd}[kind]
+    made = {"hubs": _with_centers, "cliques": _in_cliques, "crowd": _in_a_crowd}[kind]
     problem = made(rng, 3 * num_layers if kind == "hubs" else num_layers, 2 if kind == "crowd" else 3)
     try:
         least, most = solving.smallest_bytes(problem), solve(problem).num_bytes
@@ -109,7 +109,7 @@ def test_a_bound_never_falls_and_is_no_more_than_the_optimum(seed: int, kind: st
         _make_wide(patch, shrinks)
         (pruned,) = consistent([problem]) or [None]
         assert pruned is not None
-        messages, before = Messages([pruned.problem]), -np.inf
+        messages, before = MessagePassing([pruned.problem]), -np.inf
         for each in (price / 2, price):  # messages of another price are a start
             messages.at(each)
         for _ in range(4):
@@ -161,7 +161,7 @@ def test_without_circles_the_first_sweep_proves_the_optimum(monkeypatch: pytest.
     nodes = tuple(Node(str(i), rng.random(4), np.zeros(4, dtype=np.int64)) for i in range(12))
     edges = tuple(Edge((int(rng.integers(0, i)), i), rng.random((4, 4))) for i in range(1, 12))
     problem = Problem(nodes, edges)
-    messages = Messages([problem])
+    messages = MessagePassing([problem])
     messages.at(0.0)
     messages.sweep()
     assert problem.seconds_of(messages.choices()) == pytest.approx(messages.bound)
@@ -194,13 +194,13 @@ def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -
     problem = _problem(0, "cliques", 0.5)
     assert problem is not None
     _make_wide(monkeypatch)
-    search, swept, sweep = Wide(problem), [0], Messages.sweep
+    search, swept, sweep = Wide(problem), [0], MessagePassing.sweep
 
-    def counted(messages: Messages) -> None:
+    def counted(messages: MessagePassing) -> None:
         swept[0] += 1
         sweep(messages)
 
-    monkeypatch.setattr(Messages, "sweep", counted)
+    monkeypatch.setattr(MessagePassing, "sweep", counted)
     reached, _ = search.least(0.01)
     taken = swept[0]
     assert taken and search.bound(0.01) == reached and swept[0] == taken
@@ -213,9 +213,13 @@ def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_th
     monkeypatch.setattr(core, "SHAPES", ((12_000, 3),))
     rng = np.random.default_rng(0)
     layered = _in_cliques(rng, 6, 3)
-    count, menu, stored = len(layered.nodes), Node("p", rng.random(4), np.zeros(4, dtype=np.int64)), rng.random((4, 3))
+    count, candidates, stored = (
+        len(layered.nodes),
+        Node("p", rng.random(4), np.zeros(4, dtype=np.int64)),
+        rng.random((4, 3)),
+    )
     edges = (*layered.edges, *(Edge((count + node, node), stored) for node in range(count)))
-    with_parameters = Problem((*layered.nodes, *[menu] * count), edges)
+    with_parameters = Problem((*layered.nodes, *[candidates] * count), edges)
     found = core_of(with_parameters, Tables(with_parameters))
     assert set(found.nodes) == set(range(count)) and len(found.elimination.steps) == 1
     chain = Problem(layered.nodes[:5], tuple(Edge((i, i + 1), rng.random((3, 3))) for i in range(4)))

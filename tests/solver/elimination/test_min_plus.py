@@ -59,7 +59,7 @@ def test_least_sums_are_those_of_all_sums(seed: int, shape: tuple[int, ...], sha
     assert np.array_equal(ones, given_ones) and np.array_equal(others, given_others), "arguments are as they were"
 
 
-def test_least_sums_are_exact_beside_sums_far_above_them() -> None:
+def test_least_sums_are_exact_next_to_sums_far_above_them() -> None:
     # A price may make a choice a billion times as expensive as the least.
     ones, others = np.array([[[1.0, 1e15], [2.0, 1e15]]]), np.array([[[1e-6, 1e15], [1e-9, 1e15]]])
     assert least_sums(ones, others).tolist() == [[[1.0 + 1e-6, 1.0 + 1e-9], [2.0 + 1e-6, 2.0 + 1e-9]]]

@@ -14,13 +14,13 @@ from autopar.solver.problem import Edge, Node, Problem
 from tests.solver.random_problems import SHAPES, random_rows
 
 
-def with_hub(problem: Problem) -> Problem:
+def with_center(problem: Problem) -> Problem:
     """The problem with one more node, next to all others."""
-    last, menu = len(problem.nodes), np.zeros(3)
+    last, candidates = len(problem.nodes), np.zeros(3)
     sizes = [node.num_strategies for node in problem.nodes]
-    hub = Node("hub", menu, menu.astype(np.int64))
+    center = Node("hub", candidates, candidates.astype(np.int64))
     edges = (Edge((last, node), np.zeros((3, size))) for node, size in enumerate(sizes))
-    return Problem((*problem.nodes, hub), (*problem.edges, *edges))
+    return Problem((*problem.nodes, center), (*problem.edges, *edges))
 
 
 def by_growth_anew(problem: Problem) -> list[int]:
@@ -51,17 +51,17 @@ def by_growth_anew(problem: Problem) -> list[int]:
 def test_an_order_by_growth_takes_what_grows_least(shape: str) -> None:
     for seed in range(5):
         (problem,) = random_rows(seed, shape, 1, num_nodes=14)
-        assert elimination_order(with_hub(problem), False, by_growth=True) == by_growth_anew(with_hub(problem))
+        assert elimination_order(with_center(problem), False, by_growth=True) == by_growth_anew(with_center(problem))
 
 
 def test_an_order_is_broken_off_at_the_first_bucket_that_is_too_large() -> None:
     """The center's own bucket is never the first: all others have at most two other neighbours."""
     (problem,) = random_rows(0, "repeated", 1, num_nodes=14)
-    assert elimination_order(with_hub(problem), True, most=27) is not None
-    assert elimination_order(with_hub(problem), True, most=26) is None
+    assert elimination_order(with_center(problem), True, most=27) is not None
+    assert elimination_order(with_center(problem), True, most=26) is None
 
 
-def test_the_order_of_a_graph_does_not_depend_on_what_its_menus_cost() -> None:
+def test_the_order_of_a_graph_does_not_depend_on_what_its_candidates_cost() -> None:
     """And is looked for once: the problem with other rows has the same."""
     one, other = random_rows(0, "repeated", 2, num_nodes=14)
     first, before = elimination_order(one, True), order._order.cache_info()
@@ -70,4 +70,4 @@ def test_the_order_of_a_graph_does_not_depend_on_what_its_menus_cost() -> None:
     second = elimination_order(other, True)
     assert second == first[::-1] and order._order.cache_info().hits == before.hits + 1
     assert separators(one) == separators(other)
-    assert elimination_order(with_hub(other), True) != second
+    assert elimination_order(with_center(other), True) != second

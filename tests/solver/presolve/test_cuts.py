@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import evaluation
 from autopar.solver.memory_rows import fixings as cutting
-from autopar.solver.memory_rows.fixings import Cuts
+from autopar.solver.memory_rows.fixings import FixingSearch
 from autopar.solver.prepared import Prepared
 from autopar.solver.problem import Edge, Floats, Node, Problem
 from autopar.solver.solve import solve_narrow, solve_prepared
@@ -34,19 +34,19 @@ def _problem(rng: np.random.Generator) -> Problem:
 @given(seed=st.integers(0, 2**31 - 1), price=st.sampled_from([0.0, 0.01, 0.05]), share=st.sampled_from([0.01, 0.2]))
 def test_no_choices_within_limit_and_budget_are_cut(seed: int, price: float, share: float) -> None:
     problem = _problem(np.random.default_rng(seed))
-    cuts = Cuts(Prepared.of(problem, NEVER), price)
+    cuts = FixingSearch(Prepared.of(problem, NEVER), price)
     cut = cuts.within(share)
     (left,) = cut.of([problem])
     for choices in itertools.product(range(3), repeat=5):
-        seconds, held = problem.cost_of(choices)
-        if problem.fits(held):
+        seconds, row_bytes = problem.cost_of(choices)
+        if problem.fits(row_bytes):
             assert seconds >= cuts.bound * (1 - 1e-9)
             assert left.seconds_of(choices) == seconds or seconds > cut.limit
 
 
 def test_a_cut_leaves_out_what_costs_more() -> None:
     problem = Problem((Node("a", np.array([1.0, 1.05, 2.0]), np.array([9, 1, 0])),), (), 10)
-    (left,) = Cuts(Prepared.of(problem, NEVER), 0.0).within(0.1).of([problem])
+    (left,) = FixingSearch(Prepared.of(problem, NEVER), 0.0).within(0.1).of([problem])
     assert np.isfinite(left.nodes[0].seconds).tolist() == [True, True, False]
 
 
@@ -68,11 +68,11 @@ def test_the_evaluation_that_a_search_ended_with_is_taken_over_once(monkeypatch:
     problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)
     prepared = Prepared.of(problem, NEVER)
     price = _price(prepared)
-    taken = Cuts(prepared, price)
+    taken = FixingSearch(prepared, price)
     assert not evaluated
-    anew = Cuts(prepared, price)
+    anew = FixingSearch(prepared, price)
     assert len(evaluated) == 1
-    other = Cuts(Prepared.of(problem, NEVER), price + 1.0)
+    other = FixingSearch(Prepared.of(problem, NEVER), price + 1.0)
     assert taken.bound == anew.bound != other.bound
     for one, same in zip(taken.within(2.0).kept, anew.within(2.0).kept, strict=True):
         assert one.tolist() == same.tolist()
@@ -82,12 +82,12 @@ def test_the_evaluation_of_another_price_is_not_taken_over() -> None:
     problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)
     prepared = Prepared.of(problem, NEVER)
     price = _price(prepared)
-    assert Cuts(prepared, 2 * price).bound == Cuts(Prepared.of(problem, NEVER), 2 * price).bound
+    assert FixingSearch(prepared, 2 * price).bound == FixingSearch(Prepared.of(problem, NEVER), 2 * price).bound
 
 
 def test_a_search_from_which_nothing_goes_on_keeps_no_tables() -> None:
     problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)
     prepared = Prepared.of(problem, NEVER)
     solve_prepared(prepared, gap=1.0)
-    assert prepared.met.points
-    assert not prepared.met.evaluated
+    assert prepared.visited.points
+    assert not prepared.visited.evaluated

@@ -15,16 +15,16 @@ from autopar.solver.problem import Edge, Node, Problem
 def _problems(seed: int) -> list[Problem]:
     """Nodes with forbidden strategies, some of them decided, and an edge from a node to itself; two rows of bytes."""
     rng = np.random.default_rng(seed)
-    menus = rng.random((5, 4))
-    for menu in menus:
-        menu[rng.permutation(4)[: rng.integers(0, 4)]] = np.inf
+    candidate_lists = rng.random((5, 4))
+    for candidates in candidate_lists:
+        candidates[rng.permutation(4)[: rng.integers(0, 4)]] = np.inf
     ends = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 0), (0, 2, 4), (1, 3, 4)]
     seconds = [rng.random((4,) * len(each)) for each in ends]
     problems = []
     for budget in (90, 110):
-        nodes = tuple(Node(str(i), menu, rng.integers(0, 9, 4)) for i, menu in enumerate(menus))
-        held = [rng.integers(0, 9, (4,) * len(each)) if rng.random() < 0.7 else None for each in ends]
-        problems.append(Problem(nodes, tuple(map(Edge, ends, seconds, held)), budget))
+        nodes = tuple(Node(str(i), candidates, rng.integers(0, 9, 4)) for i, candidates in enumerate(candidate_lists))
+        row_bytes = [rng.integers(0, 9, (4,) * len(each)) if rng.random() < 0.7 else None for each in ends]
+        problems.append(Problem(nodes, tuple(map(Edge, ends, seconds, row_bytes)), budget))
     return problems
 
 

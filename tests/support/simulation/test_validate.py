@@ -172,7 +172,7 @@ def test_replicated_and_invariant_differ_where_there_is_a_gradient() -> None:
         assert covers(ours, theirs, Whole.of(aten.mul.Tensor, (randn(4, 6), weight), {})) is same
 
 
-def test_what_a_random_operation_lacks_is_not_asked() -> None:
+def test_what_a_random_operation_lacks_is_not_requested() -> None:
     op = OpRule("_ _ -> _ _", (Implementation("dropout:dropout", None, random=True),))
     assert str(check(aten.dropout.default, (randn(4, 6), 0.0, True), {}, op)) == ""
 

@@ -115,8 +115,8 @@ def train_on_ranks(
     num_ranks = math.prod(mesh.values())
     with simulate(num_ranks) as mode, planning_alone(mode, forced):
         device_mesh = init_device_mesh(device, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        said: dict[str, Any] = {"hardware": SLOW_DEVICES, "deterministic": True, **options}
-        compiled = autopar.compile(model, device_mesh, steps.batches[0], **by_flag(**said))
+        specified: dict[str, Any] = {"hardware": SLOW_DEVICES, "deterministic": True, **options}
+        compiled = autopar.compile(model, device_mesh, steps.batches[0], **by_flag(**specified))
         unshare(compiled, mode)
 
         def step(batch: Batch) -> tuple[Any, Tensor]:

@@ -127,11 +127,11 @@ def _with_gradients(
     """The choices with these values (R stands for I or R) whose gradients are right, with I and R told apart."""
     found = []
     for whole_output in (I, R) if I in outputs else (I,):
-        asked = tuple(whole_output if p is I else p for p in outputs)
+        requested = tuple(whole_output if p is I else p for p in outputs)
         for whole_input in (R, I) if R in inputs else (R,):
             given = tuple(whole_input if p is R else p for p in inputs)
-            if not fault_of(whole, given, asked, num_ranks, shape_argument):
-                found.append(Choice("?", given, asked))
+            if not fault_of(whole, given, requested, num_ranks, shape_argument):
+                found.append(Choice("?", given, requested))
                 break
     return found
 

@@ -305,7 +305,7 @@ def test_no_machine_is_calibrated_for_a_profile_that_is_given_or_a_fake_world(
     assert calibrated == []
 
 
-def test_a_cell_whose_ranks_die_is_a_reason_beside_others_and_an_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_whose_ranks_die_is_a_reason_next_to_others_and_an_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
         raise RankError("rank 1 of 2 failed: out of memory")
 
@@ -366,7 +366,7 @@ def test_plots_without_matplotlib_are_refused_before_measuring(
         (["--suite", "small"], bench_command.SUITES["small"].models, [{"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}]),
     ],
 )
-def test_the_command_measures_the_cells_it_was_asked_for(
+def test_the_command_measures_the_cells_it_was_requested(
     arguments: list[str],
     models: tuple[str, ...],
     meshes: list[dict[str, int]],

@@ -64,7 +64,7 @@ def test_gradients_and_weights_are_those_of_one_process(name: str, ranks: Ranks)
 
 
 @pytest.mark.slow  # 10 s, of which most to start ranks and to plan
-def test_all_train_beside_the_presets_of_experts() -> None:
+def test_all_train_next_to_the_presets_of_experts() -> None:
     strategies = ("expert_data", "expert_folded", *EXPERT_PEERS)
     result = bench("tiny-moe", Mesh({"ep": 2}), strategies, steps=1, batch=4, sequence=8, layers=1, hardware="cpu")
     assert all(each.measured is not None and each.agrees for each in result.measurements)
@@ -94,7 +94,7 @@ def _refused(name: str, hide: str, num_experts: int) -> str:
     ],
 )
 def test_what_does_not_apply_has_a_reason(name: str, hide: str, num_experts: int, reason: str, ranks: Ranks) -> None:
-    assert all(said.startswith(reason) for said in ranks.run(_refused, name, hide, num_experts))
+    assert all(specified.startswith(reason) for specified in ranks.run(_refused, name, hide, num_experts))
 
 
 @pytest.mark.slow

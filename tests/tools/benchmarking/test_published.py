@@ -110,10 +110,10 @@ def test_a_table_of_other_columns_is_refused(tmp_path: Path) -> None:
 # Strategies.
 
 
-def test_zero_is_a_preset_alone_and_storage_beside_tensor_parallelism() -> None:
+def test_zero_is_a_preset_alone_and_storage_next_to_tensor_parallelism() -> None:
     assert pinned(row(dp=4, zero=1)).strategy == "zero1"
-    beside = pinned(row(dp=4, tp=2, zero=1))
-    assert beside.strategy == "megatron_regather" and beside.annotations[0].storage == ("dp",)
+    other = pinned(row(dp=4, tp=2, zero=1))
+    assert other.strategy == "megatron_regather" and other.annotations[0].storage == ("dp",)
     assert pinned(row(dp=1, tp=2, zero=1)).annotations == ()
     assert pinned(row(tp=2, sequence_parallel=False)).strategy == "megatron"
 
@@ -154,7 +154,7 @@ def test_rows_without_a_plan_say_why(tmp_path: Path) -> None:
     ]
 
 
-def test_nanotron_deals_out_layers_by_cost_and_the_head_counts() -> None:
+def test_nanotron_shards_out_layers_by_cost_and_the_head_counts() -> None:
     llama = Shape("llama", 16, 2048, 32, 32, 8192, 131072, tied=True)
     assert by_cost(llama, 2) == (10, 6)  # the head costs four layers
     assert sum(by_cost(llama, 4)) == 16
@@ -168,7 +168,7 @@ def test_zero_bubble_has_a_layer_less_at_the_ends() -> None:
         less_at_the_ends(23, 8)
 
 
-def test_megatron_deals_out_equal_layers() -> None:
+def test_megatron_shards_out_equal_layers() -> None:
     assert cuts(row(framework="megatron", pp=5)) == (1, 1, 1, 1, 1)
     with pytest.raises(Unexpressed, match="do not divide over stages"):
         cuts(row(framework="megatron", pp=2))
@@ -210,8 +210,8 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
     ],
 )
 def test_few_layers_say_what_all_of_them_say(changes: dict[str, object], layers: tuple[int, ...]) -> None:
-    asked, hardware = pinned(row(shape=dataclasses.replace(LARGE, layers=sum(layers)), **changes)), load("h100")
-    few, all_of_them = (predicted(asked, layers, hardware, whole) for whole in (False, True))
+    requested, hardware = pinned(row(shape=dataclasses.replace(LARGE, layers=sum(layers)), **changes)), load("h100")
+    few, all_of_them = (predicted(requested, layers, hardware, whole) for whole in (False, True))
     assert few.derived and not all_of_them.derived
     # What the stages of a pipeline do once a step is a sum, of messages that join layers in ways of their own.
     tolerance = 0.01 if "pp" in changes else 1e-9
@@ -259,7 +259,7 @@ def test_a_message_that_would_take_less_than_nothing_is_of_no_repeated_layer() -
 def test_what_was_planned_is_kept_until_a_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Hardware] = []
 
-    def counting(asked: object, counts: object, hardware: Hardware, whole: bool) -> Predicted:
+    def counting(requested: object, counts: object, hardware: Hardware, whole: bool) -> Predicted:
         planned.append(hardware)
         return Predicted(1.0, 0.5, (RankBytes(10, 5),), True)
 
@@ -377,7 +377,7 @@ def test_a_wait_is_half_of_each_message_and_no_message_is_longer_on_its_way() ->
 
 
 @pytest.mark.slow
-def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
+def test_parts_of_memory_stand_next_to_those_of_a_plan(tmp_path: Path) -> None:
     head = "source,figure,model,mode,quantity,value,unit,tp,pp,micro_batch,recompute,sequence_parallel\n"
     lines = "p,1,megatron-22B,none,parameters and optimizer,45.5625,GiB,,,,,\np,3,other,none,total,1,GB,,,,,\n"
     path = written(tmp_path, head + lines)
@@ -388,7 +388,7 @@ def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
     assert unknown.predicted is None and "does not build" in unknown.reason
 
 
-def test_a_table_is_whole_unless_a_number_of_rows_is_said() -> None:
+def test_a_table_is_whole_unless_a_number_of_rows_is_stated() -> None:
     assert published.table_and_count("a/b.csv:60") == ("a/b.csv", 60)
     assert published.table_and_count("a/b.csv") == ("a/b.csv", None)
     assert published.table_and_count("c:/b.csv") == ("c:/b.csv", None)

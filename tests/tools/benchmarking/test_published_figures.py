@@ -106,8 +106,8 @@ def test_figures_are_given_with_and_without_contradicted_runs() -> None:
     (whole,) = re.findall(r"^all rows +(\d+)", report.times([*runs, outcome(1.0, source="vtrain", seconds=1.0)]), re.M)
     assert whole == "4" and "all rows" not in report.times(runs)
     assert "5 " in report.contradicted_runs(contradictions) and report.contradicted_runs([]) == ""
-    said = report.choices(cells(runs, runs_out, least=3), cells(runs[:2], runs_out, least=2))
-    assert "without contradicted runs regret of at most 5% in 100%" in said
+    specified = report.choices(cells(runs, runs_out, least=3), cells(runs[:2], runs_out, least=2))
+    assert "without contradicted runs regret of at most 5% in 100%" in specified
 
 
 # Folds.

@@ -68,8 +68,8 @@ def _golden(folder: Path, **changes: str) -> Row:
     return found
 
 
-def _told(asked: Row, *ranks: RankBytes) -> Outcome:
-    return Outcome(asked, Predicted(1.0, 0.0, ranks, True))
+def _told(requested: Row, *ranks: RankBytes) -> Outcome:
+    return Outcome(requested, Predicted(1.0, 0.0, ranks, True))
 
 
 def test_a_golden_row_has_its_degrees_model_and_bytes(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_attention_is_as_the_container_has_it(tmp_path: Path, changes: dict[str,
 
 
 def test_models_with_gates_are_llamas_and_large_ones_have_seconds(tmp_path: Path) -> None:
-    said = {"gated": "1", "norm": "RMSNorm", "position": "rope", "hidden": "4096", "heads": "32", "kv_heads": "8"}
-    found = _golden(tmp_path, tokenizer="Llama2Tokenizer", tp="1", vpp="", cp="", **said)
+    specified = {"gated": "1", "norm": "RMSNorm", "position": "rope", "hidden": "4096", "heads": "32", "kv_heads": "8"}
+    found = _golden(tmp_path, tokenizer="Llama2Tokenizer", tp="1", vpp="", cp="", **specified)
     assert (found.shape.kind, found.shape.kv_heads, found.shape.vocabulary) == ("llama", 8, 32000)
     assert (found.seconds, found.chunks, found.schedule) == (0.5, 1, "1f1b")
     assert [each.seconds for each in by_both_conventions([found])] == [0.5, None]
@@ -116,13 +116,13 @@ def test_models_with_gates_are_llamas_and_large_ones_have_seconds(tmp_path: Path
         ("decoder-first-pipeline-num-layers=2 decoder-last-pipeline-num-layers=2", (2, 4, 4, 2)),
     ],
 )
-def test_uneven_stages_are_as_they_were_said(tmp_path: Path, uneven: str, counts: tuple[int, ...]) -> None:
+def test_uneven_stages_are_as_they_were_stated(tmp_path: Path, uneven: str, counts: tuple[int, ...]) -> None:
     assert cuts(_golden(tmp_path, uneven=uneven, pp="4", vpp="1")) == counts
 
 
 def test_stages_that_count_embedding_and_loss_have_a_layer_less(tmp_path: Path) -> None:
-    said = "account-for-embedding-in-pipeline-split=True account-for-loss-in-pipeline-split=True"
-    assert cuts(_golden(tmp_path, uneven=said, pp="4", vpp="2", layers="6")) == (0, *(1,) * 6, 0)
+    specified = "account-for-embedding-in-pipeline-split=True account-for-loss-in-pipeline-split=True"
+    assert cuts(_golden(tmp_path, uneven=specified, pp="4", vpp="2", layers="6")) == (0, *(1,) * 6, 0)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +209,13 @@ def test_a_device_of_bloom_holds_its_fullest_rank_and_what_is_no_tensor(tmp_path
 def test_ranks_of_several_stages_hold_what_a_pipelines_plan_says() -> None:
     """The maxima of stages are not added up: what only the running stage holds is there once."""
     shape = replace(LLAMA, layers=4)
-    asked = pinned(row(shape=shape, pp=2, chunks=2, accumulation=4, schedule="interleaved_1f1b"))
-    wanted = planning.request_of(asked, load("h100"))
+    requested = pinned(row(shape=shape, pp=2, chunks=2, accumulation=4, schedule="interleaved_1f1b"))
+    wanted = planning.request_of(requested, load("h100"))
     starts = tuple(f"layers.{start}" for start in (1, 2, 3))
     wanted = replace(wanted, pipeline=replace(wanted.pipeline, split_points=starts))
     schedule = Schedule("interleaved_1f1b", 2, 4, 2)
-    program = planning.captured(shape, asked.sequence, asked.batch, asked.precision)
-    request = PipelineRequest.of(wanted, program, asked.mesh("h100"), "pp", schedule)
+    program = planning.captured(shape, requested.sequence, requested.batch, requested.precision)
+    request = PipelineRequest.of(wanted, program, requested.mesh("h100"), "pp", schedule)
     plan = plan_pipeline(request)
     ranks = planning._bytes([Depths(each.plan) for each in plan.stages], schedule, planning._runs(request))
     assert [rank.peak for rank in ranks] == [plan.rank_bytes(0), plan.rank_bytes(1)]
@@ -231,9 +231,9 @@ def test_pairs_are_counted_that_differ_by_more_than_a_share() -> None:
 def test_the_command_prints_both_conventions_and_what_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def made_up(asked: Any, *_: object) -> Predicted:
-        size = asked.batch * 10**8 * (2 if asked.conventions == "autopar" else 1)
-        return Predicted(200.0, 0.0, (RankBytes(size, size // 3),) * asked.pipeline, True)
+    def made_up(requested: Any, *_: object) -> Predicted:
+        size = requested.batch * 10**8 * (2 if requested.conventions == "autopar" else 1)
+        return Predicted(200.0, 0.0, (RankBytes(size, size // 3),) * requested.pipeline, True)
 
     monkeypatch.setattr("benchmarks.publications.prediction.predicted", made_up)
     cells = [GOLDEN, {**GOLDEN, "micro_batch": "2", "peak_bytes": "1500"}, {**GOLDEN, "family": "t5"}]

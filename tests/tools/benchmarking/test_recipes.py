@@ -66,7 +66,7 @@ def test_axes_go_from_the_slowest_and_those_of_experts_are_a_part_of_the_batch_s
 
 
 def test_a_recipe_that_fits_is_accepted_and_one_that_does_not_is_priced_without_a_limit() -> None:
-    accepted, refused = (recipes.asked(replace(TINY, memory=memory), 10.0) for memory in ("4GB", "1MB"))
+    accepted, refused = (recipes.requested(replace(TINY, memory=memory), 10.0) for memory in ("4GB", "1MB"))
     assert (accepted.verdict, refused.verdict) == (recipes.ACCEPTED, recipes.REFUSED)
     assert "1.32 GB of it are no tensors" in refused.reason and refused.seconds == accepted.seconds
     assert accepted.ratio and accepted.memory_ratio and accepted.measured_seconds
@@ -87,8 +87,8 @@ def test_a_step_in_one_piece_is_that_of_all_its_micro_batches() -> None:
     assert recipes.step_seconds(several) > 1.8 * several.timeline().seconds - stage_seconds(several).once
 
 
-def test_what_autopar_cannot_be_asked_is_listed_with_the_reason() -> None:
-    found = recipes.asked(replace(TINY, precision="fp8"), 10.0)
+def test_what_autopar_cannot_be_requested_is_listed_with_the_reason() -> None:
+    found = recipes.requested(replace(TINY, precision="fp8"), 10.0)
     assert found.verdict == recipes.NOT_EXPRESSED and "FP8" in found.reason and found.seconds is None
 
 
@@ -114,6 +114,6 @@ def test_only_the_recipes_named_are_listed(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_was_found_is_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "asked", lambda recipe, limit: recipes.Found(recipe.name, recipes.ACCEPTED))
+    monkeypatch.setattr(recipes, "requested", lambda recipe, limit: recipes.Found(recipe.name, recipes.ACCEPTED))
     recipes.main(["--here", "--only", "gpt-22b-full", "--json", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text())[0]["name"] == "gpt-22b-full"

@@ -74,9 +74,9 @@ def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
         0 <= hardware.communication_share <= 1 and "overlapped with matmuls" in written["communication_share"]["source"]
     )
     assert set(written["links"][0]["fit_error"]) == set(COLLECTIVES)
-    said = capsys.readouterr().out
-    assert "2 ranks (load " in said
-    assert f"saved in {path}" in said
+    specified = capsys.readouterr().out
+    assert "2 ranks (load " in specified
+    assert f"saved in {path}" in specified
 
 
 def _on_two_nodes(mesh: Mesh | int) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _on_two_axes() -> Any:
 
 
 @pytest.mark.slow
-def test_joined_axes_are_measured_beside_the_axes(ranks: Ranks) -> None:
+def test_joined_axes_are_measured_next_to_the_axes(ranks: Ranks) -> None:
     (profile, *_) = ranks.run(_on_two_axes, world_size=4)
     assert "all_to_all over dp=2 and tp=2 and dp_tp=4, in a node" in profile["links"][0]["bytes_per_s"]["source"]
 
@@ -121,8 +121,8 @@ def _says(mesh: Mesh) -> str:
 
 
 def test_an_axis_on_both_sides_of_a_node_is_refused(ranks: Ranks) -> None:
-    (said, *_) = ranks.run(_says, Mesh({"dp": 4}), world_size=4)
-    assert "axis 'dp' of dp=4 lies on both sides of a node of 2 devices; give it as two axes" in said
+    (specified, *_) = ranks.run(_says, Mesh({"dp": 4}), world_size=4)
+    assert "axis 'dp' of dp=4 lies on both sides of a node of 2 devices; give it as two axes" in specified
 
 
 def _moved() -> dict[str, Any]:

@@ -75,7 +75,7 @@ def found_at_first(family: str, hardware: str, batch: int = 1) -> Planned:
 def same_choices(found: Planned, other: Space) -> tuple[int, ...]:
     """The strategies of the same names for the same decisions of another space."""
     return tuple(
-        [str(strategy) for strategy in decision.menu.strategies].index(found.strategy(decision.name))
+        [str(strategy) for strategy in decision.candidates.strategies].index(found.strategy(decision.name))
         for decision in other.decisions
     )
 
@@ -92,7 +92,7 @@ def test_at_the_sizes_of_the_plan_the_formulas_are_its_numbers(family: str, hard
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(recompute: Recompute) -> None:
+def test_a_plan_makes_its_formulas_when_it_is_requested_with_what_it_computes_again(recompute: Recompute) -> None:
     plan, _ = make_plan(found_at_first("gpt2", SLOW_DEVICES.name).space, {}, Settings(Memory(recompute=recompute)))
     assert not plan.formulas and (recompute == "none") == (not any(row.recompute_seconds for row in plan.rows))
     assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9)
@@ -179,16 +179,16 @@ def test_memory_at_another_batch_and_sequence_is_that_of_a_fresh_capture_at_the_
     assert plan.reprice(**values).memory["memory"] == moment.num_bytes
 
 
-def test_what_autograd_keeps_beside_inputs_and_outputs_grows_with_the_dims_it_is_made_of() -> None:
+def test_what_autograd_keeps_next_to_inputs_and_outputs_grows_with_the_dims_it_is_made_of() -> None:
     space = space_at("llama", SLOW_DEVICES)
     shapes, saved = symbolic_shapes(space, stacks_of(space.program)), saved_in(space.program)
     found = {}
     for name in ("scaled_dot_product_attention_default", "cross_entropy_loss_default"):
         decision = space.decisions[space.index[name]]
-        assert decision.menu.call is not None
+        assert decision.candidates.call is not None
         inputs = [shapes.shapes[key] for key in input_keys(space, decision)]
         kept = saved[decision.node].other_bytes
-        found[name] = hidden_bytes(decision, decision.menu.call, inputs, kept, shapes.symbols)
+        found[name] = hidden_bytes(decision, decision.candidates.call, inputs, kept, shapes.symbols)
         assert found[name] == kept > 0
     statistics, probabilities = map(str, map(Polynomial.of, found.values()))
     assert statistics == "batch*hidden*sequence/2"  # a float32 per query and head of eight
@@ -383,11 +383,11 @@ def test_a_gradient_that_no_loss_sends_back_is_not_moved() -> None:
             return y_BD.sum(), y_BD
 
     space = space_of(TwoOutputs(), (X_BD,))
-    whole = [next(i for i, s in enumerate(d.menu.strategies) if str(s) in ("I", "-")) for d in space.decisions]
-    split = space.decisions[space.index["output:1"]].menu.strategies
+    whole = [next(i for i, s in enumerate(d.candidates.strategies) if str(s) in ("I", "-")) for d in space.decisions]
+    split = space.decisions[space.index["output:1"]].candidates.strategies
     whole[space.index["output:1"]] = [str(strategy) for strategy in split].index("S(0)")
-    wires = [wire for wire in space.wires if wire.target == space.index["output:1"]]
-    assert [t.collective for wire in wires for t in space.path(wire, whole).transfers] == ["all_gather"]
+    edges = [edge for edge in space.edges if edge.target == space.index["output:1"]]
+    assert [t.collective for edge in edges for t in space.path(edge, whole).transfers] == ["all_gather"]
     assert formulas_of(space, whole)[1]["all_gather"] == "0"
 
 

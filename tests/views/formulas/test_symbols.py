@@ -183,8 +183,8 @@ def test_every_shape_has_the_value_that_it_has_now(name: str) -> None:
     stacks = stacks_of(space.program)
     found = symbolic_shapes(space, stacks)
     for decision in space.decisions:
-        infos = decision.menu.call.outputs if decision.menu.call else (decision.node.meta["tensor"],)
-        if decision.kind in ("hub", "output"):
+        infos = decision.candidates.call.outputs if decision.candidates.call else (decision.node.meta["tensor"],)
+        if decision.kind in ("shared_reshard", "output"):
             continue
         for position, info in enumerate(infos):
             shape = found.shapes[decision.node.name, position]

@@ -72,7 +72,7 @@ def test_every_decision_that_differs_is_counted_once(plan: Plan, other: Plan, fo
     differ = [
         row.name
         for row in plan.rows
-        if row.kind not in ("hub", "parameter") and (row.roles, row.kind) != (rows[row.name].roles, row.kind)
+        if row.kind not in ("shared_reshard", "parameter") and (row.roles, row.kind) != (rows[row.name].roles, row.kind)
     ]
     calls = [c for c in found.changes if not c.operation.startswith("(")]
     assert sum(c.count for c in calls) == len([name for name in differ if rows[name].kind == "call"]) > 0
@@ -111,7 +111,7 @@ def test_plans_of_other_models_say_how_much_of_them_is_the_same() -> None:
     assert text.startswith("the model or its inputs: ") and "2 only in the plan after" in text
 
 
-def test_limits_and_hardware_that_differ_are_said(plan: Plan) -> None:
+def test_limits_and_hardware_that_differ_are_stated(plan: Plan) -> None:
     other = replace(plan, memory_limit=8_000_000_000, mesh=replace(plan.mesh, hardware="a100"))
     assert plan.diff(other).mismatches == (
         "the hardware, cpu before and a100 after",
@@ -119,7 +119,7 @@ def test_limits_and_hardware_that_differ_are_said(plan: Plan) -> None:
     )
 
 
-def test_an_imbalance_that_differs_is_said(plan: Plan) -> None:
+def test_an_imbalance_that_differs_is_stated(plan: Plan) -> None:
     (text,) = plan.diff(replace(plan, imbalance=1.5)).mismatches
     assert text == "the imbalance of rows of experts, 1 before and 1.5 after"
 

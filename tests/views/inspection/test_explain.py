@@ -41,9 +41,9 @@ HARDWARE = pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("
 
 def best_without(space: Space, number: int, choice: int) -> float:
     """The least seconds of all combinations of strategies without one of them, by enumeration."""
-    menus = [range(len(decision.menu.strategies)) for decision in space.decisions]
+    candidate_lists = [range(len(decision.candidates.strategies)) for decision in space.decisions]
     return min(
-        (evaluate(space, choices) for choices in itertools.product(*menus) if choices[number] != choice),
+        (evaluate(space, choices) for choices in itertools.product(*candidate_lists) if choices[number] != choice),
         default=math.inf,
     )
 
@@ -202,7 +202,7 @@ def test_a_pinned_decision_names_the_annotation_that_leaves_no_other() -> None:
 
 def test_a_decision_with_one_strategy_has_no_runner_up() -> None:
     plan = plan_of(Net(), tp=2)
-    number = next(n for n, d in enumerate(context_of(plan).space.decisions) if len(d.menu.strategies) == 1)
+    number = next(n for n, d in enumerate(context_of(plan).space.decisions) if len(d.candidates.strategies) == 1)
     found = plan.explain(context_of(plan).space.decisions[number].name)
     assert found.runner_up is None and "there is no other strategy" in found.reason
     assert "no runner-up: there is no other strategy" in str(found)
@@ -221,7 +221,7 @@ def test_a_limit_that_decides_is_told_with_what_would_be_best_without_it() -> No
     assert replicated.reason in " ".join(str(found).split())
 
 
-class Residual(nn.Module):
+class RemainingProblem(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
@@ -235,7 +235,7 @@ class Residual(nn.Module):
 
 @pytest.fixture(scope="module")
 def limited() -> Plan:
-    space = space_of(Residual(), (torch.zeros(64, 64),), load("h100"), dp=2, tp=2)
+    space = space_of(RemainingProblem(), (torch.zeros(64, 64),), load("h100"), dp=2, tp=2)
     return make_plan(space, {}, Settings(Memory(int(0.6 * make_plan(space, {})[0].peak_bytes))))[0]
 
 
@@ -251,9 +251,9 @@ def test_within_a_limit_only_the_runner_up_is_searched_for(limited: Plan, monkey
 @pytest.mark.slow
 def test_within_a_limit_no_plan_with_another_role_is_below_its_bound(limited: Plan) -> None:
     found = limited.explain("layers.1")
-    asked = [each for each in found.alternatives if each.role in ROLES and each.seconds is not None]
-    assert {each.is_bound for each in asked} == {True, False}
-    for each in asked:
+    requested = [each for each in found.alternatives if each.role in ROLES and each.seconds is not None]
+    assert {each.is_bound for each in requested} == {True, False}
+    for each in requested:
         assert each.seconds is not None
         again = limited.what_if("layers.1", **{each.axis: each.role})
         if each.is_bound:
@@ -277,10 +277,10 @@ def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_ru
     limit = int(0.7 * make_plan(space, {})[0].peak_bytes)
     plan, choices = make_plan(space, {}, Settings(Memory(limit)))
     memory, number = context_of(plan).memory_model, space.index[plan.explain("up", False).decision]
-    menus = [range(len(decision.menu.strategies)) for decision in space.decisions]
+    candidate_lists = [range(len(decision.candidates.strategies)) for decision in space.decisions]
     best = min(
         evaluate(space, each)
-        for each in itertools.product(*menus)
+        for each in itertools.product(*candidate_lists)
         if each[number] != choices[number] and memory_use(memory, each, {})[0] <= limit
     )
     second = plan.explain("up", alternatives=False).runner_up
@@ -312,7 +312,7 @@ def test_an_equally_fast_runner_up_is_called_arbitrary(explained: Explanation) -
     assert "equally fast" not in str(explained)
 
 
-def test_a_loaded_plan_says_how_it_is_asked(llama: Plan) -> None:
+def test_a_loaded_plan_says_how_it_is_requested(llama: Plan) -> None:
     loaded = Plan.from_json(llama.to_json())
     for ask in (lambda: loaded.explain("lm_head"), lambda: loaded.what_if("lm_head", tp="row"), loaded.verify):
         with pytest.raises(PlanError, match=r"plan\.attach\(model, example_inputs\)"):

@@ -13,7 +13,7 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.costs.plans.plan import Plan
 from autopar.errors import PlanError
 from autopar.ir.sharding.mesh import Mesh
-from autopar.views.inspection.timeline import beside_the_sum, parts
+from autopar.views.inspection.timeline import compared_with_the_sum, parts
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
 from tests.support.options import by_flag
 
@@ -31,7 +31,7 @@ def test_its_parts_add_up_to_it() -> None:
 
 def test_what_it_differs_in_adds_up_to_how_far_it_is_from_the_sum() -> None:
     plan = _plan("h100", strategy="zero3")
-    apart = beside_the_sum(plan, plan.timeline())
+    apart = compared_with_the_sum(plan, plan.timeline())
     assert sum(apart.values()) == pytest.approx(plan.timeline().seconds - plan.seconds, rel=1e-3)
     assert [abs(seconds) for seconds in apart.values()] == sorted(map(abs, apart.values()), reverse=True)
 
@@ -45,8 +45,8 @@ def test_a_plan_that_was_loaded_has_none_before_it_has_its_model_again() -> None
 
 
 def test_a_table_shows_both_figures_and_where_they_differ() -> None:
-    beside = replace(load("cpu"), communication_share=0.0, dtensor_s=0.0, name="collectives beside computing")
-    text = str(_plan(beside, strategy="zero3"))
+    overlapped = replace(load("cpu"), communication_share=0.0, dtensor_s=0.0, name="collectives beside computing")
+    text = str(_plan(overlapped, strategy="zero3"))
     assert "step     " in text and "  timeline " in text and " of collectives hidden" in text
     assert "next to the sum" not in text, "costs of gathers and reductions are those of the simulated step"
     plan = _plan("cpu", strategy="zero3")

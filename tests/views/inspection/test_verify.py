@@ -90,7 +90,7 @@ def other_choice(plan: Plan) -> dict[str, str]:
     """The choices with another strategy for one of them."""
     number = next(n for n, d in enumerate(context_of(plan).space.decisions) if d.name.startswith("linear"))
     decision = context_of(plan).space.decisions[number]
-    other = next(str(s) for s in decision.menu.strategies if str(s) != plan.choices[decision.name])
+    other = next(str(s) for s in decision.candidates.strategies if str(s) != plan.choices[decision.name])
     return {**plan.choices, decision.name: other}
 
 
@@ -155,7 +155,7 @@ def net() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "specified"),
     [
         ("layers.*.down", {"tp": "row"}),
         ("layers.0.up", {"dp": "column", "tp": None}),
@@ -163,40 +163,40 @@ def net() -> Plan:
         ("layers.*.up.weight", {"storage": "dp"}),
     ],
 )
-def test_what_if_is_the_plan_of_the_annotated_model(pattern: str, said: dict[str, Any], net: Plan) -> None:
+def test_what_if_is_the_plan_of_the_annotated_model(pattern: str, specified: dict[str, Any], net: Plan) -> None:
     before = net.to_json()
-    asked = net.what_if(pattern, **said)
-    assert asked == plan_of(annotate(Net(), pattern, **said), ((IDS_BS,), {}))
-    assert asked.seconds >= net.seconds * (1 - 1e-12)
-    assert asked.verify().ok and net.to_json() == before and context_of(net).annotations == ()
+    requested = net.what_if(pattern, **specified)
+    assert requested == plan_of(annotate(Net(), pattern, **specified), ((IDS_BS,), {}))
+    assert requested.seconds >= net.seconds * (1 - 1e-12)
+    assert requested.verify().ok and net.to_json() == before and context_of(net).annotations == ()
 
 
-def test_what_is_asked_one_after_the_other_is_what_is_asked_together(net: Plan) -> None:
+def test_what_is_requested_one_after_the_other_is_what_is_requested_together(net: Plan) -> None:
     one, two = annotations_of(annotate(annotate(Net(), "layers.*.up", tp="column"), "head", dp="data"))
     assert (
         net.what_if(one).what_if(two) == net.what_if(one, two) == net.what_if("layers.*.up", tp="column").what_if(two)
     )
 
 
-def test_what_is_asked_does_not_loosen_pins_that_no_annotation_made(net: Plan) -> None:
+def test_what_is_requested_does_not_loosen_pins_that_no_annotation_made(net: Plan) -> None:
     space, name = context_of(net).space, next(row.name for row in net.rows if row.module == "layers.0.up")
     decision = space.decisions[space.index[name]]
-    rows = [[decision.role(choice, axis) for axis in range(2)] for choice in range(len(decision.menu.strategies))]
+    rows = [[decision.role(choice, axis) for axis in range(2)] for choice in range(len(decision.candidates.strategies))]
     pinned, _ = make_plan(space, {space.index[name]: np.array([dp == "row" for dp, _ in rows])})
-    asked = pinned.what_if("layers.0.up", tp="column")
-    assert [row.roles for row in asked.rows if row.name == name] == [("row", "column")]
-    assert net.what_if("layers.0.up", tp="column").seconds <= asked.seconds
+    requested = pinned.what_if("layers.0.up", tp="column")
+    assert [row.roles for row in requested.rows if row.name == name] == [("row", "column")]
+    assert net.what_if("layers.0.up", tp="column").seconds <= requested.seconds
 
 
-def test_a_manual_plan_takes_what_is_said_in_place_of_data_parallel() -> None:
+def test_a_manual_plan_takes_what_is_stated_in_place_of_data_parallel() -> None:
     manual = plan_of(Net(), ((IDS_BS,), {}), mode="manual")
-    asked = manual.what_if("layers.0.up", tp="column")
+    requested = manual.what_if("layers.0.up", tp="column")
     model = annotate(Net(), "layers.0.up", tp="column")
-    assert asked == plan_of(model, ((IDS_BS,), {}), mode="manual")
+    assert requested == plan_of(model, ((IDS_BS,), {}), mode="manual")
 
 
 @pytest.mark.parametrize(
-    ("said", "options", "text"),
+    ("specified", "options", "text"),
     [
         (("nowhere",), {"tp": "row"}, "matches"),
         (("layers.0.up",), {"pp": "row"}, 'the mesh has no axis "pp"'),
@@ -205,9 +205,9 @@ def test_a_manual_plan_takes_what_is_said_in_place_of_data_parallel() -> None:
         (("head", "layers.0.up"), {"tp": "row"}, "give a pattern"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(said: tuple, options: dict[str, Any], text: str, net: Plan) -> None:
+def test_what_cannot_be_requested_is_refused(specified: tuple, options: dict[str, Any], text: str, net: Plan) -> None:
     with pytest.raises(AnnotationError) as raised:
-        net.what_if(*said, **options)
+        net.what_if(*specified, **options)
     assert text in str(raised.value)
 
 

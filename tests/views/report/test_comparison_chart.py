@@ -17,11 +17,13 @@ from tests.planning.pipeline.test_plan import pipeline
 from tests.views.report.test_html import EVIL, _plan, _Reader
 
 TAKEN = Contender(Mesh({"dp": 8}), 1, "", 1, 2.0, 300, is_planned=True)
-BESIDE = Contender(Mesh({"tp": 8}), 1, "", 1, 3.0, 200, is_planned=True, is_beside=True, asked="tp=8 --strategy tp")
+COMPARED = Contender(
+    Mesh({"tp": 8}), 1, "", 1, 3.0, 200, is_planned=True, is_compared=True, requested="tp=8 --strategy tp"
+)
 ESTIMATED = Contender(Mesh({"dp": 4, "tp": 2}), 4, "1f1b", 2, 2.5, 400, estimate=2.5)
 SLOW = Contender(Mesh({"sp": 8}), 1, "", 1, 2 * SLOWEST * 2.0, 100, estimate=2.5)
-EXCLUDED = Contender(Mesh({"dp": 2, "tp": 4}), 8, excluded="room", reason=f"needs more {EVIL}")
-ALL = Comparison((TAKEN, BESIDE, ESTIMATED, SLOW, EXCLUDED))
+EXCLUDED = Contender(Mesh({"dp": 2, "tp": 4}), 8, excluded="memory", reason=f"needs more {EVIL}")
+ALL = Comparison((TAKEN, COMPARED, ESTIMATED, SLOW, EXCLUDED))
 
 
 @pytest.mark.parametrize(

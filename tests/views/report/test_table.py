@@ -111,7 +111,7 @@ def test_segments_that_are_computed_again_are_told_as_ranges() -> None:
 
 def test_a_weight_that_is_kept_after_it_was_gathered_is_told() -> None:
     plan = _plan(_parameter("up.weight", "S(0) I"), _call("a", "up"))
-    kept = replace(plan, choices={"p_up.weight": "S(0) I kept"})
+    kept = replace(plan, choices={"p_up.weight": "S(0) I saved"})
     assert "saved: the gathered weight" in plan_table(kept) and "saved" not in plan_table(plan)
 
 
@@ -178,9 +178,11 @@ def test_the_count_and_the_seconds_of_the_lines_add_up_to_the_total() -> None:
     assert sum(counts[:-1]) == counts[-1] == len(plan.rows)
 
 
-def test_a_hub_that_moves_a_tensor_stands_behind_the_call_that_made_it() -> None:
-    hub = PlanRow("a/hub", "hub", "first", "hub", ("replicated",) * 2, "I I", 0.001, (ALL_REDUCE,))
-    lines = plan_table(_plan(_call("a", "first"), _call("b", "second"), hub)).splitlines()
+def test_a_shared_reshard_that_moves_a_tensor_stands_behind_the_call_that_made_it() -> None:
+    shared_reshard = PlanRow(
+        "a/reshard", "shared_reshard", "first", "shared_reshard", ("replicated",) * 2, "I I", 0.001, (ALL_REDUCE,)
+    )
+    lines = plan_table(_plan(_call("a", "first"), _call("b", "second"), shared_reshard)).splitlines()
     order = [
         next(i for i, line in enumerate(lines) if word in line) for word in ("linear", "(shared reshard)", "second")
     ]

@@ -98,8 +98,8 @@ def test_memory_is_counted_where_its_row_runs() -> None:
 def test_the_forward_comes_first_and_the_backward_is_reversed() -> None:
     one = _row("a", 3.75, forward_seconds=1.0, backward_seconds=2.0, transfers=(GATHER, REDUCE))
     other = _row("b", 3.0, forward_seconds=1.0, backward_seconds=2.0)
-    hub = _row("a/hub", 0.5, kind="hub", transfers=(REDUCE,))
-    assert _slices(_plan(_row("p", 4.0, kind="parameter"), one, other, hub)) == [
+    shared_reshard = _row("a/reshard", 0.5, kind="shared_reshard", transfers=(REDUCE,))
+    assert _slices(_plan(_row("p", 4.0, kind="parameter"), one, other, shared_reshard)) == [
         ("all_gather", "forward", 2, 0.0, 0.25),
         ("linear", "forward", 0, 0.25, 1.0),
         ("linear", "forward", 0, 1.25, 1.0),

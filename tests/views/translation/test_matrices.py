@@ -108,7 +108,7 @@ def _computes_the_same(make: Callable[[], nn.Module], inputs: Any, found: Parall
     return len(found.styles)
 
 
-def _said(make: Callable[[], nn.Module], **roles: str) -> Callable[[], nn.Module]:
+def _specified(make: Callable[[], nn.Module], **roles: str) -> Callable[[], nn.Module]:
     """The model with a role of some modules on tp."""
 
     def build() -> nn.Module:
@@ -125,15 +125,15 @@ def _pairs(plans: list[ParallelizePlan]) -> list[int]:
 
 
 def _with_something_between() -> None:
-    for what, said in (("features", {}), ("heads", {"mul": "column"}), ("softmax", {"softmax": "data"})):
-        make = _said(functools.partial(Between, what), up="column", down="row", **said)
+    for what, specified in (("features", {}), ("heads", {"mul": "column"}), ("softmax", {"softmax": "data"})):
+        make = _specified(functools.partial(Between, what), up="column", down="row", **specified)
         found = _plan(make(), (X_BD,), TP).parallelize_plan()
         assert _computes_the_same(make, (X_BD,), found, TP) == 2
         assert "Shard" not in str(found.styles["up"].output_layouts), "its outputs are gathered"
 
 
 def _shared() -> None:
-    twice = _said(Twice, head="column", inner="column")
+    twice = _specified(Twice, head="column", inner="column")
     found = _plan(twice(), (IDS_BS,), TP).parallelize_plan()
     assert _computes_the_same(twice, (IDS_BS,), found, TP) == 0
     lost = " ".join(found.lost)
@@ -148,7 +148,7 @@ def _llamas(plans: list[ParallelizePlan]) -> list[int]:
 
 def test_any_roles_of_two_matrices_compute_what_the_model_does(ranks: Ranks) -> None:
     pairs = itertools.product(("column", "row", "replicated"), repeat=2)
-    models = [_said(Pair, up=up, down=down)() for up, down in pairs]
+    models = [_specified(Pair, up=up, down=down)() for up, down in pairs]
     plans = [_plan(model, (X_BD,), TP).parallelize_plan() for model in models]
     assert ranks.run(_pairs, plans)[0] == [2, 2, 1, 2, 2, 1, 1, 1, 0]
 
@@ -199,7 +199,7 @@ def test_megatron_on_a_llama_is_the_tp_plan_that_transformers_has_for_it() -> No
 
 
 def test_a_plan_comes_back_from_its_own_tp_plan() -> None:
-    plan = _plan(_said(Pair, up="column", down="row")(), (X_BD,), TP)
+    plan = _plan(_specified(Pair, up="column", down="row")(), (X_BD,), TP)
     again = _plan(autopar.annotate_plan(Pair(), plan.tp_plan().styles), (X_BD,), TP)
     assert dict(plan.tp_plan().styles) == {"up": "colwise", "down": "rowwise"}
     assert again.choices == plan.choices

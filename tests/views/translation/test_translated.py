@@ -66,7 +66,7 @@ def _on_both_axes() -> Plan:
     return autopar.plan(model, autopar.Mesh({"dp": 2, "tp": 2}), (X_BD,), hardware=SLOW_DEVICES)
 
 
-def test_where_several_axes_split_matrices_one_is_asked_for() -> None:
+def test_where_several_axes_split_matrices_one_is_requested() -> None:
     plan = _on_both_axes()
     with pytest.raises(PlanError, match=r"splits matrices on dp and tp; .*axis='dp'"):
         plan.tp_plan()

@@ -46,7 +46,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def is_asked_for(ctx: Any, position: int) -> bool:
+def is_requested(ctx: Any, position: int) -> bool:
     """Return whether the running backward must give the gradient of the tensor that its Function took at a position.
 
     A stage of a pipeline requests gradients of its inputs, and later those of its weights, which a Function that

@@ -232,7 +232,7 @@ def _fake_grouped_mm_backward(
     return rows.new_empty(rows.shape) if of_rows else none, weight.new_empty(weight.shape) if of_weight else none
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -240,7 +240,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, counts = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:2]
     found = torch.ops.autopar.grouped_mm_backward(grad, rows, weight, counts, *wanted)
-    return *(each if asked else None for each, asked in zip(found, wanted, strict=True)), None
+    return *(each if requested else None for each, requested in zip(found, wanted, strict=True)), None
 
 
 for _schema in (
@@ -261,7 +261,7 @@ torch.library.impl("autopar::grouped_mm", "default", _grouped_mm)
 torch.library.impl("autopar::grouped_mm_backward", "default", _grouped_mm_backward)
 torch.library.register_fake("autopar::grouped_mm", _fake_grouped_mm)
 torch.library.register_fake("autopar::grouped_mm_backward", _fake_grouped_mm_backward)
-torch.library.register_autograd("autopar::grouped_mm", _backward, setup_context=_keep)
+torch.library.register_autograd("autopar::grouped_mm", _backward, setup_context=_save_for_backward)
 
 DISPATCH: torch._ops.OpOverload = torch.ops.autopar.dispatch.default
 """x (T, D), index (T, K) → rows (R, D), counts (E), ids (R), route (T, K): the row of every slot, splits (2): unused.

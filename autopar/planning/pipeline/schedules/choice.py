@@ -33,9 +33,9 @@ class Option:
     in_flight: tuple[int, ...]
 
     @property
-    def kept(self) -> float:
+    def resident(self) -> float:
         """Activations that the fullest rank saves, as a share of what its layers save for the whole batch."""
-        return float(_kept(self.schedule, self.in_flight))
+        return float(_resident(self.schedule, self.in_flight))
 
 
 def recommend(
@@ -67,7 +67,7 @@ def recommend(
             "Use a shorter pipeline axis or fewer stages_per_rank."
         )
     refused: list[PipelineError] = []
-    options, asked = [], {}
+    options, requested = [], {}
     for name, number, stages in _candidates(num_ranks, batch_size, schedules, microbatches, chunks):
         try:
             schedule = Schedule(name, num_ranks, number, stages)
@@ -77,11 +77,11 @@ def recommend(
         if schedule.num_stages > num_blocks:
             continue
         key = (schedule.num_microbatches, schedule.chunks)
-        asked[key] = asked[key] if key in asked else seconds_of(*key)
-        if asked[key] is not None:
-            options.append(_option(schedule, asked[key]))
+        requested[key] = requested[key] if key in requested else seconds_of(*key)
+        if requested[key] is not None:
+            options.append(_option(schedule, requested[key]))
     if not options:
-        raise refused[-1] if not asked else PipelineError(_none_fits(num_ranks, sorted(asked)))
+        raise refused[-1] if not requested else PipelineError(_none_fits(num_ranks, sorted(requested)))
     return tuple(sorted(options, key=_rank))
 
 
@@ -112,10 +112,10 @@ def _rank(option: Option) -> tuple[float, Fraction, int, int]:
     """Fastest first; what float sums call different is not; then what saves less, and what is simpler."""
     schedule = option.schedule
     seconds = float(f"{option.seconds:.9g}")
-    return seconds, _kept(schedule, option.in_flight), NAMES.index(schedule.name), schedule.num_microbatches
+    return seconds, _resident(schedule, option.in_flight), NAMES.index(schedule.name), schedule.num_microbatches
 
 
-def _kept(schedule: Schedule, in_flight: Sequence[int]) -> Fraction:
+def _resident(schedule: Schedule, in_flight: Sequence[int]) -> Fraction:
     """Return the share of a batch's activations that the fullest rank saves, if its stages save equally much."""
     most = max(sum(in_flight[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
     return Fraction(most, schedule.chunks * schedule.num_microbatches)
@@ -125,9 +125,9 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _none_fits(num_ranks: int, asked: Sequence[tuple[int, int]]) -> str:
+def _none_fits(num_ranks: int, requested: Sequence[tuple[int, int]]) -> str:
     """Describe that every option that was tried needs more memory than there is."""
-    tried = ", ".join(f"{microbatches} with {chunks}" for microbatches, chunks in asked)
+    tried = ", ".join(f"{microbatches} with {chunks}" for microbatches, chunks in requested)
     return (
         f"no schedule fits into the memory of {num_ranks} pipeline ranks; tried micro-batches with stages per rank: "
         f"{tried}. Use a longer pipeline axis, another axis to split storage, or a smaller batch."

@@ -215,11 +215,11 @@ class Schedule:
 @cache
 def _in_flight_at_once(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
     stages = schedule.stages_of(rank)
-    now, met = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
+    now, states = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
     for step in schedule.orders[rank]:
         now[step.stage] += {"F": 1, "I": 0}.get(step.kind, -1)
-        met[tuple(now.values())] = None
-    found = np.array(list(met))
+        states[tuple(now.values())] = None
+    found = np.array(list(states))
     below = np.all(found[:, None] <= found[None, :], axis=2)
     most = found[np.sum(below, axis=1) == 1]  # below itself alone
     firsts, seconds = np.triu_indices(len(most), 1)

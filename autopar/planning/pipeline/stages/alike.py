@@ -22,12 +22,12 @@ def raise_alike(
     That is in the given stages, with blocks among which some in a row are of the kinds of those from `span`'s first to
     its end. Infinite seconds say that these blocks do not fit.
     """
-    has = _having(span, kinds)
+    has = _spans_with(span, kinds)
     for stage in stages:
         table[stage][has] = np.maximum(table[stage][has], least[stage][has] + more)
 
 
-def _having(span: tuple[int, int], kinds: Sequence[int]) -> np.ndarray:
+def _spans_with(span: tuple[int, int], kinds: Sequence[int]) -> np.ndarray:
     """[first block, end block]: whether blocks of the kinds of a span lie between them, one after the other."""
     first, end = span
     num_blocks, length, wanted = len(kinds), end - first, tuple(kinds[first:end])

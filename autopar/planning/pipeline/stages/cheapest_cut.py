@@ -116,18 +116,18 @@ def _bounds(fill: Floats, table: Floats, per_pass: int, pace: float) -> _Bounds:
         after = with_mean[end]
         without_after, most_after = after, np.where(np.isfinite(after), 0.0, np.inf)
         for stage in range(end - 1, first - 1, -1):
-            without_after = without[stage] = _through(fill[stage], without_after)
+            without_after = without[stage] = _cost_through(fill[stage], without_after)
             most_after = most[stage] = np.maximum(table[stage], most_after[None, :]).min(axis=1)
             mean = after
             for other in range(end - 1, stage - 1, -1):
-                mean = _through(fill[other] + paced[other] / (end - stage), mean)
+                mean = _cost_through(fill[other] + paced[other] / (end - stage), mean)
             with_mean[stage] = mean
     for first in range(0, num_stages + 1, per_pass):
         without[first] = with_mean[first]
     return _Bounds(with_mean, without, most)
 
 
-def _through(costs: Floats, after: Floats) -> Floats:
+def _cost_through(costs: Floats, after: Floats) -> Floats:
     """Return the least cost from every first block: one stage, and what comes `after` its end."""
     return (costs + after[None, :]).min(axis=1)
 

@@ -27,11 +27,11 @@ _EQUAL = 1e-12
 """Relative: what float sums in another order differ by."""
 CLOSER = 10.0
 """So many times longer it takes to ask for a stage more closely than for another one, roughly."""
-NEARLY = 1.05
+PACE_SLACK = 1.05
 """Factor on the pace of a pass: a stage known to take no more is not planned."""
 StageCost = Callable[[int, int, int], float]
 """(first block, end block, stage) to the seconds of the stage, transfers left out; infinite if it does not fit."""
-Met = tuple[tuple[int, int], float, Sequence[int]]
+Visited = tuple[tuple[int, int], float, Sequence[int]]
 """First block and end block, and seconds that some stages take at least if they have these blocks, or equal ones."""
 
 
@@ -48,13 +48,13 @@ class StageCosts:
     at_most: StageCost = lambda first, end, stage: np.inf
     fuller: Callable[[int], Sequence[int]] | None = None
     """None: those with as many micro-batches in flight, or more."""
-    is_over: Callable[[int, bool], bool] = lambda asked, has_cut: False
+    is_over: Callable[[int, bool], bool] = lambda requested, has_cut: False
     """(number of planned stages, whether a cut that fits is known) → True if the search ends."""
     at_least: StageCost | None = None
     """Lower bound on the seconds of a stage that was planned; None: the seconds that were found."""
     closer: Callable[[int, int, int], bool] = lambda first, end, stage: False
     """Plans a stage more closely that was planned before; returns False if it did not."""
-    met: Callable[[], Iterable[Met]] = tuple
+    visited: Callable[[], Iterable[Visited]] = tuple
     """Lower bounds that are known before the search plans any stage."""
 
 
@@ -82,7 +82,7 @@ def best_cuts_within(
         enough = found.seconds * (1 + max(tolerance, _EQUAL))
         if best is not None and best.seconds <= enough:
             break
-        if costs.is_over(len(search.asked), best is not None):
+        if costs.is_over(len(search.requested), best is not None):
             if best is None:
                 raise TimeLimitError(
                     f"{why_over()} before stages that fit into memory were found; give it longer, raise the memory "
@@ -90,7 +90,7 @@ def best_cuts_within(
                 )
             break
         places = stages_of(found.starts, len(problem.blocks))
-        before = len(search.asked)
+        before = len(search.requested)
         try:
             known = search.known_of_all(places)
             if known is None:
@@ -101,7 +101,7 @@ def best_cuts_within(
             if best.seconds <= enough:
                 break
             # Is it that what is known of these stages does not tell this cut from the best?
-            if len(search.asked) == before and not search.learn_of_one(places, known):
+            if len(search.requested) == before and not search.learn_of_one(places, known):
                 break
         except TimeLimitError:
             if best is None:
@@ -125,7 +125,7 @@ class _Search:
     table: Floats
     """The same, by what is known."""
     in_flight: tuple[int, ...]
-    asked: dict[Place, float] = field(default_factory=dict)
+    requested: dict[Place, float] = field(default_factory=dict)
     """Seconds of planned stages, without transfers."""
     at_least: dict[Place, float] = field(default_factory=dict)
     """Lower bounds on the seconds of these stages."""
@@ -137,7 +137,7 @@ class _Search:
         sent, own = transfers(problem), own_seconds(problem)
         in_flight = tuple(map(problem.schedule.in_flight, range(problem.schedule.num_stages)))
         least, table = own + sent, own + sent
-        for (first, end), seconds, stages in costs.met() if kinds is not None else ():
+        for (first, end), seconds, stages in costs.visited() if kinds is not None else ():
             more = max(seconds - sum(problem.own_seconds[first:end]), 0.0)
             raise_alike(table, least, more, (first, end), kinds or (), stages)
         return cls(problem, costs, kinds, sent, own, least, table, in_flight)
@@ -160,9 +160,9 @@ class _Search:
             if np.isinf(known[place]):
                 known[place] = self._known(place)  # by stages planned since
             if np.isinf(known[place]):
-                if self.costs.is_over(len(self.asked), False):
+                if self.costs.is_over(len(self.requested), False):
                     return None
-                known[place] = self._ask(place)
+                known[place] = self._plan_stage(place)
                 if np.isinf(known[place]):
                     return None
         return known
@@ -185,18 +185,22 @@ class _Search:
             if not unknown:
                 break
             for place in unknown:
-                if self.costs.is_over(len(self.asked), False):
+                if self.costs.is_over(len(self.requested), False):
                     return None
-                if np.isinf(self._known(place)) and np.isinf(self._ask(place)):
+                if np.isinf(self._known(place)) and np.isinf(self._plan_stage(place)):
                     break  # another cut then
         taken = np.array([table[place] for place in places]).reshape(-1, ranks)
         paces = np.repeat(taken.max(axis=1), ranks)
         for place in by_flight:
             stage, first, end = place
-            most = NEARLY * float(paces[stage]) - float(self.transfers[place])
-            if self._known(place) > most and place not in self.asked and not self.costs.is_over(len(self.asked), False):
-                self._ask(place)
-            if self._known(place) > most and place in self.asked and self.costs.closer(first, end, stage):
+            most = PACE_SLACK * float(paces[stage]) - float(self.transfers[place])
+            if (
+                self._known(place) > most
+                and place not in self.requested
+                and not self.costs.is_over(len(self.requested), False)
+            ):
+                self._plan_stage(place)
+            if self._known(place) > most and place in self.requested and self.costs.closer(first, end, stage):
                 self._note(place, self.costs.seconds(first, end, stage))
         return self.cut_that_takes(starts, {place: self._known(place) for place in places})
 
@@ -210,15 +214,15 @@ class _Search:
             open_seconds[place] = self.problem.seconds_of(raised) - self.problem.seconds_of(floor)
         while True:
             worth = {
-                place: each / (CLOSER if place in self.asked else 1.0)
+                place: each / (CLOSER if place in self.requested else 1.0)
                 for place, each in open_seconds.items()
                 if place not in self.settled
             }
             if not worth:
                 return False
             place = max(worth, key=worth.__getitem__)
-            if place not in self.asked:
-                self._ask(self._middle(place, places))
+            if place not in self.requested:
+                self._plan_stage(self._middle(place, places))
                 return True
             stage, first, end = place
             if self.costs.closer(first, end, stage):
@@ -235,7 +239,9 @@ class _Search:
         if self.kinds is None:
             return place
         wanted = tuple(self.kinds[slice(*place[1:])])
-        alike = [each for each in places if each not in self.asked and tuple(self.kinds[slice(*each[1:])]) == wanted]
+        alike = [
+            each for each in places if each not in self.requested and tuple(self.kinds[slice(*each[1:])]) == wanted
+        ]
         return sorted(alike, key=lambda each: self.in_flight[each[0]])[len(alike) // 2]
 
     def cut_that_takes(self, starts: tuple[int, ...], known: dict[Place, float]) -> Cuts:
@@ -248,9 +254,9 @@ class _Search:
     def _known(self, place: Place) -> float:
         """Return the least known upper bound on the seconds of a stage."""
         stage, first, end = place
-        return min(self.costs.at_most(first, end, stage), self.asked.get(place, np.inf))
+        return min(self.costs.at_most(first, end, stage), self.requested.get(place, np.inf))
 
-    def _ask(self, place: Place) -> float:
+    def _plan_stage(self, place: Place) -> float:
         stage, first, end = place
         seconds = self.costs.seconds(first, end, stage)
         if self.costs.at_least is None or np.isinf(seconds):
@@ -264,7 +270,7 @@ class _Search:
         assert seconds >= own * (1 - 1e-9), f"stage {stage}, blocks {first}-{end}: below its blocks"
         is_open = self.costs.at_least is not None and np.isfinite(seconds)
         least = max(self.costs.at_least(first, end, stage), own) if is_open else seconds  # type: ignore[misc]
-        self.asked[place], self.at_least[place] = seconds, least
+        self.requested[place], self.at_least[place] = seconds, least
         if self.kinds is not None:
             fuller = [other for other, held in enumerate(self.in_flight) if held >= self.in_flight[stage]]
             fuller = self.costs.fuller(stage) if self.costs.fuller else fuller
@@ -284,7 +290,9 @@ class _Search:
             reached = (reached[:, None] & np.isfinite(stage)).any(axis=0)
             reachable.append(reached.any())
         stopped = reachable.index(False)
-        too_large = [(stage, first, end) for (stage, first, end), seconds in self.asked.items() if np.isinf(seconds)]
+        too_large = [
+            (stage, first, end) for (stage, first, end), seconds in self.requested.items() if np.isinf(seconds)
+        ]
         named = max(stage for stage, _, _ in too_large if stage <= stopped)
         _, first, end = min((end - first, first, end) for stage, first, end in too_large if stage == named)
         name_of = self.problem.name_of

@@ -127,14 +127,14 @@ class CutProblem:
                 )
         for (block, stage), (after, later) in pairwise(self.places):
             if not 0 <= later - stage <= after - block:
-                room = (
+                reason = (
                     f"{later - stage} cuts do not fit between them"
                     if later > stage
                     else "stages follow the model's order"
                 )
                 raise PipelineError(
                     f"{self.name_of(block)} was to be in stage {stage} and {self.name_of(after)} in stage {later}, but "
-                    f"{room}. The first block is in stage 0 and the last in stage {self.schedule.num_stages - 1}; "
+                    f"{reason}. The first block is in stage 0 and the last in stage {self.schedule.num_stages - 1}; "
                     "pin blocks so that every stage has one."
                 )
 

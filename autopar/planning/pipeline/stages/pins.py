@@ -29,7 +29,7 @@ class _Pin:
 
     block: int
     stage: int
-    said: str
+    specified: str
     whole: tuple[int, ...]
     """All blocks with the same annotation."""
 
@@ -74,7 +74,7 @@ def _annotated(blocks: Sequence[Block], annotation: Annotation, num_stages: int)
 
 def _begun(blocks: Sequence[Block], stages: Sequence[str], num_stages: int) -> list[_Pin]:
     """Pins for both sides of every cut that is named."""
-    said = f"Pipeline(split_points={list(stages)})"
+    specified = f"Pipeline(split_points={list(stages)})"
     if isinstance(stages, str) or len(stages) != num_stages - 1:
         raise PipelineError(
             f"Pipeline(split_points={stages!r}): found {'text' if isinstance(stages, str) else len(stages)}, needed a "
@@ -84,33 +84,36 @@ def _begun(blocks: Sequence[Block], stages: Sequence[str], num_stages: int) -> l
     pins: list[_Pin] = []
     begun = 0
     for stage, name in enumerate(stages, 1):
-        modules, nodes = _named(blocks, name, "", said)
+        modules, nodes = _named(blocks, name, "", specified)
         tops = [path for path in modules if modules.isdisjoint(list(ancestors(path))[1:])]
         if len(tops) > 1:
-            raise PipelineError(f'{said}: "{name}" matches {", ".join(sorted(tops))}; a stage begins with one of them.')
+            raise PipelineError(
+                f'{specified}: "{name}" matches {", ".join(sorted(tops))}; a stage begins with one of them.'
+            )
         number, block = next(each for each in enumerate(blocks) if not set(nodes).isdisjoint(each[1].nodes))
         if block.nodes[0] not in nodes:
             raise PipelineError(
-                f'{said}: "{name}" begins inside the block {block.name}, and stages can only begin where a block does. '
-                f"Blocks are {_listed(blocks)}."
+                f'{specified}: "{name}" begins inside the block {block.name}, and stages can only begin where a '
+                f"block does. Blocks are {_listed(blocks)}."
             )
         if number == 0:
             raise PipelineError(
-                f'{said}: "{name}" is the beginning of the model, which is that of stage 0; name the modules with '
+                f'{specified}: "{name}" is the beginning of the model, which is that of stage 0; name the modules with '
                 f"which stages 1 to {num_stages - 1} begin. Blocks are {_listed(blocks)}."
             )
         if number <= begun:
             raise PipelineError(
-                f'{said}: "{name}" begins with or before "{stages[stage - 2]}", the beginning of stage {stage - 1}; '
-                f"name each module once, in the order in which the model runs them. Blocks are {_listed(blocks)}."
+                f'{specified}: "{name}" begins with or before "{stages[stage - 2]}", the beginning of stage '
+                f"{stage - 1}; name each module once, in the order in which the model runs them. "
+                f"Blocks are {_listed(blocks)}."
             )
         begun = number
-        text = f'{said}: "{name}"'
+        text = f'{specified}: "{name}"'
         pins += [_Pin(number - 1, stage - 1, text, (number - 1,)), _Pin(number, stage, text, (number,))]
     return pins
 
 
-def _named(blocks: Sequence[Block], pattern: str, within: str, said: str) -> tuple[set[str], list[fx.Node]]:
+def _named(blocks: Sequence[Block], pattern: str, within: str, specified: str) -> tuple[set[str], list[fx.Node]]:
     """Return the modules that a pattern names, and their calls that stand in blocks; for "%node" that one call."""
     inside = [node for block in blocks for node in block.nodes]
     calls = [node for node in inside[0].graph.nodes if node.op == "call_function"]
@@ -124,15 +127,15 @@ def _named(blocks: Sequence[Block], pattern: str, within: str, said: str) -> tup
         found = [node for node in calls if not modules.isdisjoint(ancestors(module_of(node)))]
     if not found:
         raise PipelineError(
-            f'{said}: no module that the model calls matches "{pattern}" or "*.{pattern}". '
+            f'{specified}: no module that the model calls matches "{pattern}" or "*.{pattern}". '
             f"Blocks are {_listed(blocks)}."
         )
     bound = set(inside)
     left = [node for node in found if node in bound]
     if not left:
         raise PipelineError(
-            f'{said}: "{pattern}" depends on no parameter, so that every stage that needs it computes it for itself. '
-            f"Name a module with parameters. Blocks are {_listed(blocks)}."
+            f'{specified}: "{pattern}" depends on no parameter, so that every stage that needs it computes it for '
+            f"itself. Name a module with parameters. Blocks are {_listed(blocks)}."
         )
     return modules, left
 
@@ -141,7 +144,8 @@ def _add(pins: dict[int, _Pin], pin: _Pin, blocks: Sequence[Block]) -> None:
     before = pins.setdefault(pin.block, pin)
     if before.stage != pin.stage:
         raise PipelineError(
-            f"{pin.said} puts the block {blocks[pin.block].name} on stage {pin.stage}, and {before.said} puts it on "
+            f"{pin.specified} puts the block {blocks[pin.block].name} on stage {pin.stage}, and {before.specified} "
+            "puts it on "
             f"stage {before.stage}. A block runs on one stage: take one of the two back."
         )
 
@@ -158,7 +162,8 @@ def _check_order(blocks: Sequence[Block], pins: dict[int, _Pin], num_stages: int
                 raise PipelineError(_scattered(blocks, pin))
         if after.stage < before.stage:
             raise PipelineError(
-                f"{after.said} puts {blocks[after.block].name} on stage {after.stage}, and {before.said} puts "
+                f"{after.specified} puts {blocks[after.block].name} on stage {after.stage}, and {before.specified} "
+                "puts "
                 f"{blocks[before.block].name}, which runs before it, on stage {before.stage}. Stages follow the order "
                 "of the graph: let their numbers grow with it."
             )
@@ -169,7 +174,7 @@ def _scattered(blocks: Sequence[Block], pin: _Pin) -> str:
     """The calls of a module stand apart, and something between them, or the other stages, cannot give way."""
     runs = [blocks[number] for number in pin.whole if number - 1 not in pin.whole]
     return (
-        f"{pin.said}: its calls stand in {len(runs)} runs of the graph, at {', '.join(run.name for run in runs)}. "
+        f"{pin.specified}: its calls stand in {len(runs)} runs of the graph, at {', '.join(run.name for run in runs)}. "
         f"A stage is one run, so that stage {pin.stage} would hold everything between them, which the other stages "
         f'leave no place for. Name one of the calls, as in annotate(model, "{NODE}{runs[0].nodes[0].name}", '
         f"stage={pin.stage})."
@@ -178,18 +183,19 @@ def _scattered(blocks: Sequence[Block], pin: _Pin) -> str:
 
 def _crowded(blocks: Sequence[Block], before: _Pin, after: _Pin) -> str:
     """Fewer blocks between two pins than stages."""
-    first = f"{blocks[before.block].name} on stage {before.stage}" if before.said else "the beginning of the model"
-    last = f"{blocks[after.block].name} on stage {after.stage}" if after.said else "the end of the model"
-    said = " and ".join(dict.fromkeys(pin.said for pin in (before, after) if pin.said))
+    first = f"{blocks[before.block].name} on stage {before.stage}" if before.specified else "the beginning of the model"
+    last = f"{blocks[after.block].name} on stage {after.stage}" if after.specified else "the end of the model"
+    specified = " and ".join(dict.fromkeys(pin.specified for pin in (before, after) if pin.specified))
     stages = range(before.stage + 1, after.stage)
     return (
-        f"{said}: between {first} and {last} the pipeline needs {len(stages)} more stages "
-        f"({', '.join(map(str, stages))}), and there {_are(after.block - before.block - 1)}. Move a pin, or use fewer "
+        f"{specified}: between {first} and {last} the pipeline needs {len(stages)} more stages "
+        f"({', '.join(map(str, stages))}), and there {_blocks_text(after.block - before.block - 1)}. Move a pin, or "
+        "use fewer "
         f"stages. Blocks are {_listed(blocks)}."
     )
 
 
-def _are(number: int) -> str:
+def _blocks_text(number: int) -> str:
     return f"are {number or 'no'} blocks" if number != 1 else "is 1 block"
 
 

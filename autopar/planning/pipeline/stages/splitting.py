@@ -136,7 +136,7 @@ def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tupl
     roots += [placeholder for placeholder in program.graph.find_nodes(op="placeholder") if placeholder.name in changed]
     roots += [node for node in placed.whole.writers if placed.stage.get(node) == stage]
     needed = _needed(placed, stage, roots)
-    received = tuple(node for node in program.graph.nodes if node in needed and _arrives(placed, stage, node))
+    received = tuple(node for node in program.graph.nodes if node in needed and _is_received(placed, stage, node))
     computed = [node for node in program.graph.nodes if node in needed and node not in received]
     return _Parts(stage, computed, received, sent, outputs, numbers)
 
@@ -202,12 +202,12 @@ def _needed(placed: _Placed, stage: int, roots: Sequence[fx.Node]) -> set[fx.Nod
             continue
         needed.add(node)
         assert placed.stage.get(node, 0) <= stage, f"{node} is needed on stage {stage}, before it is computed"
-        if not _arrives(placed, stage, node):
+        if not _is_received(placed, stage, node):
             left.extend(node.all_input_nodes)
     return needed
 
 
-def _arrives(placed: _Placed, stage: int, node: fx.Node) -> bool:
+def _is_received(placed: _Placed, stage: int, node: fx.Node) -> bool:
     return placed.stage.get(node, stage) < stage
 
 

@@ -18,13 +18,14 @@ from autopar.ir.program.operators.attention.kernels import Block
 from autopar.ir.program.operators.attention.sums import Gradients, Sum
 from autopar.runtime.collectives.rank_parts import by_rank, whole_of
 from autopar.runtime.implementations.attention.blocks import Piece, add_blocks, add_gradients, pairs_of
-from autopar.runtime.implementations.attention.positions import Dealing
+from autopar.runtime.implementations.attention.positions import FactorSplit
 
 
-def dealing(sizes: tuple[int, ...], zigzag: bool | tuple[bool, ...]) -> Dealing:
+def zigzag_axes(sizes: tuple[int, ...], zigzag: bool | tuple[bool, ...]) -> FactorSplit:
     each = (zigzag,) * len(sizes) if isinstance(zigzag, bool) else zigzag
     axes = tuple(SimpleNamespace(name=str(number), size=size) for number, size in enumerate(sizes))
-    return Dealing(axes, frozenset(axis.name for axis, deals in zip(axes, each, strict=False) if deals))  # type: ignore[arg-type]
+    split = frozenset(axis.name for axis, is_zigzag in zip(axes, each, strict=False) if is_zigzag)
+    return FactorSplit(axes, split)  # type: ignore[arg-type]
 
 
 def places(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -43,9 +44,9 @@ def test_positions_are_those_of_nested_parts(sizes: tuple[int, ...], zigzag: tup
     total = 2 * math.prod(sizes) * length
     for ranks in places(sizes):
         x = torch.arange(total)
-        for size, rank, deals in zip(sizes, ranks, zigzag, strict=False):
-            x = by_rank(x, 0, size, deals)[rank]
-        pieces = dealing(sizes, zigzag).pieces(total, ranks)
+        for size, rank, zigzag_axes_of in zip(sizes, ranks, zigzag, strict=False):
+            x = by_rank(x, 0, size, zigzag_axes_of)[rank]
+        pieces = zigzag_axes(sizes, zigzag).pieces(total, ranks)
         assert [p for piece in pieces for p in range(piece.first, piece.end)] == x.tolist()
         assert [p for piece in pieces for p in range(piece.at, piece.at + piece.size)] == list(range(len(x)))
 
@@ -66,8 +67,8 @@ def test_every_pair_that_is_seen_is_in_one_block(
     found: dict[tuple[int, int], int] = {}
     for q_ranks in places(of_queries):
         for k_ranks in places(of_keys):
-            queries = dealing(of_queries, zigzag).pieces(num_queries, q_ranks)
-            keys = dealing(of_keys, zigzag_keys).pieces(num_keys, k_ranks)
+            queries = zigzag_axes(of_queries, zigzag).pieces(num_queries, q_ranks)
+            keys = zigzag_axes(of_keys, zigzag_keys).pieces(num_keys, k_ranks)
             q_positions = [p for piece in queries for p in range(piece.first, piece.end)]
             k_positions = [p for piece in keys for p in range(piece.first, piece.end)]
             for pair in pairs_of(queries, keys, (Piece(0, 0, num_keys),), causal):
@@ -85,7 +86,7 @@ def test_every_pair_that_is_seen_is_in_one_block(
 @pytest.mark.parametrize("step", range(4))
 def test_a_rank_of_a_ring_calls_one_kernel_a_step(step: int) -> None:
     for rank in range(4):
-        of_rank = [dealing((4,), True).pieces(32, (each,)) for each in range(4)]
+        of_rank = [zigzag_axes((4,), True).pieces(32, (each,)) for each in range(4)]
         whole = (Piece(0, 0, 32),)
         assert len(pairs_of(of_rank[rank], of_rank[(rank - step) % 4], whole, True)) == 1
 
@@ -98,7 +99,7 @@ def test_by_zigzag_every_rank_computes_the_same(num_ranks: int) -> None:
         whole = (Piece(0, 0, size),)
         found = []
         for rank in range(num_ranks):
-            pairs = pairs_of(dealing((num_ranks,), zigzag).pieces(size, (rank,)), whole, whole, True)
+            pairs = pairs_of(zigzag_axes((num_ranks,), zigzag).pieces(size, (rank,)), whole, whole, True)
             areas = [(p.queries[1] - p.queries[0], p.keys[1] - p.keys[0], p.causal) for p in pairs]
             found.append(sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in areas))
         return found

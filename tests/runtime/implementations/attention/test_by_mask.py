@@ -84,8 +84,8 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
         ]
         axes = {name: axes for name, axes in (("s", way.queries), ("t", way.keys)) if axes}
         sizes = {"s": POSITIONS, "t": POSITIONS}
-        dealt = axes if zigzag else {}
-        out = attention_by_mask(q, k, v, local, text, reach=reach, axes=axes, sizes=sizes, zigzag=dealt)
+        zigzag_dims = axes if zigzag else {}
+        out = attention_by_mask(q, k, v, local, text, reach=reach, axes=axes, sizes=sizes, zigzag=zigzag_dims)
         for axis in reversed(way.queries):
             out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
         grads = torch.autograd.grad((out * from_ranks([weight] * count)).sum(), simulated)
@@ -232,7 +232,7 @@ class BothModel(Model):
 
 
 @pytest.mark.slow
-def test_a_window_of_positions_that_are_dealt_moves_what_is_predicted() -> None:
+def test_a_window_of_positions_that_are_zigzag_moves_what_is_predicted() -> None:
     def both() -> Model:
         torch.manual_seed(0)
         return BothModel(MASKS["narrow window"])

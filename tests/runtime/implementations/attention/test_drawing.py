@@ -176,9 +176,9 @@ CASES = (
 )
 
 
-def said_of(model: heads.Model, axes: dict[str, int], choice: tuple[str, ...]) -> heads.Model:
-    said: dict[str, Any] = {axis: f"factor:{each}" for axis, each in zip(axes, choice, strict=True)}
-    return autopar.annotate(model, f"%{heads.ATTENTION}", **said)
+def specified_of(model: heads.Model, axes: dict[str, int], choice: tuple[str, ...]) -> heads.Model:
+    specified: dict[str, Any] = {axis: f"factor:{each}" for axis, each in zip(axes, choice, strict=True)}
+    return autopar.annotate(model, f"%{heads.ATTENTION}", **specified)
 
 
 @pytest.mark.slow
@@ -192,7 +192,9 @@ def test_a_model_trains_alike_on_all_layouts(case: Case) -> None:
 
     expected = train_on_ranks(built(P), steps, {"a": 1}, options)
     with record_traffic() as traffic:
-        found = train_on_ranks(said_of(built(P), case.mesh, case.choice), steps, case.mesh, {**options, **case.options})
+        found = train_on_ranks(
+            specified_of(built(P), case.mesh, case.choice), steps, case.mesh, {**options, **case.options}
+        )
     expected.losses = [values[:1] for values in expected.losses]
     assert not fault_of(found, expected, relative=1e-5, absolute=1e-6)
     assert found.plan is not None and tuple(found.plan.choices[heads.ATTENTION].split()) == case.choice
@@ -207,7 +209,7 @@ def test_a_model_trains_alike_on_all_layouts(case: Case) -> None:
 def test_in_the_deterministic_mode_a_ring_drops_what_one_process_drops() -> None:
     steps = Steps(heads.batches(2))
     expected = train_alone(heads.built(4, 4, is_causal=True, dropout_p=P), steps)
-    model = said_of(heads.built(4, 4, is_causal=True, dropout_p=P), {"a": 4}, ("s+t",))
+    model = specified_of(heads.built(4, 4, is_causal=True, dropout_p=P), {"a": 4}, ("s+t",))
     assert not fault_of(train_on_ranks(model, steps, {"a": 4}, {}), expected, relative=1e-5, absolute=1e-6)
 
 

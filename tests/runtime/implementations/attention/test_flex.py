@@ -51,8 +51,8 @@ def parallel(kind: str, sizes: tuple[int, ...], axes: tuple[str, ...], options: 
     """Train on the ranks of this process group."""
     import autopar
 
-    asked: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
-    compiled = autopar.compile(flex_models.build(kind), mesh(sizes, axes), flex_models.batch(0), **by_flag(**asked))
+    requested: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
+    compiled = autopar.compile(flex_models.build(kind), mesh(sizes, axes), flex_models.batch(0), **by_flag(**requested))
     found = train(compiled, "pp" in axes)
     if "pp" not in axes:
         rows = [row for row in compiled.plan.rows if row.operation in ATTENTION]

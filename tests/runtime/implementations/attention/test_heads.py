@@ -79,9 +79,9 @@ CASES = (
 )
 
 
-def said_of(case: Case) -> Model:
-    said: dict[str, Any] = {axis: f"factor:{each}" for axis, each in zip(case.mesh, case.choice, strict=True)}
-    return autopar.annotate(built(*case.heads, **case.attention), f"%{ATTENTION}", **said)
+def specified_of(case: Case) -> Model:
+    specified: dict[str, Any] = {axis: f"factor:{each}" for axis, each in zip(case.mesh, case.choice, strict=True)}
+    return autopar.annotate(built(*case.heads, **case.attention), f"%{ATTENTION}", **specified)
 
 
 @pytest.mark.sample(1)
@@ -90,7 +90,7 @@ def test_ranks_train_as_one(case: Case) -> None:
     steps = Steps(batches(2))
     expected = train_alone(built(*case.heads, **case.attention), steps)
     with record_traffic() as traffic:
-        found = train_on_ranks(said_of(case), steps, case.mesh, {"hardware": SLOW_DEVICES})
+        found = train_on_ranks(specified_of(case), steps, case.mesh, {"hardware": SLOW_DEVICES})
     assert not fault_of(found, expected, relative=1e-5, absolute=1e-6)
     assert found.plan is not None and tuple(found.plan.choices[ATTENTION].split()) == case.choice
     counted = {key: number // 2 for key, number in traffic.num_bytes.items() if number}
@@ -103,7 +103,7 @@ DROPPING = Case((6, 3), {"a": 2, "b": 2}, ("q", "s+t"), {"is_causal": True, "dro
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5], DROPPING], ids=str)
 def test_formulas_at_the_sizes_of_the_plan_are_its_numbers(case: Case) -> None:
     ids = batches(1)[0]["ids"]
-    plan = autopar.plan(said_of(case), Mesh(case.mesh, "cpu"), (ids,), hardware=SLOW_DEVICES)
+    plan = autopar.plan(specified_of(case), Mesh(case.mesh, "cpu"), (ids,), hardware=SLOW_DEVICES)
     again = plan.reprice()
     assert again.seconds == pytest.approx(plan.seconds, rel=1e-9)
     assert again.traffic == {key: number for key, number in plan.traffic.items() if number}
@@ -113,10 +113,10 @@ def test_formulas_at_the_sizes_of_the_plan_are_its_numbers(case: Case) -> None:
 def test_of_keys_and_values_the_backward_keeps_the_heads_that_are_taken() -> None:
     space = space_of(2, a=4)
     memory, number = MemoryModel(space), space.index[ATTENTION]
-    at = {str(each): place for place, each in enumerate(space.decisions[number].menu.strategies)}
+    at = {str(each): place for place, each in enumerate(space.decisions[number].candidates.strategies)}
     size = 2 * POSITIONS * FEATURES * 4
     for position in (1, 2):
-        modes = memory.wire(space.inbound[number, position])
+        modes = memory.edge(space.inbound[number, position])
         assert modes is not None and not modes[0][:, at["q"]].any() and modes[0][0, at["-"]] == 2 * size
     own = memory.own(number)
     lse = 2 * POSITIONS * 4
@@ -130,7 +130,7 @@ def space_of(key_heads: int, **axes: int) -> Space:
 
 def strategies(key_heads: int, **axes: int) -> set[str]:
     space = space_of(key_heads, **axes)
-    return {str(each) for each in space.decisions[space.index[ATTENTION]].menu.strategies}
+    return {str(each) for each in space.decisions[space.index[ATTENTION]].candidates.strategies}
 
 
 def test_query_heads_are_split_alone_where_heads_of_keys_do_not_divide_and_inside_of_those_that_do() -> None:

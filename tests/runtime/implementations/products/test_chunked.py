@@ -108,8 +108,8 @@ _parallel = parity.parallel
 
 
 def case(family: str, world: tuple[int, ...], strategy: str = NAME, **options: Any) -> Case:
-    asked = {"hardware": SLOW_DEVICES, "strategy": strategy, **options.pop("options", {})}
-    return Case(family, world, options=asked, steps=2, **options)
+    requested = {"hardware": SLOW_DEVICES, "strategy": strategy, **options.pop("options", {})}
+    return Case(family, world, options=requested, steps=2, **options)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ ZERO3 = (("*", {"storage": "dp", "regather": True}),)
 @pytest.mark.sample(1)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         pytest.param(case("gpt2", (2, 2), annotations=ZERO3), id="packed projections, zero3"),
         pytest.param(case("llama", (2,), options={"recompute": "full"}), id="recompute"),
@@ -138,8 +138,8 @@ ZERO3 = (("*", {"storage": "dp", "regather": True}),)
         ),
     ],
 )
-def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, asked: Case) -> None:
-    check(ranks, asked)
+def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, requested: Case) -> None:
+    check(ranks, requested)
 
 
 @pytest.mark.slow

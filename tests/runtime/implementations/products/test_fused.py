@@ -118,14 +118,14 @@ def _fuses() -> list[bool]:
     x = torch.ones(2, 4)
     with use_mesh(mesh((2,), ("tp",))):
         axis = axis_of("tp")
-        asked = [fused.is_fused(x, axis, False)]
+        requested = [fused.is_fused(x, axis, False)]
         with mock.patch.object(fused, "FUSED_ON", ("cpu",)):
-            asked.append(fused.is_fused(x, axis, False))
+            requested.append(fused.is_fused(x, axis, False))
             with symmetric_memory._test_mode({str(axis.group)}):
-                asked += [fused.is_fused(x, axis, zigzag) for zigzag in (False, True)]
+                requested += [fused.is_fused(x, axis, zigzag) for zigzag in (False, True)]
         with symmetric_memory._test_mode():
-            asked.append(fused.is_fused(x, axis, False))
-    return asked
+            requested.append(fused.is_fused(x, axis, False))
+    return requested
 
 
 def test_they_are_fused_on_gpus_whose_group_has_symmetric_memory_but_for_zigzag_rows(ranks: Ranks) -> None:

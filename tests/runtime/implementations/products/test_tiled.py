@@ -26,8 +26,8 @@ def annotated(model: Block, axis: str, rows: str) -> Block:
     if model.as_matmul:
         names = ("%matmul_default", "%matmul_default_1")
     for name, factor in zip(names, ("o", "k"), strict=True):
-        said: Any = {axis: f"factor:{factor}+{rows} via {NAME}"}
-        autopar.annotate(model, name, **said)
+        specified: Any = {axis: f"factor:{factor}+{rows} via {NAME}"}
+        autopar.annotate(model, name, **specified)
     around: Any = {axis: int(rows.removeprefix("...")) if rows.startswith("...") else 0}
     for norm in ("norm", "last"):
         autopar.annotate(model, norm, **around)

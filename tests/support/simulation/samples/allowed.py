@@ -11,7 +11,7 @@ import torch
 
 from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.ir.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
-from autopar.ir.program.operators.bags import EMBEDDING_BAGS
+from autopar.ir.program.operators.embedding_bags import EMBEDDING_BAGS
 from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.embedding_bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 

@@ -195,8 +195,8 @@ class _ByMask(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, rows, columns, sinks, *vectors = ctx.saved_tensors
-        said = ctx.mask, ctx.scale, ctx.p, rows, columns, ctx.window
-        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, *said)
+        specified = ctx.mask, ctx.scale, ctx.p, rows, columns, ctx.window
+        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, *specified)
         of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None,) * 6, of_sinks, *(None,) * len(vectors)
 
@@ -225,8 +225,8 @@ def _attention(
         queries, keys = (torch.arange(x.shape[2], device=device) for x in (query, key))
         drawn = Dropout.of(dropout_p, lines, queries, keys)
         rows, columns = drawn.rows_BHS, drawn.columns_T
-    said = mask, scale_of(query, scale), dropout_p, rows, columns, window, sinks
-    return _ByMask.apply(query, key, value, *said, *vectors)
+    specified = mask, scale_of(query, scale), dropout_p, rows, columns, window, sinks
+    return _ByMask.apply(query, key, value, *specified, *vectors)
 
 
 for _schema in (

@@ -211,7 +211,7 @@ def _logical(name: str) -> Callable[..., Bounds]:
     return lambda *given: rising(*map(_truth, given))
 
 
-def _not(x: Bounds) -> Bounds:
+def _logical_not(x: Bounds) -> Bounds:
     low, high = _truth(x)
     return ~high, ~low
 
@@ -219,10 +219,10 @@ def _not(x: Bounds) -> Bounds:
 def _bitwise_not(x: Bounds) -> Bounds:
     if x[0].dtype is not torch.bool or x[1].dtype is not torch.bool:
         raise UnboundedError("bitwise_not")
-    return _not(x)
+    return _logical_not(x)
 
 
-def _less(name: str) -> Callable[[Bounds, Bounds], Bounds]:
+def _comparison(name: str) -> Callable[[Bounds, Bounds], Bounds]:
     """Bounds of `lt` or `le`."""
     function = getattr(aten, name)
     return lambda a, b: (function(a[1], b[0]), function(a[0], b[1]))
@@ -249,7 +249,7 @@ def _abs(x: Bounds) -> Bounds:
     return nearest, torch.maximum(low, high)
 
 
-def _where(condition: Bounds, x: Bounds, y: Bounds) -> Bounds:
+def _selection(condition: Bounds, x: Bounds, y: Bounds) -> Bounds:
     surely, maybe = condition
     low = torch.where(surely, x[0], torch.where(maybe, torch.minimum(*_as_one(x[0], y[0])), y[0]))
     high = torch.where(surely, x[1], torch.where(maybe, torch.maximum(*_as_one(x[1], y[1])), y[1]))
@@ -258,7 +258,7 @@ def _where(condition: Bounds, x: Bounds, y: Bounds) -> Bounds:
 
 def _filled(x: Bounds, condition: Bounds, value: Bounds) -> Bounds:
     low, high = value
-    return _where(condition, (low.to(x[0].dtype), high.to(x[1].dtype)), x)
+    return _selection(condition, (low.to(x[0].dtype), high.to(x[1].dtype)), x)
 
 
 def _as_one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,13 +286,13 @@ FUNCTIONS: Mapping[str, Callable[..., Bounds] | None] = {
     **{name: _of_truths(name) for name in ("bitwise_and", "bitwise_or")},
     **{name: _logical(name) for name in ("logical_and", "logical_or")},
     **dict.fromkeys(("bitwise_xor", "logical_xor", "div", "remainder", "square", "pow", "sign"), None),
-    "lt": _less("lt"),
-    "le": _less("le"),
-    "gt": lambda a, b: _less("lt")(b, a),
-    "ge": lambda a, b: _less("le")(b, a),
+    "lt": _comparison("lt"),
+    "le": _comparison("le"),
+    "gt": lambda a, b: _comparison("lt")(b, a),
+    "ge": lambda a, b: _comparison("le")(b, a),
     "eq": _equal,
-    "ne": lambda a, b: _not(_equal(a, b)),
-    "logical_not": _not,
+    "ne": lambda a, b: _logical_not(_equal(a, b)),
+    "logical_not": _logical_not,
     "bitwise_not": _bitwise_not,
     "sub": lambda a, b: _rising("add")(a, _neg(b)),
     "rsub": lambda a, b: _rising("add")(b, _neg(a)),
@@ -300,7 +300,7 @@ FUNCTIONS: Mapping[str, Callable[..., Bounds] | None] = {
     "abs": _abs,
     "mul": _mul,
     "floor_divide": _floor_divide,
-    "where": _where,
+    "where": _selection,
     "masked_fill": _filled,
     "to": _cast,
 }

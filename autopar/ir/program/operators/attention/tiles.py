@@ -43,54 +43,54 @@ def _moved(places: Range, by: int) -> Range:
 
 def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Compute `kernels.attend` of a block with dropout in tiles; both results are in float32 at least."""
-    return torch.ops.autopar.attend_in_tiles(q, k, v, *_said(block))
+    return torch.ops.autopar.attend_in_tiles(q, k, v, *_specified(block))
 
 
 def gradients_in_tiles(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `kernels.attend_backward` of a block with dropout in tiles, in float32 at least."""
-    return torch.ops.autopar.attend_in_tiles_backward(grad, q, k, v, out, lse, *_said(block))
+    return torch.ops.autopar.attend_in_tiles_backward(grad, q, k, v, out, lse, *_specified(block))
 
 
-Said = tuple[Tensor | None, Tensor, Tensor, float, float, bool]
+Specified = tuple[Tensor | None, Tensor, Tensor, float, float, bool]
 
 
-def _said(block: Block) -> Said:
+def _specified(block: Block) -> Specified:
     dropout = block.dropout
     assert dropout is not None, "a block without dropout has kernels"
     return block.mask_BHST, dropout.rows_BHS, dropout.columns_T, dropout.p, block.scale, block.causal
 
 
-def _tiles_of(q: Tensor, k: Tensor, said: Said) -> Iterator[tuple[Range, Range, Block]]:
-    mask, rows, columns, p, scale, causal = said
+def _tiles_of(q: Tensor, k: Tensor, specified: Specified) -> Iterator[tuple[Range, Range, Block]]:
+    mask, rows, columns, p, scale, causal = specified
     block = Block(scale, causal, mask, Dropout(p, rows, columns))
     return tiles((0, q.shape[-2]), (0, k.shape[-2]), block, q)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *said: *Said) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *specified: *Specified) -> tuple[Tensor, Tensor]:
     total = Sum.empty(q, v)
-    for queries, keys, tile in _tiles_of(q, k, said):
+    for queries, keys, tile in _tiles_of(q, k, specified):
         total.add(queries, keys, q, k, v, tile)
     return total.out_BHSD, total.lse_BHS
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *said: *Said
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *specified: *Specified
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = Gradients.empty(q, k, v)
-    for queries, keys, tile in _tiles_of(q, k, said):
+    for queries, keys, tile in _tiles_of(q, k, specified):
         sums.add(queries, keys, grad, q, k, v, out, lse, tile)
     return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
 
 
-def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *said: *Said) -> tuple[Tensor, Tensor]:
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *specified: *Specified) -> tuple[Tensor, Tensor]:
     total = Sum.empty(q, v)
     return total.out_BHSD, total.lse_BHS
 
 
 def _fake_attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *said: *Said
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *specified: *Specified
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = Gradients.empty(q, k, v)
     return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD

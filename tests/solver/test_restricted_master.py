@@ -9,7 +9,7 @@ import pytest
 
 from autopar.solver.elimination import order
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.remaining.restricted_master import Pieces
+from autopar.solver.remaining.restricted_master import RestrictedMaster
 
 LAYERS, WAYS = 6, 3
 EFFORT = 5.0
@@ -35,9 +35,9 @@ def _layers(seed: int, share: float, num_rows: int = LAYERS) -> list[Problem]:
     edges += [Edge((2 * layer + 1, 2 * layer + 2), change) for layer in range(LAYERS - 1)]
     rows = []
     for moment in range(LAYERS - num_rows, LAYERS):
-        held = [kept * (layer <= moment) + works_on * (layer == moment) for layer in range(LAYERS)]
-        nodes = [(Node("call", seconds, each), Node("out", np.zeros(WAYS), nothing)) for each in held]
-        most = int(sum(each.max() for each in held))
+        row_bytes = [kept * (layer <= moment) + works_on * (layer == moment) for layer in range(LAYERS)]
+        nodes = [(Node("call", seconds, each), Node("out", np.zeros(WAYS), nothing)) for each in row_bytes]
+        most = int(sum(each.max() for each in row_bytes))
         rows.append(Problem(tuple(itertools.chain(*nodes)), tuple(edges), int(share * most)))
     return rows
 
@@ -52,28 +52,28 @@ def test_what_is_made_is_the_best_of_what_pieces_are_known(share: float) -> None
     gained = []
     for seed in range(2):
         problems = _layers(seed, share)
-        known = [(0,) * 2 * LAYERS, (2,) * 2 * LAYERS]
-        pieces = Pieces(problems[0], known)
-        pieces.add(problems[:3])
-        pieces.add(problems[3:])
-        made = pieces.best(EFFORT, 0.0)
+        incumbent = [(0,) * 2 * LAYERS, (2,) * 2 * LAYERS]
+        columns = RestrictedMaster(problems[0], incumbent)
+        columns.add(problems[:3])
+        columns.add(problems[3:])
+        made = columns.best(EFFORT, 0.0)
         assert made is not None and _fits(problems, made)
         every = (x for x in itertools.product((0, 2), repeat=2 * LAYERS) if _fits(problems, x))
         best = min(map(problems[0].seconds_of, every))
         assert problems[0].seconds_of(made) == pytest.approx(best, rel=1e-9)
-        gained.append(min(problems[0].seconds_of(x) for x in known if _fits(problems, x)) - best)
-        assert pieces.best(EFFORT, 0.0, known[1]) is not None
+        gained.append(min(problems[0].seconds_of(x) for x in incumbent if _fits(problems, x)) - best)
+        assert columns.best(EFFORT, 0.0, incumbent[1]) is not None
     assert max(gained) > 0.1, "nothing was to be gained: the test says nothing"
 
 
 def test_a_way_that_one_layer_is_known_to_have_is_tried_in_equal_ones() -> None:
     first = _layers(0, 1.0)[-1:]
-    known = [(0,) * 2 * LAYERS, (0,) * LAYERS + (2, 2) + (0,) * (LAYERS - 2)]
-    least = min(first[0].bytes_of(each) for each in known)
+    incumbent = [(0,) * 2 * LAYERS, (0,) * LAYERS + (2, 2) + (0,) * (LAYERS - 2)]
+    least = min(first[0].bytes_of(each) for each in incumbent)
     tight = Problem(first[0].nodes, first[0].edges, least - 1)
-    pieces = Pieces(tight, known)
-    pieces.add([tight])
-    made = pieces.best(EFFORT, 0.0)
+    columns = RestrictedMaster(tight, incumbent)
+    columns.add([tight])
+    made = columns.best(EFFORT, 0.0)
     assert made is not None and _fits([tight], made)
     changed = {number // 2 for number, choice in enumerate(made) if choice}
     assert changed - {LAYERS // 2}, "what fits has to change another layer"
@@ -81,7 +81,10 @@ def test_a_way_that_one_layer_is_known_to_have_is_tried_in_equal_ones() -> None:
 
 def test_nothing_is_made_where_what_all_take_is_over_a_budget() -> None:
     problems = _layers(0, 0.8)
-    known = [(0,) * 2 * LAYERS, (0,) * (2 * LAYERS - 2) + (2, 2)]  # the last layer holds nothing at the first moment
-    pieces = Pieces(problems[0], known)
-    pieces.add([Problem(problems[0].nodes, problems[0].edges, problems[0].bytes_of(known[0]) - 1)])
-    assert pieces.best(EFFORT, 0.0) is None
+    incumbent = [
+        (0,) * 2 * LAYERS,
+        (0,) * (2 * LAYERS - 2) + (2, 2),
+    ]  # the last layer holds nothing at the first moment
+    columns = RestrictedMaster(problems[0], incumbent)
+    columns.add([Problem(problems[0].nodes, problems[0].edges, problems[0].bytes_of(incumbent[0]) - 1)])
+    assert columns.best(EFFORT, 0.0) is None

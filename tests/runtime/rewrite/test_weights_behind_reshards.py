@@ -79,9 +79,9 @@ def test_a_penalized_weight_trains_as_on_one_process(penalty: str, strategy: str
     expected.backward()
     with simulate(4) as mode, without_simulation(mode):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        said: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
+        specified: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
         compiled = autopar.compile(
-            Penalized(PENALTIES[penalty]), mesh, (X_BD,), hardware=SLOW_DEVICES, **by_flag(**said)
+            Penalized(PENALTIES[penalty]), mesh, (X_BD,), hardware=SLOW_DEVICES, **by_flag(**specified)
         )
         assert any("dp_tp" in axis for _, axis in compiled.plan.traffic) or strategy is None
         loss = whole(compiled(from_ranks([X_BD] * 4)))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from autopar.capture.export import capture
 from autopar.costs.hardware.collectives import Transfer, transfer_seconds
 from autopar.costs.hardware.load import load
-from autopar.costs.hardware.overlap import NOTHING, Beside, Message, Pass
-from autopar.costs.space.unsharded import beside_of
+from autopar.costs.hardware.overlap import NOTHING, Message, OverlappedWork, Pass
+from autopar.costs.space.unsharded import overlapped_of
 from autopar.ir.sharding.mesh import Mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 
@@ -34,7 +34,7 @@ seconds, sizes = st.floats(0, 10), st.integers(1, 1 << 32)
     more=seconds,
     share=st.floats(0, 1),
 )
-def test_what_is_hidden_is_between_nothing_and_what_computes_beside(
+def test_what_is_hidden_is_between_nothing_and_what_computes_next_to(
     collective: str,
     axes: dict[str, int],
     together: int,
@@ -51,8 +51,8 @@ def test_what_is_hidden_is_between_nothing_and_what_computes_beside(
 
     def exposed(each: float) -> float:
         side = Pass(each, 0.0, whole * num_weights)
-        beside = Beside(side, side, num_weights) if each else NOTHING
-        return transfer_seconds(transfer, mesh, hardware, Message(together, whole, whole, 1, beside))
+        overlapped = OverlappedWork(side, side, num_weights) if each else NOTHING
+        return transfer_seconds(transfer, mesh, hardware, Message(together, whole, whole, 1, overlapped))
 
     nothing, some, longer = exposed(0.0), exposed(computing), exposed(computing + more)
     alone = transfer_seconds(replace(transfer, num_bytes=transfer.num_bytes * together), mesh, hardware) / together
@@ -65,18 +65,18 @@ def test_what_is_hidden_is_between_nothing_and_what_computes_beside(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_program_computes_beside_what_its_products_and_weights_say(dtype: torch.dtype) -> None:
+def test_a_program_computes_next_to_what_its_products_and_weights_say(dtype: torch.dtype) -> None:
     """Large products alone: FLOPs at what is reached, forward, and for the gradients of the weight and of the input."""
     rows, width = 65536, 8192
     model = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(3)))
     program = capture(model, (torch.empty(rows, width, dtype=dtype, device="meta"),), {}, training=True)
-    found = beside_of(program, H100)
+    found = overlapped_of(program, H100)
     waves = H100.product_wave * (rows + 2 * width) / 3
     one = (2 * rows * width**2 + waves) / (H100.flops_of(dtype) * H100.product_efficiency)
     assert found.forward.seconds == pytest.approx(3 * one) and found.backward.seconds == pytest.approx(5 * one)
     assert found.forward.latency == pytest.approx(3 * H100.op_latency_s)
     assert found.forward.num_bytes == found.backward.num_bytes == 3 * width**2 * dtype.itemsize
-    assert found.num_weights == 3 and beside_of(program, H100) is found
+    assert found.num_weights == 3 and overlapped_of(program, H100) is found
 
 
 class _WithNone(nn.Module):

@@ -24,7 +24,7 @@ from autopar.costs.pricing.reshard import Transfer, transfer_seconds
 from autopar.costs.space.computing import Work, computing_seconds
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.program import TensorInfo
-from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, dealt_in
+from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, zigzag_in
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import ATEN, Call, Implementation, OpRule
 from autopar.ir.sharding.padding import padded_factors
@@ -33,12 +33,12 @@ from autopar.strategies.ruled import RuledCall
 
 Turn = Literal["alone", "first", "later"]
 """Turn of a call among those that may move an input together."""
-DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
+ZigzagDimsOfCall = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
 """Zigzag-sharded dims of each input, and of each output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Menu:
+class Candidates:
     """The strategies of a call with their seconds (compute and own collectives, forward and backward)."""
 
     strategies: tuple[Strategy, ...]
@@ -55,53 +55,53 @@ class Menu:
 
 
 @functools.lru_cache(maxsize=4096)
-def whole_menu(layouts: tuple[Layout, ...]) -> Menu:
+def layout_candidates(layouts: tuple[Layout, ...]) -> Candidates:
     """Return candidates without a call, one per layout of the only tensor (inputs, reshards, outputs); at no cost."""
     strategies = tuple(Strategy((str(layout),), (layout,), (layout,)) for layout in layouts)
-    return Menu(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
+    return Candidates(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
 
 
 @functools.lru_cache(maxsize=4096)
-def hub_menu(
-    tensor: MovedTensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
-) -> Menu:
+def shared_reshard_candidates(
+    tensor: MovedTensor, source: tuple[Candidates, int], consumers: tuple[tuple[Candidates, int], ...], mesh: Mesh
+) -> Candidates:
     """Return the candidates of a shared reshard, between an output of `source` and inputs of `consumers`.
 
     These are the layouts there that the tensor can have. A weight goes on only in layouts that a consumer takes, and
     never as a partial sum, which would save nothing: shared reshards of packed weights and biases stay small. From some
     layouts all consumers move the tensor together.
     """
-    wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
+    wanted = [s.inputs[position] for candidates, position in consumers for s in candidates.strategies]
     if tensor.bucketed:
         wanted = [layout for layout in wanted if P not in layout]
     else:
         wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
     layouts = tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
     each = [
-        dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
-        for menu, position in consumers
+        dict.fromkeys(s.inputs[position] for s in candidates.strategies if s.shared and position == 0)
+        for candidates, position in consumers
     ]
     return _with_shared(layouts, tuple(layout for layout in each[0] if all(layout in other for other in each)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _with_shared(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
-    plain = whole_menu(layouts)
+def _with_shared(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Candidates:
+    plain = layout_candidates(layouts)
     if not shared:
         return plain
     moved = tuple(Strategy((f"{layout}{MOVED_TOGETHER}",), (layout,), (layout,), shared=True) for layout in shared)
     seconds = np.zeros(len(layouts) + len(shared))
-    return Menu((*plain.strategies, *moved), seconds, seconds)
+    return Candidates((*plain.strategies, *moved), seconds, seconds)
 
 
 @functools.lru_cache(maxsize=4096)
-def gathered_or_kept(menu: Menu) -> Menu:
+def gathered_or_saved(candidates: Candidates) -> Candidates:
     """Return a weight's candidates, each that splits it twice: gathered again in the backward, or saved for it."""
-    split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
-    order = [*range(len(menu.strategies)), *split]
-    strategies = (*menu.strategies, *(replace(menu.strategies[i], kept=True) for i in split))
-    times, forwards = menu.seconds[order], menu.forward_seconds[order]
-    return replace(menu, strategies=strategies, seconds=times, forward_seconds=forwards)
+    split = [i for i, strategy in enumerate(candidates.strategies) if strategy.outputs[0].is_split]
+    order = [*range(len(candidates.strategies)), *split]
+    strategies = (*candidates.strategies, *(replace(candidates.strategies[i], saved=True) for i in split))
+    times, forwards = candidates.seconds[order], candidates.forward_seconds[order]
+    return replace(candidates, strategies=strategies, seconds=times, forward_seconds=forwards)
 
 
 def split_layouts(
@@ -127,32 +127,32 @@ def _pads_once(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
 
 
 @functools.lru_cache(maxsize=8192)
-def menu_of(
+def candidates_of(
     found: RuledCall,
     padded: tuple[frozenset[int], ...],
     mesh: Mesh,
     hardware: Hardware,
     weight_only: bool = False,
     infinite: frozenset[int] = frozenset(),
-    dealt: DealtDims | None = None,
-    asked: frozenset[str] = frozenset(),
+    zigzag_dims: ZigzagDimsOfCall | None = None,
+    requested: frozenset[str] = frozenset(),
     turn: Turn = "alone",
     summed: tuple[int, ...] = (),
-    dealing: tuple[str, ...] = (),
-) -> Menu:
+    zigzag_axes: tuple[str, ...] = (),
+) -> Candidates:
     """Return the candidates of a call: those of the ATen call and of the implementations of its rule.
 
-    Implementations on demand are included if `asked` names them, but never for a call on weights alone.
+    Implementations on demand are included if `requested` names them, but never for a call on weights alone.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
-    multiplied with them. `dealt` are the dims of inputs, and of outputs, that axes of `dealing` zigzag-shard.
+    multiplied with them. `zigzag_dims` are the dims of inputs, and of outputs, that axes of `zigzag_axes` zigzag-shard.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.
     `summed` are the positions of inputs whose gradient is added to that of later uses.
     """
-    call, op, bound = found.call, found.op.offering(() if weight_only else asked), found.bound
+    call, op, bound = found.call, found.op.offering(() if weight_only else requested), found.bound
     op = op.following() if turn == "later" else op
     stated = (*op.choices, *(choice for each in op.implementations for choice in each.choices))
-    barred = _dealt_apart(op, bound, dealt) if dealt is not None else frozenset[str]()
-    deals = [dealt is not None and name in dealing for name in mesh.names]
+    barred = _divides_zigzag_dims(op, bound, zigzag_dims) if zigzag_dims is not None else frozenset[str]()
+    is_zigzag_axis = [zigzag_dims is not None and name in zigzag_axes for name in mesh.names]
     offered = {
         id(each): _Offer.of(
             [
@@ -160,7 +160,7 @@ def menu_of(
                 for choice in bound.choices(each.joined, weight_only, stated)
                 if choice.name not in op.only_together and not _multiplies_zeros(choice, infinite)
             ],
-            dealt,
+            zigzag_dims,
             frozenset() if each.choices else padded_factors(call, op, bound, padded, each.padded),
         )
         for each in (ATEN, *op.implementations)
@@ -173,13 +173,13 @@ def menu_of(
     offers = [range(len(plain)) if size > 1 else (whole,) for size in mesh.sizes]
     for numbers in itertools.product(*offers):
         names = [plain[number].name for number in numbers]
-        if any(dealing and name in barred for dealing, name in zip(deals, names, strict=True)):
+        if any(zigzag_axes and name in barred for zigzag_axes, name in zip(is_zigzag_axis, names, strict=True)):
             continue
         for implementation in op.ways(names):
             if implementation.choices and not _inside(names, implementation):
                 continue
             offer = offered[id(implementation)]
-            choices = offer.on(numbers, deals)
+            choices = offer.on(numbers, is_zigzag_axis)
             if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
@@ -199,7 +199,7 @@ def menu_of(
                     seconds += gradient_sum_seconds(call.inputs[position], layout, mesh.sizes, hardware)
                 seen[same] = (strategy, seconds, forward)
     strategies, times, forwards = zip(*seen.values(), strict=True)
-    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, found.reason, summed)
+    return Candidates(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, found.reason, summed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,27 +207,30 @@ class _Offer:
     """Choices of one mesh axis for a call that runs in one way, and the factors that may then be padded."""
 
     choices: tuple[Choice, ...]
-    dealt: tuple[Choice, ...]
+    zigzag_dims: tuple[Choice, ...]
     """The same on an axis that zigzag-shards."""
     paddable: frozenset[str]
 
     @classmethod
-    def of(cls, choices: Sequence[Choice], dims: DealtDims | None, paddable: frozenset[str]) -> _Offer:
+    def of(cls, choices: Sequence[Choice], dims: ZigzagDimsOfCall | None, paddable: frozenset[str]) -> _Offer:
         in_order = tuple(choices)
-        return cls(in_order, in_order if dims is None else tuple(_dealt(each, dims) for each in choices), paddable)
+        return cls(
+            in_order, in_order if dims is None else tuple(_zigzag_dims(each, dims) for each in choices), paddable
+        )
 
-    def on(self, numbers: Sequence[int], deals: Sequence[bool]) -> list[Choice]:
+    def on(self, numbers: Sequence[int], is_zigzag_axis: Sequence[bool]) -> list[Choice]:
         """Return the choice of each axis, some of which zigzag-shard."""
         return [
-            (self.dealt if dealing else self.choices)[number] for number, dealing in zip(numbers, deals, strict=True)
+            (self.zigzag_dims if zigzag_axes else self.choices)[number]
+            for number, zigzag_axes in zip(numbers, is_zigzag_axis, strict=True)
         ]
 
 
-def _dealt_apart(op: OpRule, bound: BoundRule, dealt: DealtDims) -> frozenset[str]:
+def _divides_zigzag_dims(op: OpRule, bound: BoundRule, zigzag_dims: ZigzagDimsOfCall) -> frozenset[str]:
     """Return choices of implementations alone that zigzag-shard a factor other than their first: an axis cannot."""
     terms, found = (*bound.rule.inputs, *bound.rule.outputs), set[str]()
     for choice in (choice for each in op.implementations for choice in each.choices):
-        made = _dealt(choice, dealt)
+        made = _zigzag_dims(choice, zigzag_dims)
         placed = zip(terms, (*made.inputs, *made.outputs), strict=True)
         if any(each.zigzag and each.dim != term.dim_of(choice.factors[0]) for term, each in placed):
             found.add(choice.name)
@@ -273,18 +276,18 @@ def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardw
     return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
 
 
-def _dealt(choice: Choice, dims: DealtDims) -> Choice:
+def _zigzag_dims(choice: Choice, dims: ZigzagDimsOfCall) -> Choice:
     """Return the choice with Z(d) in place of S(d) of zigzag-sharded dims."""
 
     def placed(placements: Sequence[Placement], of: Sequence[frozenset[int]]) -> tuple[Placement, ...]:
-        return tuple(map(dealt_in, placements, of))
+        return tuple(map(zigzag_in, placements, of))
 
     return replace(choice, inputs=placed(choice.inputs, dims[0]), outputs=placed(choice.outputs, dims[1]))
 
 
 def _zigzag(choices: Sequence[Choice]) -> frozenset[str]:
-    dealt = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
-    return frozenset(factor for choice in dealt for factor in choice.factors)
+    zigzag_dims = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
+    return frozenset(factor for choice in zigzag_dims for factor in choice.factors)
 
 
 def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[str], mesh: Mesh) -> bool:
@@ -292,10 +295,10 @@ def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[st
     for axis, choice in enumerate(choices):
         for factor in choice.factors:
             parts.setdefault(factor, []).append(mesh.sizes[axis])
-    dealt = _zigzag(choices)
+    zigzag_dims = _zigzag(choices)
     for factor, sizes in parts.items():
         size, whole = bound.sizes[factor], math.prod(sizes)
-        if factor in dealt:
+        if factor in zigzag_dims:
             if size % (2 * whole):
                 return False
         elif size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import low_treewidth as narrow
+from autopar.solver import low_treewidth as low
 from autopar.solver.lagrangian import mixtures, point
-from autopar.solver.low_treewidth import Enough
+from autopar.solver.low_treewidth import Tolerances
 from autopar.solver.memory_rows.several_rows import solve_rows
 from autopar.solver.problem import Node, Problem
 from autopar.solver.remaining.remaining_choices import Counted
@@ -25,33 +25,33 @@ SHARE = 0.2
 
 
 @settings(deadline=None, max_examples=25)
-@given(seed=seeds, enough=st.sampled_from([Enough(), Enough(SHARE, SHARE), Enough(SHARE, math.inf)]))
-def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(seed: int, enough: Enough) -> None:
+@given(seed=seeds, tolerances=st.sampled_from([Tolerances(), Tolerances(SHARE, SHARE), Tolerances(SHARE, math.inf)]))
+def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(seed: int, tolerances: Tolerances) -> None:
     problem = _rows(seed, 3, 1)[0]
     best = _brute_force([problem])
     if best == math.inf:
         return
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        patch.setattr(narrow, "CHEAP_WORK", 0)  # all of it is expensive
-        patch.setattr(narrow, "EFFORT", 1e-9)  # and no count has the time to prove anything
-        found = solve(problem, enough=enough)
+        patch.setattr(low, "CHEAP_WORK", 0)  # all of it is expensive
+        patch.setattr(low, "EFFORT", 1e-9)  # and no count has the time to prove anything
+        found = solve(problem, tolerances=tolerances)
     assert found.bound <= best * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
     assert problem.fits(problem.bytes_of(found.choices))
     for choices in found.smaller:
         assert problem.fits(problem.bytes_of(choices)) and problem.seconds_of(choices) >= best * (1 - 1e-9)
-    if enough == Enough():
+    if tolerances == Tolerances():
         assert found.seconds == pytest.approx(best) and found.gap <= 1e-9
-    elif enough.counted == SHARE:
+    elif tolerances.counted == SHARE:
         assert found.gap <= SHARE
 
 
 def test_counts_that_take_long_are_broken_off_where_a_solution_is_near_enough() -> None:
     problem = _limited(_layered_problem(seed=1, num_layers=6, k=6, distinct=True), 0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(narrow, "EFFORT", 1e-9)
-        patch.setattr(narrow, "best_labels", lambda residual: Counted(None, -math.inf, False))
-        roughly, best = solve(problem, enough=Enough(counted=1.0)), solve(problem)
+        patch.setattr(low, "EFFORT", 1e-9)
+        patch.setattr(low, "best_labels", lambda remaining_problem: Counted(None, -math.inf, False))
+        roughly, best = solve(problem, tolerances=Tolerances(counted=1.0)), solve(problem)
     assert best.gap == 0 < roughly.gap and roughly.seconds >= best.seconds >= roughly.bound
 
 
@@ -61,8 +61,8 @@ def test_with_several_rows_what_is_near_enough_is_no_further_from_the_best_than_
     problems = _rows(seed, 3, count)
     best = _brute_force(problems)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(narrow, "EFFORT", 1e-9)
-        found = solve_rows(problems, [0.01] * count, math.inf, 60.0, enough=Enough(SHARE, math.inf))
+        patch.setattr(low, "EFFORT", 1e-9)
+        found = solve_rows(problems, [0.01] * count, math.inf, 60.0, tolerances=Tolerances(SHARE, math.inf))
     assert found is not None and found.bound <= best * (1 + 1e-9)
     if found.choices is not None:
         assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
@@ -79,13 +79,13 @@ def test_mixtures_take_less_memory_from_one_to_the_next() -> None:
 
 
 @pytest.mark.parametrize(("budget", "evaluations"), [(40, 0), (5, 1)])
-def test_fewest_bytes_are_asked_for_where_no_dear_price_fits(
+def test_fewest_bytes_are_requested_where_no_expensive_price_fits(
     budget: int, evaluations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node's three strategies: without a limit, at a price, and of the fewest bytes that no price is worth."""
     node = Node("a", np.array([1.0, 1.5, 50.0]), np.array([100, 30, 5]))
-    monkeypatch.setattr(narrow, "CHEAP_WORK", 0)
-    asked, smallest = [], narrow.LeastByElimination.smallest
-    monkeypatch.setattr(narrow.LeastByElimination, "smallest", lambda self: asked.append(self) or smallest(self))
+    monkeypatch.setattr(low, "CHEAP_WORK", 0)
+    requested, smallest = [], low.LeastByElimination.smallest
+    monkeypatch.setattr(low.LeastByElimination, "smallest", lambda self: requested.append(self) or smallest(self))
     found = solve(Problem((node,), (), budget))
-    assert found.choices == ((1,) if budget == 40 else (2,)) and len(asked) == evaluations
+    assert found.choices == ((1,) if budget == 40 else (2,)) and len(requested) == evaluations

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
-from autopar.ir.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
+from autopar.ir.program.operators.embedding_bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 
 ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 VARIANTS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
@@ -47,8 +47,8 @@ def _size_of_bags(given: Mapping[str, Any]) -> int | None:
     offsets, num_indices = given["offsets"], shape_of(given["indices"])[0]
     if offsets.target not in ARANGES or given["include_last_offset"] or not shape_of(offsets)[0]:
         return None
-    said = arguments(offsets)
-    start, step = said.get("start", 0), said.get("step", 1)
+    specified = arguments(offsets)
+    start, step = specified.get("start", 0), specified.get("step", 1)
     return step if start == 0 and step * shape_of(offsets)[0] == num_indices else None
 
 

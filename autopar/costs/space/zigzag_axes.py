@@ -18,37 +18,38 @@ from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import QUERIES, later_see_more
 
 
-def may_deal(space: Space, pins: Mapping[int, np.ndarray]) -> frozenset[str]:
+def possible_zigzag_axes(space: Space, pins: Mapping[int, np.ndarray]) -> frozenset[str]:
     """Return the axes of more than one device over which pins let some causal attention divide its queries."""
     return _dividing(
         space,
         (
             strategy
             for number, decision in _attentions(space)
-            for index, strategy in enumerate(decision.menu.strategies)
+            for index, strategy in enumerate(decision.candidates.strategies)
             if number not in pins or pins[number][index]
         ),
     )
 
 
-def deals(space: Space, choices: Sequence[int]) -> frozenset[str]:
+def zigzag_axes_of(space: Space, choices: Sequence[int]) -> frozenset[str]:
     """Return the axes over which some causal attention divides its queries by these choices."""
-    return _dividing(space, (each.menu.strategies[choices[number]] for number, each in _attentions(space)))
+    return _dividing(space, (each.candidates.strategies[choices[number]] for number, each in _attentions(space)))
 
 
 def is_worth_another_search(space: Space, choices: Sequence[int], needed: Collection[str]) -> bool:
     """Return True if a plan in which only the `needed` axes zigzag-shard may differ from the one of these choices."""
-    others = {name for name in space.dealing if name not in needed}
+    others = {name for name in space.zigzag_axes if name not in needed}
     samples = RoledProgram.of(space.program).samples
     return any(
-        samples * space.mesh.size(name) <= space.mesh.num_devices or _deals(space, choices, name) for name in others
+        samples * space.mesh.size(name) <= space.mesh.num_devices or _is_zigzag_over(space, choices, name)
+        for name in others
     )
 
 
-def _deals(space: Space, choices: Sequence[int], axis: str) -> bool:
+def _is_zigzag_over(space: Space, choices: Sequence[int], axis: str) -> bool:
     """Return True if some tensor is zigzag-sharded over an axis."""
     place = space.mesh.names.index(axis)
-    chosen = (each.menu.strategies[choice] for each, choice in zip(space.decisions, choices, strict=True))
+    chosen = (each.candidates.strategies[choice] for each, choice in zip(space.decisions, choices, strict=True))
     return any(layout[place].zigzag for each in chosen for layout in (*each.inputs, *each.outputs))
 
 

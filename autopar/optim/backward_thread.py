@@ -16,7 +16,7 @@ import torch
 T = TypeVar("T")
 
 
-class BesideBackward(Generic[T]):
+class BackwardThread(Generic[T]):
     """Runs `step` on a thread, over what hooks of a backward put there; `finished` runs behind it, in the backward."""
 
     def __init__(self, step: Callable[[Iterable[T]], None], finished: Callable[[], None]) -> None:

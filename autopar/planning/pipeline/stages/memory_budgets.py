@@ -10,11 +10,11 @@ stage of medium size is planned within several memory limits; these samples tell
 longer, more micro-batches in flight take more memory, and longer stages take proportionally more of both. Each rank
 selects one sample per stage so that they fit and their total seconds are least (`fastest`, a multiple-choice knapsack).
 So memory goes to the stage that gains the most. Given these budgets, the seconds of samples determine the cut with
-which the search begins (`thought_in_rooms`).
+which the search begins (`estimates_in_budgets`).
 
 Memory that the samples leave goes to stages in proportion to their micro-batches in flight. If no samples fit, stages
 share all memory in that proportion. If that leaves no cut, each stage of an even cut gets the least that it needs
-(`rooms_of_least`).
+(`budgets_of_least_peaks`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.planning.pipeline.stages.cheapest_cut import Floats
 from autopar.planning.pipeline.stages.cuts import CutProblem, own_seconds, transfers
-from autopar.planning.pipeline.stages.held import Held, Limit, Room
+from autopar.planning.pipeline.stages.stage_bytes import Limit, MemoryBudget, StageBytes
 
 MOST_PARTS = 4
 """Steps from one sample to the next, at most.
@@ -52,10 +52,10 @@ class Sample:
     """Bytes for each micro-batch in flight."""
 
     @classmethod
-    def of(cls, seconds: float, held: Held) -> Sample:
-        return cls(seconds, held.lasting, held.peak - held.kept, held.saved)
+    def of(cls, seconds: float, stage_bytes: StageBytes) -> Sample:
+        return cls(seconds, stage_bytes.lasting, stage_bytes.peak - stage_bytes.resident, stage_bytes.saved)
 
-    def kept(self, in_flight: int) -> float:
+    def resident(self, in_flight: int) -> float:
         """Return the bytes while others run, with so many micro-batches in flight."""
         return self.lasting + in_flight * self.saved
 
@@ -73,43 +73,45 @@ SamplesOf = Callable[[int], Sequence[Sample]]
 """Stage → its samples, for a stage of the size that was sampled."""
 
 
-def thought_in_rooms(
+def estimates_in_budgets(
     problem: CutProblem, memory: int, samples: SamplesOf, sampled: float, num_blocks: int = MOST_PARTS
-) -> tuple[Floats, tuple[Room, ...]]:
+) -> tuple[Floats, tuple[MemoryBudget, ...]]:
     """Rooms, and what stages are thought to take in them, by samples of a stage of so many seconds and blocks.
 
     That is [stage, first block, end block], with transfers; infinite where nothing fits.
     """
     schedule, own = problem.schedule, own_seconds(problem)
     in_flight = [schedule.in_flight(stage) for stage in range(schedule.num_stages)]
-    every = [_filled_in(samples(stage), held, num_blocks) for stage, held in enumerate(in_flight)]
+    every = [_filled_in(samples(stage), stage_bytes, num_blocks) for stage, stage_bytes in enumerate(in_flight)]
     size = sum(problem.own_seconds) / schedule.num_stages / sampled
-    rooms = shared_rooms(schedule, memory, lambda stage: [each.scaled(size) for each in every[stage]])
-    table = np.stack([_within(*each) for each in zip(own / sampled, every, rooms, in_flight, strict=True)])
-    return np.maximum(table, own) + transfers(problem), rooms
+    budgets = shared_budgets(schedule, memory, lambda stage: [each.scaled(size) for each in every[stage]])
+    table = np.stack([_seconds_within(*each) for each in zip(own / sampled, every, budgets, in_flight, strict=True)])
+    return np.maximum(table, own) + transfers(problem), budgets
 
 
-def shared_rooms(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[Room, ...]:
+def shared_budgets(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[MemoryBudget, ...]:
     """Return the memory budgets of all stages, given the samples of each; those of a rank fit together."""
-    found = [Room(0, 0)] * schedule.num_stages
+    found = [MemoryBudget(0, 0)] * schedule.num_stages
     for rank in range(schedule.num_ranks):
         stages, at_once = schedule.stages_of(rank), schedule.in_flight_at_once(rank)
         nothing = [Sample(0.0, 0, 0)] * len(stages)
         chosen = fastest([samples(stage) for stage in stages], memory, at_once) or nothing
-        for stage, room in zip(stages, _dealt(schedule, memory, stages, chosen), strict=True):
-            found[stage] = room
+        for stage, budget in zip(stages, _divided(schedule, memory, stages, chosen), strict=True):
+            found[stage] = budget
     return tuple(found)
 
 
-def fits_together(schedule: Schedule, memory: int, held: Sequence[Sample]) -> bool:
+def fits_together(schedule: Schedule, memory: int, stage_bytes: Sequence[Sample]) -> bool:
     """Return whether the stages of every rank, each with one sample, fit into its memory."""
     ranks = ((schedule.stages_of(rank), schedule.in_flight_at_once(rank)) for rank in range(schedule.num_ranks))
-    return all(fastest([[held[stage]] for stage in stages], memory, at_once) is not None for stages, at_once in ranks)
+    return all(
+        fastest([[stage_bytes[stage]] for stage in stages], memory, at_once) is not None for stages, at_once in ranks
+    )
 
 
-def rooms_of_least(
+def budgets_of_least_peaks(
     schedule: Schedule, memory: int, starts: Sequence[int], num_blocks: int, least_of: LeastOf
-) -> tuple[Room, ...] | None:
+) -> tuple[MemoryBudget, ...] | None:
     """Return the same for the stages of one cut, each with room for its least peak, as if all of a rank peaked at once.
 
     Returns None if a rank has too little memory; ranks behind it are not evaluated then.
@@ -122,7 +124,7 @@ def rooms_of_least(
             left -= least[stage]
             if left < 0:
                 return None
-    return shared_rooms(schedule, memory, lambda stage: [Sample(0.0, least[stage], 0.0)])
+    return shared_budgets(schedule, memory, lambda stage: [Sample(0.0, least[stage], 0.0)])
 
 
 def fastest(
@@ -139,49 +141,53 @@ def fastest(
                 (
                     seconds + each.seconds,
                     max(most, each.running),
-                    *(at + each.kept(flight[number]) for at, flight in zip(kept, at_once, strict=True)),
+                    *(at + each.resident(flight[number]) for at, flight in zip(resident, at_once, strict=True)),
                 ),
                 (*before, each),
             )
-            for (seconds, most, *kept), before in made
+            for (seconds, most, *resident), before in made
             for each in samples
         ]
         made, taken = [], np.empty((0, 2 + len(at_once)))
-        for takes, chosen in sorted((each for each in every if max(each[0][2:]) + each[0][1] <= memory), key=_takes):
+        for takes, chosen in sorted(
+            (each for each in every if max(each[0][2:]) + each[0][1] <= memory), key=_demand_of
+        ):
             if not (taken <= takes).all(axis=1).any():  # none is as fast and as small
                 made.append((takes, chosen))
                 taken = np.vstack([taken, takes])
     return made[0][1] if made else None
 
 
-def _takes(made: tuple[tuple[float, ...], tuple[Sample, ...]]) -> tuple[float, ...]:
+def _demand_of(made: tuple[tuple[float, ...], tuple[Sample, ...]]) -> tuple[float, ...]:
     return made[0]
 
 
-def _dealt(schedule: Schedule, memory: int, stages: Sequence[int], held: Sequence[Sample]) -> list[Room]:
+def _divided(
+    schedule: Schedule, memory: int, stages: Sequence[int], stage_bytes: Sequence[Sample]
+) -> list[MemoryBudget]:
     """Return the memory budgets of a rank's stages, with what is left of the memory at each moment."""
     most = [schedule.in_flight(stage) for stage in stages]
     limits: list[list[Limit]] = [[] for _ in stages]
     for at_once in schedule.in_flight_at_once(schedule.rank_of(stages[0])):
-        own = [each.kept(number) for each, number in zip(held, at_once, strict=True)]
-        left = memory - max(each.running for each in held) - sum(own)
-        kept = [int(each + left * number / sum(most)) for each, number in zip(own, most, strict=True)]
+        own = [each.resident(number) for each, number in zip(stage_bytes, at_once, strict=True)]
+        left = memory - max(each.running for each in stage_bytes) - sum(own)
+        resident = [int(each + left * number / sum(most)) for each, number in zip(own, most, strict=True)]
         for place, number in enumerate(at_once):
-            limits[place].append(Limit(number, memory - sum(kept) + kept[place], kept[place]))
+            limits[place].append(Limit(number, memory - sum(resident) + resident[place], resident[place]))
     return [_room(own, number) for own, number in zip(limits, most, strict=True)]
 
 
-def _room(limits: Sequence[Limit], in_flight: int) -> Room:
+def _room(limits: Sequence[Limit], in_flight: int) -> MemoryBudget:
     """Return the memory budget of a stage with at most so many micro-batches in flight."""
     full = [each for each in limits if each.in_flight == in_flight]
     fewer = tuple(each for each in limits if each.in_flight < in_flight)
-    return Room(min(each.peak for each in full), min(each.kept for each in full), fewer)
+    return MemoryBudget(min(each.peak for each in full), min(each.resident for each in full), fewer)
 
 
 def _filled_in(samples: Sequence[Sample], in_flight: int, num_blocks: int) -> list[Sample]:
     """Samples, of which none is slower and keeps more than another, with mixtures of two where blocks are several."""
     found: list[Sample] = []
-    for each in sorted(samples, key=lambda sample: (sample.kept(in_flight), sample.seconds)):
+    for each in sorted(samples, key=lambda sample: (sample.resident(in_flight), sample.seconds)):
         if not found or each.seconds < found[-1].seconds:
             found.append(each)
     parts = min(num_blocks, MOST_PARTS)
@@ -194,14 +200,14 @@ def _filled_in(samples: Sequence[Sample], in_flight: int, num_blocks: int) -> li
     return found + between
 
 
-def _within(sizes: Floats, samples: Sequence[Sample], room: Room, in_flight: int) -> Floats:
+def _seconds_within(sizes: Floats, samples: Sequence[Sample], budget: MemoryBudget, in_flight: int) -> Floats:
     """Return [first block, end block]: the seconds of a stage by the samples that fit into its memory budget."""
     finite = np.where(np.isfinite(sizes), sizes, 0.0)
     found = np.full(sizes.shape, np.inf)
     for each in samples:
         fits = np.isfinite(sizes)
-        for limit in (Limit(in_flight, room.peak, room.kept), *room.fewer):
-            kept = finite * each.kept(limit.in_flight)
-            fits &= (kept <= limit.kept) & (kept + each.running <= limit.peak)
+        for limit in (Limit(in_flight, budget.peak, budget.resident), *budget.fewer):
+            resident = finite * each.resident(limit.in_flight)
+            fits &= (resident <= limit.resident) & (resident + each.running <= limit.peak)
         found = np.where(fits, np.minimum(found, finite * each.seconds), found)
     return found

@@ -15,22 +15,22 @@ TRANSIENT = ("working set", "gathered weights")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StageBytes:
     """Bytes of a stage; of a rank one stage is at its peak at most, while those of the others are resident."""
 
-    kept: int
+    resident: int
     """While others of its rank run: no less than that."""
     peak: int
     """At its fullest moment, while it runs."""
     lasting: int
-    """Part of `kept` that remains however few micro-batches are in flight, at most."""
+    """Part of `resident` that remains however few micro-batches are in flight, at most."""
     saved: int = 0
-    """Bytes of `kept` per micro-batch in flight, on top of `lasting`."""
+    """Bytes of `resident` per micro-batch in flight, on top of `lasting`."""
 
-    def with_fewer(self, in_flight: int) -> Held:
+    def with_fewer(self, in_flight: int) -> StageBytes:
         """Return the bytes while only `in_flight` micro-batches are in flight."""
-        kept = min(self.kept, self.lasting + in_flight * self.saved)
-        return replace(self, kept=kept, peak=self.peak - self.kept + kept)
+        resident = min(self.resident, self.lasting + in_flight * self.saved)
+        return replace(self, resident=resident, peak=self.peak - self.resident + resident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +39,51 @@ class Limit:
 
     in_flight: int
     peak: int
-    kept: int
+    resident: int
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """Bytes that a stage may hold: at its fullest moment, and while others of its rank run."""
 
     peak: int
-    kept: int
+    resident: int
     fewer: tuple[Limit, ...] = ()
     """Limits at moments when the stage has fewer micro-batches in flight and other stages of its rank have more."""
 
     @property
-    def least_kept(self) -> int:
-        """Least `kept` of this limit and of those in `fewer`; a stage whose peak is no higher always fits."""
-        return min(self.kept, *(each.kept for each in self.fewer)) if self.fewer else self.kept
+    def least_resident(self) -> int:
+        """Least `resident` of this limit and of those in `fewer`; a stage whose peak is no higher always fits."""
+        return min(self.resident, *(each.resident for each in self.fewer)) if self.fewer else self.resident
 
-    def excess(self, held: Held) -> int:
+    def bytes_over(self, stage_bytes: StageBytes) -> int:
         """Return the most bytes by which a stage exceeds its budget; at most 0 if it fits."""
-        found = [held.peak - self.peak, held.kept - self.kept]
+        found = [stage_bytes.peak - self.peak, stage_bytes.resident - self.resident]
         for each in self.fewer:
-            then = held.with_fewer(each.in_flight)
-            found += [then.peak - each.peak, then.kept - each.kept]
+            then = stage_bytes.with_fewer(each.in_flight)
+            found += [then.peak - each.peak, then.resident - each.resident]
         return max(found)
 
 
-def as_much(room: Room | None, other: Room | None) -> bool:
+def is_at_least(budget: MemoryBudget | None, other: MemoryBudget | None) -> bool:
     """Return whether a memory budget is at least as large as another; None is unlimited."""
-    if room is None or other is None:
-        return room is None
+    if budget is None or other is None:
+        return budget is None
     return (
-        room.peak >= other.peak
-        and room.kept >= other.kept
+        budget.peak >= other.peak
+        and budget.resident >= other.resident
         and all(
-            (each.peak >= other.peak and each.kept >= other.kept)
+            (each.peak >= other.peak and each.resident >= other.resident)
             or any(
-                each.in_flight <= less.in_flight and each.peak >= less.peak and each.kept >= less.kept
+                each.in_flight <= less.in_flight and each.peak >= less.peak and each.resident >= less.resident
                 for less in other.fewer
             )
-            for each in room.fewer
+            for each in budget.fewer
         )
     )
 
 
-def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Held:
+def stage_bytes_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> StageBytes:
     """Return the bytes that a stage holds by its choices.
 
     While other stages run, all that its micro-batches in flight have saved, received and sent is resident. So are all
@@ -94,18 +94,18 @@ def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str
     peak, use, _ = memory_use(memory, choices, modes)
     runs = memory.microbatches
     if not runs.several or runs.stashes:
-        return Held(peak, peak, peak)
+        return StageBytes(peak, peak, peak)
     moments = PlanMoments(memory, choices, modes)
-    saved = runs.in_flight * int(moments.kept.sum())
+    saved = runs.in_flight * int(moments.saved.sum())
     running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - saved
     full, without_one = (
         sum(moments.buffers(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
     )
     waiting = saved + runs.in_flight * moments.sent + full
-    beside = saved // runs.in_flight + moments.sent + full - without_one
-    ending = sum(moments.ending(END).values()) + waiting - (beside if runs.in_flight == runs.count else 0)
+    without_first = saved // runs.in_flight + moments.sent + full - without_one
+    ending = sum(moments.ending(END).values()) + waiting - (without_first if runs.in_flight == runs.count else 0)
     resting = max(moments.always_total + waiting, ending)
-    kept = max(peak - running, min(resting, peak))
+    resident = max(peak - running, min(resting, peak))
     each = saved // runs.in_flight
     # Where no micro-batch follows the first backward, it may be fullest with one less of them.
-    return Held(kept, peak, kept - min(runs.in_flight, runs.count - 1) * each, each)
+    return StageBytes(resident, peak, resident - min(runs.in_flight, runs.count - 1) * each, each)

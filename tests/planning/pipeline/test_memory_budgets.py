@@ -22,11 +22,17 @@ from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.planner import plan_pipeline
 from autopar.planning.pipeline.schedules.schedule import Schedule
-from autopar.planning.pipeline.stage_search import Known, StageSearch
+from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
 from autopar.planning.pipeline.stages.cheapest_cut import cheapest_cut
 from autopar.planning.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, step_seconds
-from autopar.planning.pipeline.stages.held import Held, Limit, Room, as_much, held_by
-from autopar.planning.pipeline.stages.rooms import Sample, fastest, rooms_of_least, shared_rooms, thought_in_rooms
+from autopar.planning.pipeline.stages.memory_budgets import (
+    Sample,
+    budgets_of_least_peaks,
+    estimates_in_budgets,
+    fastest,
+    shared_budgets,
+)
+from autopar.planning.pipeline.stages.stage_bytes import Limit, MemoryBudget, StageBytes, is_at_least, stage_bytes_of
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings, context_of
 from autopar.solver.deadline import NEVER
@@ -50,8 +56,8 @@ def test_the_samples_of_a_rank_are_the_fastest_that_fit(source: random.Random, n
     at_once = [tuple(source.randint(0, 8) for _ in range(num_stages)) for _ in range(2)]
 
     def takes(chosen: tuple[Sample, ...]) -> float:
-        kept = max(sum(each.kept(n) for each, n in zip(chosen, numbers, strict=True)) for numbers in at_once)
-        return kept + max(each.running for each in chosen)
+        resident = max(sum(each.resident(n) for each, n in zip(chosen, numbers, strict=True)) for numbers in at_once)
+        return resident + max(each.running for each in chosen)
 
     fitting = [each for each in itertools.product(*options) if takes(each) <= memory]
     found = fastest(options, memory, at_once)
@@ -64,21 +70,23 @@ def test_the_samples_of_a_rank_are_the_fastest_that_fit(source: random.Random, n
 
 @given(st.randoms(use_true_random=False), st.sampled_from(SCHEDULES))
 @settings(max_examples=50, deadline=None)
-def test_stages_that_keep_to_their_rooms_fit_together(source: random.Random, schedule: Schedule) -> None:
+def test_stages_that_keep_to_their_budgets_fit_together(source: random.Random, schedule: Schedule) -> None:
     memory, samples = 100, [_samples(source, 3) for _ in range(schedule.num_stages)]
-    rooms = shared_rooms(schedule, memory, samples.__getitem__)
+    budgets = shared_budgets(schedule, memory, samples.__getitem__)
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
         for numbers in schedule.in_flight_at_once(rank):
-            own = [_limit(rooms[stage], number) for stage, number in zip(stages, numbers, strict=True)]
-            whole = sum(each.kept for each in own)
-            assert all(0 <= each.kept <= each.peak and each.peak + whole - each.kept <= memory for each in own)
+            own = [_limit(budgets[stage], number) for stage, number in zip(stages, numbers, strict=True)]
+            whole = sum(each.resident for each in own)
+            assert all(0 <= each.resident <= each.peak and each.peak + whole - each.resident <= memory for each in own)
 
 
-def _limit(room: Room, in_flight: int) -> Limit:
+def _limit(budget: MemoryBudget, in_flight: int) -> Limit:
     """Return the memory limit of a stage with this number of micro-batches in flight."""
-    fewer = [each for each in room.fewer if each.in_flight == in_flight] or [Limit(in_flight, room.peak, room.kept)]
-    return Limit(in_flight, min(each.peak for each in fewer), min(each.kept for each in fewer))
+    fewer = [each for each in budget.fewer if each.in_flight == in_flight] or [
+        Limit(in_flight, budget.peak, budget.resident)
+    ]
+    return Limit(in_flight, min(each.peak for each in fewer), min(each.resident for each in fewer))
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("interleaved_1f1b", 4, 8, 2)], ids=str)
@@ -98,16 +106,16 @@ def test_stages_of_a_rank_are_not_at_their_most_at_once() -> None:
     sample = Sample(1.0, 10, 5, saved=4)  # seven micro-batches in all take 28, and ten of them would take 40
     assert fastest([[sample]] * 2, 53, schedule.in_flight_at_once(2)) == (sample, sample)
     assert fastest([[sample]] * 2, 52, schedule.in_flight_at_once(2)) is None
-    first, second = (shared_rooms(schedule, 53, lambda stage: [sample])[stage] for stage in (2, 6))
-    held = [Held(10 + number * 4, 15 + number * 4, 10, 4) for number in (7, 3)]
-    assert first.excess(held[0]) == second.excess(held[1]) == 0 < first.excess(replace(held[0], lasting=11))
+    first, second = (shared_budgets(schedule, 53, lambda stage: [sample])[stage] for stage in (2, 6))
+    held = [StageBytes(10 + number * 4, 15 + number * 4, 10, 4) for number in (7, 3)]
+    assert first.bytes_over(held[0]) == second.bytes_over(held[1]) == 0 < first.bytes_over(replace(held[0], lasting=11))
 
 
 def test_memory_goes_to_the_stage_that_gains_by_it() -> None:
     schedule = Schedule("interleaved_1f1b", 2, 8, 2)
-    dear, cheap = [Sample(1.0, 10, 5), Sample(0.2, 60, 5)], [Sample(1.0, 10, 5), Sample(0.9, 60, 5)]
-    rooms = shared_rooms(schedule, 100, lambda stage: dear if stage < 2 else cheap)
-    assert rooms[0].kept >= 60 > rooms[2].kept >= 10
+    expensive, cheap = [Sample(1.0, 10, 5), Sample(0.2, 60, 5)], [Sample(1.0, 10, 5), Sample(0.9, 60, 5)]
+    budgets = shared_budgets(schedule, 100, lambda stage: expensive if stage < 2 else cheap)
+    assert budgets[0].resident >= 60 > budgets[2].resident >= 10
 
 
 def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batches_are_in_flight() -> None:
@@ -118,8 +126,8 @@ def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batche
         return [Sample(12.0, 0, 10, 20), Sample(24.0, 0, 20, 4)]
 
     def cut(memory: int) -> tuple[int, ...] | None:
-        table, rooms = thought_in_rooms(problem, memory, samples, 12.0)
-        assert len(rooms) == 8
+        table, budgets = estimates_in_budgets(problem, memory, samples, 12.0)
+        assert len(budgets) == 8
         return cheapest_cut(problem.fill(table), table, 4, problem.pace)
 
     within = cut(180)
@@ -135,59 +143,71 @@ def test_stages_of_one_block_are_not_mixed_of_two_plans() -> None:
 
     def seconds(num_blocks: int) -> list[float]:
         samples = [Sample(3.0, 100, 0), Sample(6.0, 20, 0)]
-        table, _ = thought_in_rooms(problem, 110, lambda stage: samples, 3.0, num_blocks)
+        table, _ = estimates_in_budgets(problem, 110, lambda stage: samples, 3.0, num_blocks)
         return sorted(float(table[stage, stage, stage + 1]) for stage in (0, 2))
 
     assert seconds(1) == [6.0, 6.0]
     assert seconds(2) == [4.5, 6.0]
 
 
-def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_rooms() -> None:
+def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_budgets() -> None:
     schedule, least = Schedule("interleaved_1f1b", 2, 8, 2), {0: 30, 1: 20, 2: 60, 3: 10}
-    rooms = rooms_of_least(schedule, 100, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage])
-    assert rooms is not None and all(rooms[stage].peak >= least[stage] <= rooms[stage].kept for stage in least)
-    assert rooms_of_least(schedule, 89, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage]) is None
+    budgets = budgets_of_least_peaks(schedule, 100, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage])
+    assert budgets is not None and all(
+        budgets[stage].peak >= least[stage] <= budgets[stage].resident for stage in least
+    )
+    assert budgets_of_least_peaks(schedule, 89, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage]) is None
 
 
-def test_nothing_is_asked_of_stages_behind_one_that_does_not_fit() -> None:
-    schedule, asked = Schedule("interleaved_1f1b", 2, 8, 2), list[int]()
+def test_nothing_is_requested_of_stages_behind_one_that_does_not_fit() -> None:
+    schedule, requested = Schedule("interleaved_1f1b", 2, 8, 2), list[int]()
 
     def least(first: int, end: int, stage: int) -> int:
-        asked.append(stage)
+        requested.append(stage)
         return 60
 
-    assert rooms_of_least(schedule, 100, (0, 1, 2, 3), 4, least) is None and asked == [0, 2]
+    assert budgets_of_least_peaks(schedule, 100, (0, 1, 2, 3), 4, least) is None and requested == [0, 2]
 
 
 def test_a_room_is_as_large_as_another_by_all_of_its_limits() -> None:
-    assert as_much(None, Room(1, 1)) and as_much(Room(5, 2), Room(5, 2)) and not as_much(Room(5, 2), None)
-    assert not as_much(Room(5, 2), Room(4, 3)) and not as_much(Room(5, 2), Room(6, 1))
-    less = Room(5, 3, (Limit(2, 4, 2),))
-    assert as_much(Room(5, 3), less) and as_much(less, less) and not as_much(less, Room(5, 3))
-    assert as_much(less, Room(5, 3, (Limit(3, 4, 2),))) and not as_much(less, Room(5, 3, (Limit(1, 4, 2),)))
+    assert (
+        is_at_least(None, MemoryBudget(1, 1))
+        and is_at_least(MemoryBudget(5, 2), MemoryBudget(5, 2))
+        and not is_at_least(MemoryBudget(5, 2), None)
+    )
+    assert not is_at_least(MemoryBudget(5, 2), MemoryBudget(4, 3)) and not is_at_least(
+        MemoryBudget(5, 2), MemoryBudget(6, 1)
+    )
+    less = MemoryBudget(5, 3, (Limit(2, 4, 2),))
+    assert (
+        is_at_least(MemoryBudget(5, 3), less) and is_at_least(less, less) and not is_at_least(less, MemoryBudget(5, 3))
+    )
+    assert is_at_least(less, MemoryBudget(5, 3, (Limit(3, 4, 2),))) and not is_at_least(
+        less, MemoryBudget(5, 3, (Limit(1, 4, 2),))
+    )
 
 
 @pytest.mark.parametrize("runs", [Microbatches(6, 3), Microbatches(4, 4), Microbatches(4, 1)], ids=str)
 def test_a_stage_keeps_what_waits_and_what_lasts_while_others_run(runs: Microbatches) -> None:
     space = space_of(Attention(False), (IDS_BS,), dp=2, tp=2)
     plan, choices = make_plan(space, {}, microbatches=runs)
-    found = held_by(context_of(plan).memory_model, choices, plan.recompute)
+    found = stage_bytes_of(context_of(plan).memory_model, choices, plan.recompute)
     assert plan.memory is not None
     parts = plan.memory.parts
     waiting = runs.in_flight * sum(row.saved_bytes for row in plan.rows)
     lasting = sum(parts.get(name, 0) for name in ("parameters", "optimizer", "buffers and inputs"))
-    assert lasting + waiting < found.kept <= found.peak == plan.peak_bytes
+    assert lasting + waiting < found.resident <= found.peak == plan.peak_bytes
     for in_flight in range(1, runs.in_flight):
         memory = MemoryModel(space, replace(runs, in_flight=in_flight))
-        less, most = held_by(memory, choices, plan.recompute), found.with_fewer(in_flight)
-        assert less.kept <= most.kept <= found.kept and less.peak <= most.peak <= found.peak
+        less, most = stage_bytes_of(memory, choices, plan.recompute), found.with_fewer(in_flight)
+        assert less.resident <= most.resident <= found.resident and less.peak <= most.peak <= found.peak
 
 
 def test_stages_of_one_micro_batch_keep_all_that_they_hold() -> None:
     space = space_of(Attention(False), (IDS_BS,), dp=2)
     plan, choices = make_plan(space, {})
-    found = held_by(context_of(plan).memory_model, choices, plan.recompute)
-    assert found == Held(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes)
+    found = stage_bytes_of(context_of(plan).memory_model, choices, plan.recompute)
+    assert found == StageBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes)
 
 
 def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
@@ -195,36 +215,38 @@ def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
 
     Its peak may be higher, because the stages of a rank take turns.
     """
-    asked = request({"pp": 2}, Schedule("interleaved_1f1b", 2, 4, 2), num_layers=4)
-    blocks = planned_blocks(asked, 4)
+    requested = request({"pp": 2}, Schedule("interleaved_1f1b", 2, 4, 2), num_layers=4)
+    blocks = planned_blocks(requested, 4)
 
-    def ask(room: Room | None) -> tuple[Known, Held | None]:
-        search = StageSearch(blocks, NEVER, (room,) * 4, (0.0,) * (len(blocks.blocks) + 1))
+    def ask(budget: MemoryBudget | None) -> tuple[SearchedStage, StageBytes | None]:
+        search = StageSearch(blocks, NEVER, (budget,) * 4, (0.0,) * (len(blocks.blocks) + 1))
         known = search.ask(0, 3, 0, 0.02)
         return known, None if known.made is None else search.holding(known, search.runs[0])
 
-    free, whole = ask(Room(2**40, 2**40))
-    assert whole is not None and whole.kept < whole.peak
-    same, holding = ask(Room(whole.peak, whole.kept))
+    free, whole = ask(MemoryBudget(2**40, 2**40))
+    assert whole is not None and whole.resident < whole.peak
+    same, holding = ask(MemoryBudget(whole.peak, whole.resident))
     assert same.seconds == free.seconds and holding == whole
-    less, holding = ask(Room(whole.peak, int(0.9 * whole.kept)))
-    assert holding is not None and holding.kept <= 0.9 * whole.kept < holding.peak
+    less, holding = ask(MemoryBudget(whole.peak, int(0.9 * whole.resident)))
+    assert holding is not None and holding.resident <= 0.9 * whole.resident < holding.peak
     assert less.seconds > free.seconds and less.least <= less.seconds
-    assert ask(Room(whole.peak, 1))[0].seconds == math.inf
+    assert ask(MemoryBudget(whole.peak, 1))[0].seconds == math.inf
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "share"), [("1f1b", None), ("1f1b", 0.95), ("zbv", None)])
 def test_no_cut_is_below_the_bound_of_a_plan(name: str, share: float | None) -> None:
     schedule = Schedule(name, 2, 4, 1 if name == "1f1b" else 2)
-    asked = request({"pp": 2}, schedule, num_layers=3, vocabulary=256)
-    blocks = planned_blocks(asked, schedule.num_stages)
+    requested = request({"pp": 2}, schedule, num_layers=3, vocabulary=256)
+    blocks = planned_blocks(requested, schedule.num_stages)
     problem = CutProblem(blocks.costs, blocks.cut_seconds, schedule)
-    limit = None if share is None else int(share * plan_pipeline(asked).peak_bytes)
+    limit = None if share is None else int(share * plan_pipeline(requested).peak_bytes)
 
     def plan(*names: str) -> PipelinePlan:
-        wanted = replace(asked.wanted, settings=Settings(Memory(limit)), pipeline=Pipeline(split_points=names or None))
-        return plan_pipeline(replace(asked, wanted=wanted))
+        wanted = replace(
+            requested.wanted, settings=Settings(Memory(limit)), pipeline=Pipeline(split_points=names or None)
+        )
+        return plan_pipeline(replace(requested, wanted=wanted))
 
     def by_formula(found: PipelinePlan) -> float:
         return step_seconds(problem, found.starts, [stage.seconds for stage in found.stages])
