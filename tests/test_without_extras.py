@@ -39,7 +39,7 @@ def _names(requirements: Iterable[str]) -> set[str]:
 def test_a_model_is_planned_and_trained_without_any_extra(tmp_path: Path) -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     optional = itertools.chain.from_iterable(project["optional-dependencies"].values())
-    extras = _names(optional) - _names(project["dependencies"])
+    extras = _names(optional) - _names(project["dependencies"]) - {project["name"]}
     assert {"transformers", "matplotlib"} <= extras
     code = textwrap.dedent(STEP).format(extras=sorted(extras))
     saved = tmp_path / "plan.json"

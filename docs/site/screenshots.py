@@ -1,4 +1,9 @@
-"""Screenshots of five pages of the built site, light and dark, to be looked at: `python -m docs.site.screenshots`."""
+"""Screenshots of pages of the built site, light and dark, to be looked at.
+
+python -m docs.site.screenshots                      five pages
+python -m docs.site.screenshots all                  every page
+python -m docs.site.screenshots how-to/memory        that page
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,13 @@ def screenshot(address: str, scheme: str, browser: str) -> Path:
     return made
 
 
+def pages(names: list[str]) -> list[str]:
+    """Return the pages to show: those named, five if none is, or all."""
+    if names == ["all"]:
+        return sorted(str(page.relative_to(SITE).with_suffix("")) for page in SITE.rglob("*.html"))
+    return names or list(PAGES)
+
+
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
@@ -42,7 +54,7 @@ def main() -> None:
     handler = partial(_Silent, directory=SITE)
     with ThreadingHTTPServer(("localhost", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for page in PAGES:
+        for page in pages(sys.argv[1:]):
             for scheme in SCHEMES:
                 print(screenshot(f"http://localhost:{server.server_port}/{page}.html", scheme, browser))
         server.shutdown()

@@ -124,4 +124,4 @@ def test_a_run_that_loses_a_rank_and_a_node_has_the_losses_of_one_that_does_not(
 
 def test_the_examples_are_short_and_the_script_for_slurm_is_bash() -> None:
     subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sh")], check=True)
-    assert all(len(example.read_text().splitlines()) <= 40 for example in EXAMPLES.iterdir())
+    assert all(len(example.read_text().splitlines()) <= 60 for example in EXAMPLES.iterdir())

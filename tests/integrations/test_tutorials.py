@@ -34,6 +34,7 @@ def test_the_notebook_is_that_of_its_page() -> None:
     assert made == (TUTORIALS / "first-plan.ipynb").read_text(), "run: python docs/tutorials/notebook.py"
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_notebook_show_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -225,6 +225,7 @@ def _records(recorded: tuple[str, ...], ran_before: bool) -> None:
                 assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recorded", [("output_router_logits", "output_hidden_states"), ("output_hidden_states",)])
 def test_outputs_that_transformers_record_are_those_of_the_plain_model(recorded: tuple[str, ...], ranks: Ranks) -> None:
     ranks.run(_records, recorded, False, timeout=200)

@@ -17,6 +17,7 @@ from typing import Any
 
 from autopar.console.units import format_bytes
 from autopar.errors import InfeasibleError, PlanError
+from autopar.files.schema import MAX_WHOLE
 
 NAMES = {
     "context_bytes": "CUDA context",
@@ -128,6 +129,11 @@ class Reserved:
     def of_json(cls, values: Mapping[str, Any] | None) -> Reserved:
         """Return what `to_json` wrote; nothing if a plan does not say it."""
         return cls(**{name: value for name, value in (values or {}).items() if name != "bytes"})
+
+    def check_can_be_written(self, tensors: int) -> None:
+        """Raise PlanError if no file has room for the bytes on the device."""
+        if self.on_device(tensors) > MAX_WHOLE:
+            raise PlanError(f"reserved is {self}; the most bytes of a device that a file can state are {MAX_WHOLE}")
 
 
 NOTHING = Reserved()

@@ -16,14 +16,13 @@ from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.plans.answers import Repriced
 from autopar.costs.plans.comparison import Comparison, comparison_of
 from autopar.costs.plans.decision_rows import Instant, KeptWhole, MemoryUse, PlanRow, row_of
-from autopar.costs.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, in_current_words, refusing
+from autopar.costs.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.costs.plans.strategy_names import implementations_of, is_saved, layout_named
 from autopar.costs.plans.views import view
 from autopar.costs.plans.workload import Workload, workload_of
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
-from autopar.files.schema import MAX_WHOLE
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 
@@ -234,7 +233,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan from JSON text; PlanError, which names the field, where the text is no plan."""
         with refusing("plan", "Plan.save"):
-            values = read_json(in_current_words(text))
+            values = read_json(text)
         if isinstance(values, dict) and PIPELINE_FORMAT in values:
             raise PlanError("this is the plan of a pipeline, with a plan per stage; read it with PipelinePlan.load.")
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -255,8 +254,7 @@ class Plan:
             timeline = tuple(Instant(**each) for each in values["memory"].get("timeline", ()))
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
         values["reserved"] = Reserved.of_json(values.get("reserved"))
-        if values["reserved"].on_device(values["peak_bytes"]) > MAX_WHOLE:
-            raise PlanError(f"reserved is {values['reserved']}, for which no file of a plan has room")
+        values["reserved"].check_can_be_written(values["peak_bytes"])
         values["workload"] = workload_of(values.get("workload"))
         values["comparison"] = comparison_of(values.get("comparison"), values["mesh"].hardware)
         values["kept_whole"] = tuple(KeptWhole(**each) for each in values.get("kept_whole", ()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -82,26 +81,6 @@ PLAN = Record(
     },
 )
 """The fields of format 2."""
-
-_OLDER_WORDS = (
-    (r'"dealing":', '"zigzag_axes":'),
-    (r'("kind"|"operation"): "hub"', r'\1: "shared_reshard"'),
-    (r'": "hub (?=\w+\[)', '": "shared_reshard '),
-    (r"/hub(?=\d*[/\"])", "/reshard"),
-    (r'(: "(?:[IRSPZ](?:\([^)"]*\))? )+)kept"', r'\1saved"'),
-    (r'"is_beside":', '"is_compared":'),
-    (r'"asked":', '"requested":'),
-    (r'"excluded": "room"', '"excluded": "memory"'),
-    (r'"solver": "pieces', '"solver": "restricted_master'),
-)
-"""Patterns of words in files of earlier versions, and the words of this one."""
-
-
-def in_current_words(text: str) -> str:
-    """Return the JSON text of a plan in the words of this version, if an earlier one wrote it."""
-    for older, current in _OLDER_WORDS:
-        text = re.sub(older, current, text)
-    return text
 
 
 @contextmanager

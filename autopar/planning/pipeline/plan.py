@@ -26,7 +26,6 @@ from autopar.costs.plans.schema import (
     RESERVED,
     SECONDS,
     TEXT,
-    in_current_words,
     refusing,
 )
 from autopar.costs.plans.views import view
@@ -285,7 +284,7 @@ class PipelinePlan:
     def from_json(cls, text: str) -> PipelinePlan:
         """Read a plan from JSON text; PlanError, which names the field, where the text is no plan of a pipeline."""
         with refusing("pipeline plan", "PipelinePlan.save"):
-            values = read_json(in_current_words(text))
+            values = read_json(text)
         if isinstance(values, dict) and "format" in values:
             raise PlanError("this is the plan of a model in one piece, not of a pipeline; read it with Plan.load.")
         if not isinstance(values, dict) or values.get(PIPELINE_FORMAT) != FORMAT:
@@ -298,7 +297,7 @@ class PipelinePlan:
             schedule = Schedule(**values["schedule"])
             stages = tuple(map(_stage, values["stages"]))
             _check(mesh.size(values["axis"]), schedule, stages, values["starts"])
-            return cls(
+            plan = cls(
                 mesh=mesh,
                 axis=values["axis"],
                 schedule=schedule,
@@ -312,6 +311,8 @@ class PipelinePlan:
                 workload=workload_of(values.get("workload")),
                 comparison=comparison_of(values.get("comparison"), mesh.hardware),
             )
+            plan.reserved.check_can_be_written(plan.peak_bytes)
+            return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan, with the formulas of its stages, to a JSON file; one that is there stays if that fails."""

@@ -40,6 +40,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_gives_what_the_written_out_model_does(kind: str) -> None:
     model, dense = flex_models.build(kind), flex_models.build(kind, dense=True)

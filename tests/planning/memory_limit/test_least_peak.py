@@ -43,6 +43,7 @@ class Layers(nn.Module):
         return x_BD.square().sum()
 
 
+@pytest.mark.slow
 def test_it_is_what_brute_force_finds() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("cpu"))
     found = least_peak(Formulation(space, MemoryModel(space)), {}, None)

@@ -155,7 +155,8 @@ def train_on_ranks(requested: Case, text: str) -> Training:
     return train(compiled, batches, in_turns or "pp" in requested.axes)
 
 
-@pytest.mark.parametrize("requested", [SMALL, *(pytest.param(each, marks=pytest.mark.slow) for each in CASES)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("requested", [SMALL, *CASES], ids=str)
 def test_an_answer_trains_as_one_process(ranks: Ranks, requested: Case) -> None:
     plan = planned(requested)
     assert requested.needed <= features(plan), f"the plan has {sorted(features(plan))}"

@@ -146,7 +146,10 @@ HUGE = {**STAGE["plan"]["reserved"], "allocator_factor": 1e18}
         (_changed(schedule=LONG), "2000000000 micro-batches for 2 stages; together they may be 1000000"),
         (_changed(stages=[{**STAGE, "seconds": {}}] * 2), r"stages\[0\]\.seconds lacks 'forward'"),
         (_changed(stages=[{**STAGE, "plan": {**STAGE["plan"], "seconds": "1"}}]), r"stages\[0\]\.plan\.seconds is '1'"),
-        (_changed(stages=[{**STAGE, "plan": {**STAGE["plan"], "reserved": HUGE}}] * 2), "no file of a plan has room"),
+        (
+            _changed(stages=[{**STAGE, "plan": {**STAGE["plan"], "reserved": HUGE}}] * 2),
+            "the most bytes of a device that a file can state",
+        ),
         (stage_plan(0).to_json(), "read it with Plan.load"),
     ],
 )

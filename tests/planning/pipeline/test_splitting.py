@@ -172,7 +172,7 @@ def test_random_numbers_are_drawn_once_and_in_order(name: str) -> None:
 def test_a_skip_is_handed_on_through_the_stages_between() -> None:
     program = _captured("unet")
     blocks = blocks_of(program)
-    assert [block.name for block in blocks] == ["enter", "down", "bottom", "up1", "up2", "offloaded"]
+    assert [block.name for block in blocks] == ["enter", "down", "bottom", "up1", "up2", "leave"]
     stages = split(program, blocks, range(6))
     skip = "silu_default_1"
     assert [skip in stage.received for stage in stages] == [False, True, True, True, False, False]

@@ -58,7 +58,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "by_train_step", "backend", "options"),
     [
-        ("zero3", True, "aot_eager", {"microbatches": 2}),
+        pytest.param("zero3", True, "aot_eager", {"microbatches": 2}, marks=SLOW),
         pytest.param("zero3", True, "inductor", {"microbatches": 2}, marks=SLOW),
         pytest.param("data_parallel", True, "aot_eager", {}, marks=SLOW),
         pytest.param("megatron", True, "inductor", {"microbatches": 2}, marks=SLOW),
