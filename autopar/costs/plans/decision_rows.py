@@ -28,7 +28,7 @@ class PlanRow:
     name: str
     """Name of the node in the graph."""
     kind: str
-    """One of "call", "parameter", "buffer", "input", "output", and "hub" for a shared reshard."""
+    """One of "call", "parameter", "buffer", "input", "output", and "shared_reshard"."""
     module: str
     """Path of the module that makes the call, or of the parameter."""
     operation: str
