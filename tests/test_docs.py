@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_prose import EVERY_PAGE
 from tests.support.ranks import PRELOADED
 from tests.test_house import ORDER, ROOT
 
@@ -88,7 +87,7 @@ def test_the_architecture_names_every_package() -> None:
 
 def test_the_readme_is_what_a_newcomer_reads() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= (120 if EVERY_PAGE else 150)
+    assert len(lines) <= 120
     for specified in ("make demo", "make test", "autopar.compile(", "docs/index.md"):
         assert any(specified in line for line in lines), f"README lacks {specified}"
 

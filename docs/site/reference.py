@@ -334,10 +334,14 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any, str]]:
 # The command line.
 
 
+def commands() -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parsers of the subcommands by name."""
+    return next(each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
+
+
 def _command(page: Path, name: str) -> str:
     """Make a table of the arguments of a command."""
-    commands = next(each for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
-    shown = [each for each in commands.choices[name]._actions if each.dest != "help"]
+    shown = [each for each in commands()[name]._actions if each.dest != "help"]
     rows = (
         (
             _code(", ".join(each.option_strings) or each.metavar or each.dest),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 import autopar
-from autopar.cli.parser import parser
 from autopar.compiler.arguments import GROUPS
 from autopar.costs.hardware.load import known_profiles
 from autopar.strategies.presets import PRESETS
-from docs.site.reference import DOCS, PART, ROOT, pages, regenerated
+from docs.site.reference import DOCS, PART, ROOT, commands, pages, regenerated
 
 REFERENCE = DOCS / "reference"
 
@@ -30,12 +28,11 @@ def parts(page: str, kind: str) -> set[str]:
 
 def test_nothing_is_left_out() -> None:
     public = {f"autopar.{name}" for name in autopar.__all__ if name != "__version__"}
-    commands = next(each for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
     assert not public - parts("api.md", "names")
     assert parts("options.md", "options") == {each.__name__ for each in GROUPS.values()}
     assert parts("strategies.md", "preset") == set(PRESETS)
     assert parts("hardware-profiles.md", "profile") == set(known_profiles())
-    assert parts("command-line.md", "command") == set(commands.choices)
+    assert parts("command-line.md", "command") == set(commands())
 
 
 def test_the_citation_is_of_this_version() -> None:
