@@ -1,5 +1,6 @@
 """Fixtures that every test may use, and which cases of a test the normal run takes."""
 
+import gc
 import hashlib
 import os
 from collections import defaultdict
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, spare_the_collector
 
 os.environ["COLUMNS"] = "120"  # tables are as wide as the terminal
 
@@ -30,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert sample is not None
         for item in sorted(of_one_test, key=_digest)[sample.args[0] :]:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    spare_the_collector()
 
 
 def _digest(item: pytest.Item) -> bytes:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autopar.runtime.ranks import failure
 from autopar.runtime.ranks.launch import run_collectives_in_one_thread
-from tests.support.ranks import PRELOADED
+from tests.support.ranks import PRELOADED, spare_the_collector
 
 LIMIT_SECONDS = 60.0
 START_SECONDS = 120.0  # imports and compiling, on a busy machine
@@ -61,6 +61,7 @@ def ends_of(work: Callable[[int], None], folder: Path, num_ranks: int, left: tup
 
 
 def _life(rank: int, num_ranks: int, work: Callable[[int], None], folder: Path) -> None:
+    spare_the_collector()
     torch.set_num_threads(1)
     run_collectives_in_one_thread()
     failure.POLL_SECONDS, failure.ANSWER_SECONDS = 0.2, 3.0  # to be done sooner

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -49,11 +50,15 @@ T = TypeVar("T")
 PRELOADED = [
     "torch.distributed.tensor",
     "torch.export",
-    "transformers.modeling_utils",
+    "torch._inductor.compile_fx",
+    "transformers.generation.utils",
     "sympy",
     "networkx",
     "ortools.sat.python.cp_model",
-    "autopar",
+    "pytest",
+    "hypothesis",
+    "autopar.api.entry",
+    "autopar.views.formulas",
     "tests.support.parity",
 ]
 START_SECONDS = 120.0  # the fork server's imports, on a busy machine
@@ -189,6 +194,12 @@ def _raise_timeout(workers: list[_Worker], silent: list[int], name: str, timeout
     raise RankTimeoutError(tuple(silent), message)
 
 
+def spare_the_collector() -> None:
+    """Keep the garbage collector from walking all objects that stay, tests and modules, and from walking often."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 @functools.cache
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The CPU mesh of the running group; created once per rank and group."""
@@ -198,6 +209,7 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def _serve(rank: int, pipe: Connection, stack: str) -> None:
     """The life of a rank: answer one call after the other until the tests' process goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process gets it too, and kills us
+    spare_the_collector()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     run_collectives_in_one_thread()
