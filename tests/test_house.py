@@ -8,6 +8,7 @@ place in ORDER.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import io
@@ -74,9 +75,30 @@ def _package_of(module: str) -> str:
     return name
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Line, module and name of every import below `tree`; a relative import begins with dots."""
-    for node in ast.walk(tree):
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, and those below them."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        below = getattr(node, field, ())
+        for each in below if isinstance(below, list) else ():
+            yield each
+            yield from _statements(each)
+
+
+@functools.cache
+def _imports(file: Path, as_it_runs: bool = False) -> tuple[tuple[int, str, str], ...]:
+    """Return line, module and name of every import of a file; a relative import begins with dots.
+
+    `as_it_runs` leaves out what only type checkers see.
+    """
+    return tuple(_imports_below(_as_it_runs(_tree(file)) if as_it_runs else _tree(file)))
+
+
+def _imports_below(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,19 +109,22 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 def _imported(file: Path) -> dict[str, int]:
     """The modules of the house that a file imports, wherever in it, with the line."""
     found: dict[str, int] = {}
-    for line, module, name in _imports(ast.parse(file.read_text())):
+    for line, module, name in _imports(file):
         target = f"{module}.{name}" if f"{module}.{name}" in MODULES else module
         if target in MODULES and target != _module_of(file):
             found.setdefault(target, line)
     return found
 
 
-ARROWS: Mapping[str, dict[str, int]] = {module: _imported(file) for module, file in MODULES.items()}
+@functools.cache
+def _arrows() -> Mapping[str, dict[str, int]]:
+    """Return what each module of the house imports."""
+    return {module: _imported(file) for module, file in MODULES.items()}
 
 
 def test_imports_point_down() -> None:
     upward = []
-    for module, imports in ARROWS.items():
+    for module, imports in _arrows().items():
         package = _package_of(module)
         for imported, line in imports.items():
             other = _package_of(imported)
@@ -110,7 +135,7 @@ def test_imports_point_down() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     try:
-        tuple(graphlib.TopologicalSorter(ARROWS).static_order())
+        tuple(graphlib.TopologicalSorter(_arrows()).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"files in a circle: {' → '.join(error.args[1])}")
 
@@ -121,7 +146,7 @@ def _children(package: str) -> dict[str, dict[str, tuple[str, str]]]:
     inside = [module for module in MODULES if module.startswith(f"{package}.")]
     found: dict[str, dict[str, tuple[str, str]]] = {module.split(".")[depth]: {} for module in inside}
     for module in inside:
-        for imported in ARROWS[module]:
+        for imported in _arrows()[module]:
             if imported.startswith(f"{package}."):
                 own, other = (each.split(".")[depth] for each in (module, imported))
                 if own != other:
@@ -141,7 +166,7 @@ def test_parts_of_a_package_import_each_other_in_one_direction(package: str) -> 
 
 
 def test_the_graph_of_packages_is_small() -> None:
-    arrows = {(_package_of(a), _package_of(b)) for a, imports in ARROWS.items() for b in imports}
+    arrows = {(_package_of(a), _package_of(b)) for a, imports in _arrows().items() for b in imports}
     between = {(a, b) for a, b in arrows if a != b}
     assert len(RANK) <= MOST_PACKAGES
     assert len(between) <= MOST_ARROWS
@@ -160,13 +185,13 @@ def test_a_package_is_taken_in_at_a_glance() -> None:
 
 def test_every_package_says_what_it_decides() -> None:
     files = [file for file in FILES if file.name == "__init__.py"]
-    silent = [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(ast.parse(file.read_text()))]
+    silent = [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(_tree(file))]
     assert not silent
 
 
 def test_imports_are_absolute_and_use_the_one_name() -> None:
     for file in FILES:
-        for line, module, _ in _imports(ast.parse(file.read_text())):
+        for line, module, _ in _imports(file):
             assert not module.startswith("."), f"{file.name}:{line}: relative import {module!r}; write it in full."
             assert module.split(".")[0] not in PACKAGES, f"{file.name}:{line}: import autopar.{module} instead."
 
@@ -177,10 +202,10 @@ def test_solvers_plans_and_profiles_know_nothing_of_torch(package: str) -> None:
     reached = set(left)
     while left:
         module = left.pop()
-        for line, imported, _ in _imports(_as_it_runs(ast.parse(MODULES[module].read_text()))):
+        for line, imported, _ in _imports(MODULES[module], as_it_runs=True):
             is_torch = imported.split(".")[0] == "torch" and module not in KERNELS
             assert not is_torch, f"{package} reaches torch through {module}:{line}."
-        new = {each for each in ARROWS[module] if each not in reached and _runs(module, each)}
+        new = {each for each in _arrows()[module] if each not in reached and _runs(module, each)}
         reached, left = reached | new, [*left, *new]
 
 
@@ -192,7 +217,7 @@ def _as_it_runs(tree: ast.Module) -> ast.Module:
 
 def _runs(module: str, imported: str) -> bool:
     """Return whether the module imports `imported` at run time, not only for type checkers."""
-    found = _imports(_as_it_runs(ast.parse(MODULES[module].read_text())))
+    found = _imports(MODULES[module], as_it_runs=True)
     return any(imported in (name, f"{name}.{each}") for _, name, each in found)
 
 
@@ -234,8 +259,7 @@ PEOPLE_READ = [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / 
 
 def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Yield docstrings, those of attributes included."""
-    bodies = (body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list))
-    for statement in itertools.chain.from_iterable(bodies):
+    for statement in _statements(tree):
         value = statement.value if isinstance(statement, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.strip():
             yield value
@@ -245,7 +269,7 @@ def test_docstrings_name_their_subject() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{each.lineno}"
         for file in PEOPLE_READ
-        for each in _docstrings(ast.parse(file.read_text()))
+        for each in _docstrings(_tree(file))
         if str(each.value).split()[0].strip(",.;:") in FRONTED
     ]
     assert not found, f"{found}: begin with a verb (Return, Build …) or with a noun; see CONTRIBUTING.md."

@@ -31,7 +31,7 @@ class Draw:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for each kind of device
 
     def sizes(self, num_dims: int) -> tuple[int, ...]:
         """Sizes that differ; all even, none of them 2, which would hide what two ranks cannot split."""
