@@ -56,7 +56,7 @@ def _check(seed: int, num_blocks: int, num_axes: int, share: float | None) -> No
 shares = st.sampled_from([None, 0.0, 0.05, 0.3, 0.7])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), num_axes=st.integers(1, 4), share=shares)
 def test_on_small_problems_it_equals_the_reference(seed: int, num_axes: int, share: float | None) -> None:
     _check(seed, 2, num_axes, share)
