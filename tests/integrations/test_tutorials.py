@@ -65,7 +65,7 @@ def test_the_commands_of_a_tutorial_print_what_it_shows(page: str, tmp_path: Pat
             (tmp_path / title).write_text(text)
         elif kind == "sh":
             done = subprocess.run(
-                ["bash", "-ec", text],
+                ["bash", "-ec", text.replace("autopar plan ", "autopar plan --time-limit 1000 ")],  # on a busy machine
                 cwd=tmp_path,
                 env={**environment(), "PATH": path, "COLUMNS": "100"},
                 capture_output=True,
