@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 
 from autopar.costs.memory.model import MemoryModel, Modes
-from autopar.costs.memory.moments import (
-    MemoryRow,
-    PricedMemory,
-    edge_bytes,
-    node_bytes,
-    uneven_edge_bytes,
-    uneven_node_bytes,
-)
+from autopar.costs.memory.moments import MemoryRow, PricedMemory
+from autopar.costs.memory.resident_parts import edge_bytes, node_bytes, uneven_edge_bytes, uneven_node_bytes
 from autopar.costs.memory.tensor_bytes import uneven_share
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.solver.problem import Edge, Node, Problem

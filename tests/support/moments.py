@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import MemoryRow, edge_bytes, node_bytes
+from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.resident_parts import edge_bytes, node_bytes
 
 
 def at_moment(memory: MemoryModel, choices: Sequence[int], moment: int) -> int:

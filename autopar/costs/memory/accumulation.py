@@ -27,12 +27,10 @@ import numpy as np
 import torch
 
 from autopar.costs.memory.lifetimes import Lifetimes
-from autopar.costs.memory.microbatches import Microbatches, Phase
+from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.costs.space.space import TensorEdge
 
-RECEIVED, RETURNED = "received", "returned"
-"""Received by a stage: tensors from the one before, and gradients of what it sends to the one after."""
 ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
 
 
@@ -214,22 +212,15 @@ class Accumulation:
         """Return whether a decision is an output that goes to the next stage."""
         return self.space.decisions[number].name in self._sent
 
-    def buffers(self, number: int) -> tuple[str, Bytes] | None:
-        """Return what a decision receives for each micro-batch, and bytes of one buffer for it; None if nothing."""
-        decision = self.space.decisions[number]
-        name = RECEIVED if self.is_received(number) else RETURNED if self.is_sent(number) else None
-        if name is None or not ((info := decision.node.meta["tensor"]).requires_grad or name == RECEIVED):
+    def buffer(self, number: int) -> Bytes | None:
+        """Return the bytes that a decision receives for one micro-batch: a tensor, or the gradient of one it sends."""
+        decision, is_received = self.space.decisions[number], self.is_received(number)
+        if not (is_received or self.is_sent(number)):
             return None
-        return name, self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
-
-    def received(self, number: int, phase: Phase) -> Bytes | None:
-        """Return bytes of the receive buffers of a decision in a phase; None if it has none."""
-        found = self.buffers(number)
-        if found is None:
+        info = decision.node.meta["tensor"]
+        if not (is_received or info.requires_grad):
             return None
-        name, one = found
-        inputs, gradients = self.microbatches.received(phase)
-        return self.tensors.times(one, inputs if name == RECEIVED else gradients)
+        return self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
 
     def sent(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes that one micro-batch has sent, until its backward, by mode; None if saved elsewhere."""
@@ -242,7 +233,3 @@ class Accumulation:
     def _sent_bytes(self, edge: TensorEdge, mode: int) -> Bytes:
         there = self.lifetimes.saves_output(edge.source, edge.source_output, mode)
         return self.tensors.saved(edge, there)
-
-    def waiting(self, saved: Modes, others: int) -> Modes:
-        """Return the bytes that `others` micro-batches save, of which each saves `saved`."""
-        return tuple(self.tensors.cached(("waiting", id(array), others), lambda a=array: a * others) for array in saved)

@@ -92,31 +92,23 @@ class Lifetimes:
         return [joined.get(layer, layer) for layer in own]
 
     @cached_property
-    def layers(self) -> dict[str, int]:
-        """Layers by their numbers."""
-        return {layer: number for number, layer in enumerate(dict.fromkeys(self.layer))}
+    def places_by_layer(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Position of each place in an order of places by layer, and where its layer begins and ends in that order."""
+        layers = {layer: number for number, layer in enumerate(dict.fromkeys(self.layer))}
+        numbers = np.array([layers[self.layer[number]] for number in self.calls], dtype=np.intp)
+        rank, counts = np.empty_like(numbers), np.bincount(numbers, minlength=len(layers))
+        rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
+        ends = np.cumsum(counts)
+        return rank, (ends - counts)[numbers], ends[numbers]
 
     @cached_property
-    def layers_at(self) -> np.ndarray:
-        """Layer number of each position in the order of calls."""
-        return np.array([self.layers[self.layer[number]] for number in self.calls], dtype=np.intp)
-
-    @cached_property
-    def from_the_end(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places layer by layer, those of each from the last on; and how many of all lie before the layer of each."""
-        backwards = self.layers_at[::-1]
-        order = np.argsort(backwards, kind="stable")
-        counts = np.bincount(backwards, minlength=len(self.layers))
-        return len(backwards) - 1 - order, (np.cumsum(counts) - counts)[backwards[order]]
-
-    @cached_property
-    def segments_at(self) -> tuple[np.ndarray, np.ndarray]:
-        """Segment number of each position (-1 for none), and the first position of that segment's run."""
-        numbers = {name: number for number, name in enumerate(self.segments)}
-        found = np.array([numbers.get(self.segment[number], -1) for number in self.calls], dtype=np.intp)
-        is_first = np.ones(len(found), dtype=bool)
-        is_first[1:] = found[1:] != found[:-1]
-        return found, np.maximum.accumulate(np.where(is_first, np.arange(len(found)), 0))
+    def segment_ends(self) -> np.ndarray:
+        """Place behind the last call of each place's segment; the last entry is for what no call uses."""
+        own = [self.segment[number] for number in self.calls]
+        found = np.full(len(own) + 1, len(own), dtype=np.intp)
+        for place in reversed(range(len(own) - 1)):
+            found[place] = found[place + 1] if own[place] == own[place + 1] else place + 1
+        return found
 
     def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
         """Return the mode index of each decision's segment, given the mode of each segment."""

@@ -48,9 +48,17 @@ class MemoryModel(TensorBytes):
     """
 
     def __init__(
-        self, space: Space, microbatches: Microbatches | None = None, prefetch: int = 0, offloads: bool = False
+        self,
+        space: Space,
+        microbatches: Microbatches | None = None,
+        prefetch: int = 0,
+        offloads: bool = False,
+        lifetimes: Lifetimes | None = None,
     ) -> None:
-        """`offloads`: whether what segments save for their backward may leave for the host."""
+        """`offloads`: whether what segments save for their backward may leave for the host.
+
+        `lifetimes` are those of a space with the same calls, if they are known.
+        """
         super().__init__(space)
         self.stepping = self._stepping()
         """Parameter → working bytes of its step, besides what it updates: in the backward, or the most behind it."""
@@ -58,7 +66,7 @@ class MemoryModel(TensorBytes):
         self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
         """Number of layers ahead of their use that weights are fetched."""
-        self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
+        self.lifetimes = lifetimes or Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
         self.host_copies = HostCopies(space, self.lifetimes, self.own, self.edge, self.stays, self.cached)
         self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
         self._edges: dict[tuple[int, int], Modes | None] = {}
@@ -99,14 +107,8 @@ class MemoryModel(TensorBytes):
         older = {"older weights": values} if self.microbatches.saves_older and info.requires_grad else {}
         return {"parameters": values, **older, **saved_bytes}
 
-    def stepped(self, number: int) -> list[Bytes]:
-        """Return a decision's bytes while the optimizer steps, stored ones excluded: gradients and working memory."""
-        return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
-
     def works_on(self, number: int) -> Bytes | None:
-        """Return the bytes that the optimizer works on in the step of a parameter; None where no moment is counted for
-        it.
-        """
+        """Return the bytes that the optimizer's step of a parameter works on; None if no moment is counted for it."""
         if number not in self.stepping:
             return None
         shape, most = (len(self.space.decisions[number].candidates.strategies),), self.stepping[number]
@@ -175,20 +177,23 @@ class MemoryModel(TensorBytes):
         total = np.zeros(len(candidates.strategies), dtype=np.int64)
         for position in outputs:
             info = call.outputs[position]
-            total += self.local(info.shape, [s.outputs[position] for s in candidates.strategies], info.dtype.itemsize)
+            layouts = [s.outputs[position] for s in candidates.strategies]
+            total = total + self.local(info.shape, layouts, info.dtype.itemsize)
         return total + self._hidden(decision, mode) if hidden else total
 
     def _hidden(self, decision: Decision, mode: int) -> Bytes:
         """Return the bytes that a call saves besides inputs and outputs: split as the largest input that can be."""
-        call, other = _call(decision), self.lifetimes.saved(decision).other_bytes
-        strategies = self.second_forward.running_in(decision, mode)
-        if not call.inputs or not (other or self.states("saved_bytes", decision)):
+        call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
+        if not call.inputs or not (self.lifetimes.saved(decision).other_bytes or self.states("saved_bytes", decision)):
             return np.zeros(len(strategies), dtype=np.int64)
         largest = largest_split_input(call, decision.candidates.bound)
-        info = call.inputs[largest]
-        local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
-        found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
-        return stated_or(self.stated("saved_bytes", decision, mode), found)
+        local = self.local(call.inputs[largest].shape, [s.inputs[largest] for s in strategies], 1)
+        return stated_or(self.stated("saved_bytes", decision, mode), self.hidden(decision, largest, local))
+
+    def hidden(self, decision: Decision, largest: int, local: Bytes) -> Bytes:
+        """Return the bytes that autograd saves besides inputs and outputs, by local elements of the largest input."""
+        whole = _call(decision).inputs[largest].num_elements
+        return np.ceil(self.lifetimes.saved(decision).other_bytes * (local / max(whole, 1))).astype(np.int64)
 
     def edge(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
@@ -251,7 +256,7 @@ class MemoryModel(TensorBytes):
     def _kept_by_target(self, edge: TensorEdge, there: bool) -> Bytes:
         """Return the bytes of a tensor saved as it arrives, by those strategies of its target that save it."""
         saved_bytes, candidates = self.saved(edge, there), self.space.decisions[edge.target].candidates
-        bound, call, mesh = candidates.bound, candidates.call, self.space.mesh
+        bound, call = candidates.bound, candidates.call
         if any(s.shared for s in candidates.strategies) and self.space.decisions[edge.target].kind == "shared_reshard":
             shared = self.cached(
                 ("shared", id(candidates)), lambda: np.array([s.shared for s in candidates.strategies])
@@ -265,8 +270,7 @@ class MemoryModel(TensorBytes):
         def make() -> Bytes:
             return np.array(
                 [
-                    s.implemented
-                    and edge.target_input in s.implementation.unkept(call, s.local_sizes(bound.sizes, mesh))
+                    s.implemented and edge.target_input in s.implementation.unkept(call, self.local_sizes(s, bound))
                     for s in candidates.strategies
                 ]
             )
@@ -297,20 +301,18 @@ class MemoryModel(TensorBytes):
         total = self._gradients_of(decision, inputs)
         for position in outputs:
             info = call.outputs[position]
-            total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        op, bound, mesh = decision.candidates.op, decision.candidates.bound, self.space.mesh
+            total = total + self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+        op, bound = decision.candidates.op, decision.candidates.bound
         hidden = self._hidden(decision, mode)
         if not self.lifetimes.in_place(decision):
             hidden = stated_or(self.stated("backward_bytes", decision, mode), hidden)
         hidden = np.where(self.stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
         if op is not None and bound is not None and op.backward_bytes is not None:
-            total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])
+            total = total + self.array([op.backward_bytes(call, self.local_sizes(s, bound)) for s in strategies])
         return total + hidden
 
     def working_forward(self, number: int) -> Bytes | None:
-        """Return the bytes that a call works on while it runs forward, where that makes its gradients; None
-        elsewhere.
-        """
+        """Return the bytes that a call's forward works on if it makes its gradients; None if it does not."""
         decision = self.space.decisions[number]
         if decision.candidates.bound is None or not self.states("forward_bytes", decision):
             return None
@@ -358,7 +360,7 @@ class MemoryModel(TensorBytes):
         for position, info in enumerate(call.inputs):
             if position not in inputs or not info.requires_grad:
                 continue
-            total += self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
+            total = total + self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
         return total
 
     def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:

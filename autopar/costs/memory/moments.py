@@ -1,18 +1,51 @@
-"""Moments of a step, and the bytes that every choice holds at one: rows of the problem that is solved."""
+"""Moments of a step, and where each part of a device's memory is resident: the one statement of both.
+
+A moment is what happens on account of one call, in a phase of the step (`microbatches`):
+
+    forward      the call runs forward
+    gathering    weights arrive that are gathered again: before the backward of the last call of a layer that takes
+                 such weights; in a program without gradients, before the forward of its first call that takes weights
+    computing    the call runs backward
+    reducing     the layer's gradients are reduced: behind the backward of its first call that takes a weight
+    updating     the optimizer steps on a matrix whose first call this is: behind its backward
+    end          gradients of several micro-batches are reduced
+    step         the optimizer works on more than it updates
+
+Each part has a place, that of the call that first uses it. `Presence` says at which moments it is resident: a scope for
+each kind of moment. Rows of the problem (`resident_parts`), the peak of a plan (`peak`) and its formulas all ask it.
+
+The optimizer's step works in place and is below the end of the backward, but for what Muon and GaLore work on. In the
+backward a step leaves gradients of the layer that runs there, and of no other.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from autopar.costs.memory.live import Interval
+import numpy as np
+
 from autopar.costs.memory.microbatches import Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.resident_arrays import ManyParts, WeightParts, node_parts, parts_on
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
-from autopar.costs.space.space import TensorEdge
-from autopar.ir.program.recompute_segments import MODES
+
+COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD, END, STEP = range(7)
+KINDS = range(FORWARD + 1)
+"""Kinds of moments that every call may have; the end and the step have one moment each, at the first place."""
+BACKWARD = (COMPUTING, GATHERING, REDUCING, UPDATING)
+BEHIND = (REDUCING, UPDATING)  # when the call itself has run
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a step: on account of the call at which place, in which of its phases, and what happens."""
+
+    place: int
+    phase: Phase
+    kind: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,253 +88,6 @@ class PricedMemory:
         return PricedMemory(MemoryRow(tuple(sorted(weights.items()))), self.price)
 
 
-def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
-    """Return the bytes of a decision in a row, by strategy; one array per mode of its segment where the mode
-    matters.
-    """
-    if memory.live is not None:
-        return _alive(memory, row, memory.live.made(number), number)
-    held, first_use = node_parts(memory, number), memory.lifetimes.position[number]
-    gradients, own = held.gradients, held.own
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        parts: list[Modes] = [(array,) for _, array in held.stored]
-        if (received := memory.accumulation.received(number, at.phase)) is not None:
-            parts.append((received,))
-        if at.phase.end:
-            there = memory.stepped(number) if at.phase.steps else [gradients]
-            parts += [(array,) for array in there if array is not None]
-            moments.append((weight, [*parts, *_while_saved(memory, at, number, own, held.rerun)]))
-            continue
-        if gradients is not None and gradient_is_there(memory, at, first_use):
-            parts.append((gradients,))
-        parts += _while_saved(memory, at, number, own, held.rerun)
-        if at.place == first_use and at.kind != GATHERING:
-            works_on = (
-                memory.working(number) if at.kind == COMPUTING else _in_every_mode(WORKS_ON[at.kind](memory, number))
-            )
-            steps_on = _in_every_mode(memory.works_on(number) if at.kind == UPDATING else None)
-            parts += [modes for modes in (works_on, steps_on) if modes is not None]
-        moments.append((weight, parts))
-    num_strategies = len(memory.space.decisions[number].candidates.strategies)
-    return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
-
-
-def _in_every_mode(array: Bytes | None) -> Modes | None:
-    return None if array is None else (array,)
-
-
-def edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
-    """Return the bytes of an edge in a row, by the strategies at its ends; one array per mode if the mode matters."""
-    if memory.live is not None:
-        return _alive_on_edge(memory, edge, row, memory.live.moved(edge))
-    found, place = parts_on(memory, edge), memory.lifetimes.position[edge.target]
-    saved, sent, of_weight, many = found.saved, found.sent, found.weight, found.many
-    if saved is None and sent is None and of_weight is None and many is None:
-        return None
-    more = memory.accumulation
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        parts: list[Modes] = [] if many is None else _of_many(memory, many, at, place)
-        parts += _while_saved(memory, at, edge.target, saved, found.rerun)
-        if sent is not None and (at.phase.others or not at.phase.end):
-            parts.append(more.waiting(sent, at.phase.others + (not at.phase.end)))
-        if of_weight is not None and not at.phase.end:
-            parts += _on_its_way(memory, of_weight, at, edge.target)
-        moments.append((weight, parts))
-    return memory.total(moments, row.worst)
-
-
-def _of_many(memory: MemoryModel, many: ManyParts, at: Moment, place: int) -> list[Modes]:
-    """Return the bytes of an edge to the call at `place` that are due to micro-batch accumulation, at a moment."""
-    has_run, first = at.has_run(place), at.phase.first
-    there: list[Bytes | None] = [many.held if not at.phase.steps or memory.microbatches.stashes else None]
-    if at.phase.end:
-        there += [] if at.phase.steps else [many.accumulated, many.reduced]
-    else:
-        there += [
-            many.accumulated if has_run or not first else None,
-            many.arrived if has_run and not first else None,
-            many.fresh if at.computes(place) else None,
-        ]
-    return [(each,) for each in there if each is not None]
-
-
-def _on_its_way(memory: MemoryModel, weight: WeightParts, at: Moment, target: int) -> list[Modes]:
-    """Return the bytes of a weight or its gradient in transit between storage and use, at a moment."""
-    place, layer, kind = memory.lifetimes.position[target], memory.lifetimes.layer[target], at.kind
-    there: list[Bytes | None] = []
-    if is_ahead(memory, layer, at):
-        there.append(weight.on_way if kind == FORWARD else weight.on_way_again)
-    if layer == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
-        there += [
-            weight.gathered if kind == FORWARD else None,
-            weight.again if kind in (COMPUTING, GATHERING) else None,
-            weight.copied if kind == GATHERING else None,
-            weight.unreduced if place > at.place and kind != FORWARD else None,
-            weight.sent_off if kind == REDUCING and place >= at.place else None,
-            weight.last_made if kind == REDUCING and place == at.place else None,
-        ]
-    return [(each,) for each in there if each is not None]
-
-
-def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
-    """Return whether the reduced gradient of a parameter is resident; `first_use` is the position of its first call.
-
-    An optimizer that updates in the backward, or offloads gradients, frees them once those of the layer are reduced.
-    """
-    if not memory.frees_gradients:
-        return at.has_run(first_use) or not at.phase.first
-    calls, layer = memory.lifetimes.calls, memory.lifetimes.layer
-    return first_use < len(calls) and at.has_run(first_use) and layer[calls[first_use]] == layer[calls[at.place]]
-
-
-def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: int) -> Modes:
-    """Return the bytes of a decision in a row, in a forward alone."""
-    stored = memory.stored(number).values()
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        alive = (each.num_bytes for each in made if each.covers(at.place))
-        received = memory.accumulation.received(number, at.phase)
-        there = (*stored, *alive) if received is None else (*stored, *alive, received)
-        moments.append((weight, [(array,) for array in there]))
-    num_strategies = len(memory.space.decisions[number].candidates.strategies)
-    return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
-
-
-def _alive_on_edge(memory: MemoryModel, edge: TensorEdge, row: MemoryRow, moved: list[Interval]) -> Modes | None:
-    """Return the bytes of an edge in a row, in a forward alone."""
-    weights, layer = memory.weights, memory.lifetimes.layer[edge.target]
-    gathered, on_way, arriving = weights.gathered(edge), weights.on_way(edge, True), weights.arriving(edge)
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        parts: list[Modes] = [(each.num_bytes,) for each in moved if each.covers(at.place)]
-        if gathered is not None and layer == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
-            parts.append((gathered,))
-            if arriving is not None and at.kind == GATHERING:
-                parts.append((arriving,))
-        if on_way is not None and is_ahead(memory, layer, at):
-            parts.append((on_way,))
-        moments.append((weight, parts))
-    return memory.total(moments, row.worst)
-
-
-def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
-    """Return the bytes of a call in a row for expert rows above an equal share (see `tensor_bytes.uneven_modes`)."""
-    if memory.live is not None:
-        return None
-    rows, held = memory.space.rows[number], node_parts(memory, number)
-    more, rerun = (None if each is None else uneven_modes(memory, rows, each) for each in (held.own, held.rerun))
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        parts = _while_saved(memory, at, number, more, rerun)
-        if at.place == memory.lifetimes.position[number] and not at.phase.end:
-            if at.kind == COMPUTING and memory.working(number) is not None:
-                parts.append(uneven_modes(memory, rows, (memory.working_rows(number),)))
-            elif at.kind in BEHIND:
-                parts.append(uneven_modes(memory, rows, (memory.handed_on_rows(number),)))
-        moments.append((weight, parts))
-    return memory.total(moments, row.worst)
-
-
-def uneven_edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
-    """Return the bytes of an edge in a row for expert rows above an equal share."""
-    rows, found = memory.space.rows_on(edge), parts_on(memory, edge)
-    if rows is None or found.saved is None:
-        return None
-    more, rerun = (None if each is None else uneven_modes(memory, rows, each) for each in (found.saved, found.rerun))
-    moments = [(moment_of(memory, moment), weight) for moment, weight in row.weights]
-    return memory.total(
-        [(weight, _while_saved(memory, at, edge.target, more, rerun)) for at, weight in moments],
-        row.worst,
-    )
-
-
-def _while_saved(memory: MemoryModel, at: Moment, number: int, saved: Modes | None, rerun: Modes | None) -> list[Modes]:
-    """Return the bytes saved for the backward of a decision's first use, for all micro-batches yet to run it."""
-    parts: list[Modes] = []
-    if not at.phase.end and at.keeps(memory.lifetimes.position[number]):
-        there = at.of_modes(memory, number, saved, rerun)
-        parts += [] if there is None else [there]
-    if at.phase.others and saved is not None:
-        parts.append(memory.accumulation.waiting(saved, at.phase.others))
-    return parts
-
-
-COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD = range(5)  # what happens on account of a call; but the last backward
-BEHIND = (REDUCING, UPDATING)  # when the call itself has run
-WORKS_ON = {
-    REDUCING: MemoryModel.handed_on,
-    UPDATING: MemoryModel.handed_on,
-    FORWARD: MemoryModel.working_forward,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A moment of a step: on account of the call at which place, in which of its backwards, and what happens."""
-
-    place: int
-    phase: Phase
-    kind: int
-
-    def has_run(self, place: int) -> bool:
-        """Return whether the backward of the call at that position has finished."""
-        return self.kind != FORWARD and place + (self.kind in BEHIND) > self.place
-
-    def keeps(self, place: int) -> bool:
-        """Return whether the tensors saved for the backward of the call at that position are resident."""
-        return place <= self.place if self.kind == FORWARD else not self.has_run(place)
-
-    def computes(self, place: int) -> bool:
-        """Return whether the call at that position is running its backward at this moment."""
-        return place == self.place and self.kind == COMPUTING
-
-    def frees(self, memory: MemoryModel, number: int) -> bool:
-        """Return whether recomputation frees memory of a decision at this moment.
-
-        It does not while the decision's own segment is being recomputed.
-        """
-        waits = self.kind in (FORWARD, GATHERING)
-        return waits or memory.lifetimes.segment[number] != memory.lifetimes.segment[memory.lifetimes.calls[self.place]]
-
-    def is_near(self, memory: MemoryModel, number: int) -> bool:
-        """Return whether a decision's segment, if offloaded, still or already has its saved tensors on the device."""
-        return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
-
-    def of_modes(self, memory: MemoryModel, number: int, saved: Modes | None, rerun: Modes | None) -> Modes | None:
-        """Return a decision's saved bytes that are resident, by mode; `rerun` while its own segment runs again."""
-        if not self.frees(memory, number):
-            return rerun
-        if saved is None:
-            return None
-        is_back = len(saved) == len(MODES) and self.is_near(memory, number)
-        return (*saved[:-1], saved[0]) if is_back else saved
-
-
-def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:
-    """Return whether weights of a layer are in transit at a moment, fetched ahead of their use."""
-    return memory.weights.is_ahead(layer, at.place, is_forward(memory, at.kind), depth_at(memory, at.kind))
-
-
-def is_forward(memory: MemoryModel, kind: int) -> bool:
-    """Return whether moments of a kind belong to the forward; in a forward-only program all do."""
-    return kind == FORWARD or memory.live is not None
-
-
-def depth_at(memory: MemoryModel, kind: int) -> int:
-    """Return how many layers ahead weights are in transit.
-
-    It is one less while a layer's weights arrive, before the next fetch starts.
-    """
-    return max(0, memory.prefetch - (kind == GATHERING))
-
-
 def moment_of(memory: MemoryModel, moment: int) -> Moment:
     """Return the moment of that number: places, over phases, over kinds."""
     return _moment_at(moment, len(memory.lifetimes.calls), memory.microbatches)
@@ -311,4 +97,225 @@ def moment_of(memory: MemoryModel, moment: int) -> Moment:
 def _moment_at(moment: int, num_calls: int, microbatches: Microbatches) -> Moment:
     number, place = divmod(moment, num_calls)
     kind, number = divmod(number, len(microbatches.phases))
-    return Moment(place, microbatches.phases[number], kind)
+    phase = microbatches.phases[number]
+    return Moment(place, phase, kind_in(phase, kind))
+
+
+def kind_in(phase: Phase, kind: int) -> int:
+    """Return the kind of a phase's moments: this one, unless the phase is an end of the step."""
+    return kind if not phase.end else STEP if phase.steps else END
+
+
+class Role(enum.Enum):
+    """Purpose of bytes, in the order in which tables name them."""
+
+    STORED = "parameters, optimizer state, buffers and inputs"
+    MOVED = "a weight as it was moved, once for all micro-batches"
+    SENT = "a tensor that was sent to the next stage, until its backward"
+    RECEIVED = "a buffer for a tensor from the previous stage"
+    RETURNED = "a buffer for a gradient from the next stage"
+    GRADIENT = "a gradient as it is stored, or as micro-batches add to it"
+    ARRIVED = "a gradient that one backward has reduced, to be added to those before it"
+    FRESH = "a gradient that one backward has made, to be added to those before it"
+    REDUCED = "a gradient as it is stored, next to the sum that it is made of"
+    STEPPED = "a gradient as it is stored, while the optimizer steps"
+    UNREDUCED = "a gradient, between its call's backward and the layer's"
+    SENT_OFF = "a gradient in the message that reduces it"
+    LAST_MADE = "a gradient of the layer's last backward, as it is reduced"
+    SAVED = "a tensor saved for the backward, as the mode of its segment says"
+    WHOLE = "a tensor saved for the backward, as it is while its segment runs again"
+    WAITING = "a tensor that another micro-batch saves for its backward"
+    ALIVE = "a tensor of a program without gradients, until its last use"
+    GATHERED = "a gathered weight in the forward"
+    GATHERED_AGAIN = "a gathered weight in the backward"
+    COPIED = "a gathered weight in the message that it is copied out of"
+    ON_WAY = "a weight that is fetched ahead in the forward"
+    ON_WAY_AGAIN = "a weight that is fetched ahead in the backward"
+    WORKING = "what a backward works on"
+    WORKING_FORWARD = "what a forward works on that makes its gradients"
+    HANDED_ON = "gradients that a backward leaves for the calls before it"
+    UPDATING = "what the optimizer's step works on"
+
+
+class Scope(enum.Enum):
+    """Range of bytes among moments of a kind, by the place p of the call that uses them first."""
+
+    ALWAYS = "everywhere"
+    HERE = "at p"
+    ONWARD = "from p on"
+    UNTIL = "before p: its backward has run; behind the backward of p at p, too"
+    ALL_LAYER = "in the layer of p"
+    LAYER_BEFORE = "in the layer of p, before p"
+    LAYER_UNTIL = "in the layer of p, as UNTIL"
+    LAYER_TO = "in the layer of p, up to p"
+    AHEAD = "in the layers that come before that of p, as many as weights are fetched ahead"
+    WHOLE = "from p on, or from behind its backward, while the segment of p is there as a whole"
+    SAVED = "behind that"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """The scope of bytes as an interval for each place of use, in an order of the places of moments."""
+
+    rank: np.ndarray
+    """Position of each place in the order."""
+    first: np.ndarray
+    end: np.ndarray
+
+    def covers(self, place: int) -> list[bool]:
+        """Return, by place of use, whether bytes are resident at a place; the last is of what no call uses."""
+        rank = self.rank[place]
+        return ((self.first <= rank) & (rank < self.end)).tolist()
+
+    def spread(self, num_bytes: np.ndarray) -> np.ndarray:
+        """Return the bytes at each place, given those by place of use."""
+        end = np.maximum(self.first, self.end)
+        found = np.zeros(1 + max(self.rank.max(initial=0), end.max(initial=0)), dtype=np.int64)
+        np.add.at(found, self.first, num_bytes)
+        np.subtract.at(found, end, num_bytes)
+        return np.cumsum(found)[self.rank]
+
+
+class Presence:
+    """Presence of bytes at the moments of a step, by their role and the place of the call that first uses them."""
+
+    def __init__(self, memory: MemoryModel) -> None:
+        self.memory, self.lifetimes, self.weights = memory, memory.lifetimes, memory.weights
+        self.is_alone, self.count = memory.live is not None, len(memory.lifetimes.calls)
+        """Number of calls; `is_alone` is true if the program has a forward alone."""
+        self._scopes = [self._scopes_of(is_first) for is_first in (False, True)]
+        self._spans: dict[object, Span] = {}
+        self._covered: dict[object, list[bool]] = {}
+
+    def _scopes_of(self, is_first: bool) -> dict[Role, Mapping[int, Scope]]:
+        """Return by role the scope at each kind of moment, in a first backward or a later one."""
+        always = dict.fromkeys(range(STEP + 1), Scope.ALWAYS)
+        running, backward = (dict.fromkeys(kinds, Scope.ALWAYS) for kinds in (KINDS, BACKWARD))
+        frees_gradients = self.memory.frees_gradients
+        run = dict.fromkeys(BACKWARD, Scope.LAYER_UNTIL if frees_gradients else Scope.UNTIL)
+        return {
+            Role.STORED: always,
+            Role.MOVED: always if self.memory.microbatches.stashes else {**running, END: Scope.ALWAYS},
+            Role.RECEIVED: always,
+            Role.RETURNED: always,
+            Role.SENT: always,
+            Role.GRADIENT: {**(run if is_first or frees_gradients else running), END: Scope.ALWAYS},
+            Role.ARRIVED: {} if is_first else run,
+            Role.FRESH: {COMPUTING: Scope.HERE},
+            Role.REDUCED: {END: Scope.ALWAYS},
+            Role.STEPPED: {STEP: Scope.ALWAYS},
+            Role.UNREDUCED: dict.fromkeys(backward, Scope.LAYER_BEFORE),
+            Role.SENT_OFF: {REDUCING: Scope.LAYER_TO},
+            Role.LAST_MADE: {REDUCING: Scope.HERE},
+            Role.SAVED: dict.fromkeys(KINDS, Scope.SAVED),
+            Role.WHOLE: dict.fromkeys(KINDS, Scope.WHOLE),
+            Role.WAITING: always,
+            Role.GATHERED: {FORWARD: Scope.ALL_LAYER},
+            Role.GATHERED_AGAIN: {COMPUTING: Scope.ALL_LAYER, GATHERING: Scope.ALL_LAYER},
+            Role.COPIED: {GATHERING: Scope.ALL_LAYER},
+            Role.ON_WAY: {FORWARD: Scope.AHEAD},
+            Role.ON_WAY_AGAIN: dict.fromkeys(backward, Scope.AHEAD),
+            Role.WORKING: {COMPUTING: Scope.HERE},
+            Role.WORKING_FORWARD: {FORWARD: Scope.HERE},
+            Role.HANDED_ON: dict.fromkeys(BEHIND, Scope.HERE),
+            Role.UPDATING: {UPDATING: Scope.HERE, STEP: Scope.ALWAYS},
+            Role.ALIVE: dict.fromkeys((FORWARD, GATHERING), Scope.ONWARD),
+        }
+
+    def times(self, role: Role, phase: Phase) -> int:
+        """Return for how many micro-batches bytes of one are resident in a phase."""
+        if role is Role.WAITING:
+            return phase.others
+        if role is Role.SENT:
+            return phase.others + (not phase.end)
+        if role in (Role.RECEIVED, Role.RETURNED):
+            return self.memory.microbatches.received(phase)[role is Role.RETURNED]
+        return 1
+
+    def scope(self, role: Role, kind: int, phase: Phase) -> Scope | None:
+        """Return where bytes are resident at moments of a kind in a phase; None for nowhere."""
+        return self._scopes[phase.first][role].get(kind)
+
+    def is_resident(self, role: Role, used: int, at: Moment, offloads: bool = False) -> bool:
+        """Return whether bytes of a role that the call at place `used` uses first are resident at a moment."""
+        scope = self.scope(role, at.kind, at.phase)
+        if scope is None or scope is Scope.ALWAYS:
+            return scope is not None
+        key = scope, at.kind, at.place, offloads
+        if key not in self._covered:
+            self._covered[key] = self.span(scope, at.kind, offloads).covers(at.place)
+        return self._covered[key][min(used, self.count)]
+
+    @cached_property
+    def moments(self) -> np.ndarray:
+        """Mask of the places that have a moment, by kind and place."""
+        found = np.zeros((len(KINDS), self.count), dtype=bool)
+        found[FORWARD] = True
+        if self.is_alone:
+            found[GATHERING, list(self.weights.first_places.values())] = True
+            return found
+        found[COMPUTING] = True
+        found[GATHERING, list(self.weights.last_gather.values())] = True
+        found[REDUCING, list(self.weights.first_reduction.values())] = True
+        for number in () if self.memory.microbatches.works else self.memory.stepping:
+            found[UPDATING, self.lifetimes.position[number] : self.lifetimes.position[number] + 1] = True
+        return found
+
+    def span(self, scope: Scope, kind: int, offloads: bool = False) -> Span:
+        """Return a scope as intervals at moments of a kind; `offloads`: whether segments are offloaded."""
+        key = scope, kind, offloads
+        if key not in self._spans:
+            self._spans[key] = self._span(scope, kind, offloads)
+        return self._spans[key]
+
+    def _span(self, scope: Scope, kind: int, offloads: bool) -> Span:
+        count, behind = self.count, kind in BEHIND
+        places, used = np.arange(count), np.arange(count + 1)
+        nothing, end = np.zeros(count + 1, dtype=np.intp), np.full(count + 1, count)
+        if scope is Scope.AHEAD:
+            return self._ahead(kind)
+        if scope is Scope.HERE:
+            return Span(places, used, np.minimum(used + 1, count))
+        if scope is Scope.ONWARD:
+            return Span(places, used, end)
+        if scope is Scope.UNTIL:
+            return Span(places, nothing, np.minimum(used + behind, count))
+        if scope in (Scope.SAVED, Scope.WHOLE):
+            turn = self._saved_from(kind, offloads)
+            first = np.minimum(used + behind, count)
+            return Span(places, turn, end) if scope is Scope.SAVED else Span(places, first, turn)
+        rank, first, last = self.lifetimes.places_by_layer
+        more = {Scope.LAYER_BEFORE: 0, Scope.LAYER_UNTIL: int(behind), Scope.LAYER_TO: 1}
+        until = last if scope is Scope.ALL_LAYER else rank + more[scope]
+        return Span(rank, np.append(first, 0), np.append(until, 0))
+
+    def _saved_from(self, kind: int, offloads: bool) -> np.ndarray:
+        """Return, by place of use, the place from which on only what the mode saves is resident.
+
+        A segment that runs again has all of its own. What it sends to the host stays while it runs, and while the calls
+        next to it do.
+        """
+        ends = self.lifetimes.segment_ends
+        waits = kind in (FORWARD, GATHERING)
+        turn = ends[ends[:-1]] if offloads else np.arange(self.count) if waits else ends[:-1]
+        return np.append(turn, self.count)
+
+    def _ahead(self, kind: int) -> Span:
+        """Return where weights are on their way, by layers in the order in which they run first.
+
+        A layer fewer is fetched while a layer's weights arrive, before the next fetch starts.
+        """
+        forward, depth = kind == FORWARD or self.is_alone, max(0, self.memory.prefetch - (kind == GATHERING))
+        reached, numbers = self.weights.reached(forward)
+        first = np.maximum(numbers - depth, 0) if forward else numbers + 1
+        end = numbers if forward else np.minimum(numbers + depth + 1, self.weights.num_layers)
+        is_none = (numbers < 0) | (depth == 0)
+        return Span(reached, np.append(np.where(is_none, 0, first), 0), np.append(np.where(is_none, 0, end), 0))
+
+
+def presence_of(memory: MemoryModel) -> Presence:
+    """Return the presence of a model's bytes, made once."""
+    key = "presence", memory.prefetch
+    if key not in memory.parts:
+        memory.parts[key] = Presence(memory)
+    return memory.parts[key]

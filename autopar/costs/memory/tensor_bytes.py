@@ -20,10 +20,11 @@ import numpy as np
 
 from autopar.costs.pricing.message_sizes import worth_a_message
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
-from autopar.costs.space.strategy import running_in
+from autopar.costs.space.strategy import Strategy, running_in
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import MODES
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R
+from autopar.ir.sharding.rule import BoundRule
 
 SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor relates in memory to its source
 Bytes = np.ndarray
@@ -139,9 +140,16 @@ class TensorBytes:
         key = ("local", tuple(shape), tuple(layouts), size)
         sizes = self.space.mesh.sizes
         return self.cached(
-            key,
-            lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
+            key, lambda: self.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts])
         )
+
+    def local_sizes(self, strategy: Strategy, bound: BoundRule) -> dict[str, int]:
+        """Return the size of every factor of a call on one device."""
+        return strategy.local_sizes(bound.sizes, self.space.mesh)
+
+    def array(self, sizes: Sequence[int]) -> Bytes:
+        """Return numbers of bytes as an array."""
+        return np.array(sizes, dtype=np.int64)
 
     def stated(self, cost: StatedBytes, decision: Decision, mode: int = 0) -> Bytes:
         """Return the bytes that the implementations of a call state, by strategy; UNSTATED of those that state none.
@@ -150,14 +158,14 @@ class TensorBytes:
         """
 
         def make() -> Bytes:
-            call, bound, mesh = decision.candidates.call, decision.candidates.bound, self.space.mesh
-            found = np.full(len(decision.candidates.strategies), UNSTATED, dtype=np.int64)
-            for number, chosen in enumerate(decision.candidates.strategies):
-                strategy = running_in(MODES[mode], chosen)
+            call, bound = decision.candidates.call, decision.candidates.bound
+            found: list[int] = []
+            for chosen in decision.candidates.strategies:
+                strategy, num_bytes = running_in(MODES[mode], chosen), None
                 if strategy.implemented and call is not None and bound is not None:
-                    num_bytes = getattr(strategy.implementation, cost)(call, strategy.local_sizes(bound.sizes, mesh))
-                    found[number] = UNSTATED if num_bytes is None else num_bytes
-            return found
+                    num_bytes = getattr(strategy.implementation, cost)(call, self.local_sizes(strategy, bound))
+                found.append(UNSTATED if num_bytes is None else num_bytes)
+            return self.array(found)
 
         return self.cached((cost, id(decision.candidates), mode), make)
 
@@ -171,9 +179,9 @@ class TensorBytes:
             self._cache[key] = make()
         return self._cache[key]
 
-    def times(self, elements: Bytes, size: float) -> Bytes:
-        """Return the bytes of so many elements of `size` bytes, which may be a fraction."""
-        return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
+    def times(self, elements: Bytes, size: int) -> Bytes:
+        """Return the bytes of so many elements of `size` bytes."""
+        return self.cached(("times", id(elements), size), lambda: elements * size)
 
     def optimizer_state(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
         """Return the bytes of optimizer state for so many elements of a parameter, by name."""
@@ -196,11 +204,15 @@ class TensorBytes:
         before, after = self.bytes_at_ends(edge)
         unmoved = np.zeros_like(before) if there else before
         found = np.where(self.stays(edge), unmoved[:, None], after[None, :])
-        strategies = self.space.decisions[edge.source].candidates.strategies
-        if edge.tensor.regather and any(strategy.saved for strategy in strategies):
+        if edge.tensor.regather and self.may_be_saved(edge.source):
+            strategies = self.space.decisions[edge.source].candidates.strategies
             again = np.array([not strategy.saved for strategy in strategies])
             found[again[:, None] & self.only_gathers(edge)] = 0
         return found
+
+    def may_be_saved(self, number: int) -> bool:
+        """Return whether a parameter has strategies that save it once it is gathered; others gather it again."""
+        return any(strategy.saved for strategy in self.space.decisions[number].candidates.strategies)
 
     def sent(self, edge: TensorEdge) -> Bytes:
         """Return the bytes of a tensor where it has come over links; where not, it is made again."""
@@ -220,6 +232,10 @@ class TensorBytes:
     def nothing(self, shape: tuple[int, ...]) -> Bytes:
         """No bytes, whatever is chosen."""
         return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+
+    def copies(self, modes: Modes, count: int) -> Modes:
+        """Return the bytes of so many times the same."""
+        return tuple([self.cached(("copies", id(each), count), lambda a=each: a * count) for each in modes])
 
     def with_rerun(self, saved: Modes) -> Modes:
         """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""

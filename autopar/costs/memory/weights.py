@@ -1,14 +1,8 @@
 """Memory of weights and their gradients in transit between their storage and their use by calls.
 
-gathered          a weight while its layer runs forward, unless it is saved
-gathered again    while its layer runs backward; and while it is gathered in a message with others, out of which it is
-                  copied then
-unreduced         a gradient after its call's backward, until the first call of its layer has run backward
-sent off          then, a copy of it in the message that is sent, where it is not sent from where it lies
-arriving          a weight in the message out of which it is copied, before its layer runs forward
-on their way      a weight while the layers before its own run forward, and those behind its own backward, as many as
-                  it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
-                  only the first is issued ahead
+`moments` says when each is resident: a weight as it is gathered, forward and again for the backward, with the message
+that it is copied out of; a gradient as its call has made it, and as the message that reduces it; a weight on its way,
+with the part of it that is sent: counted whole, though of several gathers only the first is issued ahead.
 
 Weights that are gathered alone are freed one by one, yet all count while their layer runs.
 
@@ -26,8 +20,6 @@ from autopar.costs.memory.accumulation import Accumulation
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
 from autopar.costs.space.space import TensorEdge
-
-FAR_OFF = 1 << 40  # from every layer
 
 
 class MovedWeights:
@@ -48,43 +40,26 @@ class MovedWeights:
         return self._by_layer(min, lambda edge: edge.tensor.requires_grad)
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
-        """Layer that has weights → its number."""
-        places = self.first_places
-        return {layer: number for number, layer in enumerate(sorted(places, key=places.__getitem__))}
+    def num_layers(self) -> int:
+        """Number of layers that have weights."""
+        return len(self.first_places)
 
-    @cached_property
-    def _reached(self) -> tuple[list[int], list[int]]:
-        """The number of the layer that each place has come to, forward and backward; far off where it is none."""
-        own = [self._numbers.get(self.lifetimes.layer[number]) for number in self.lifetimes.calls]
-        forward, backward = list(own), list(own)
-        for place in range(len(own)):
-            if own[place] is None:
-                forward[place] = forward[place - 1] if place else -FAR_OFF
-        for place in reversed(range(len(own))):
-            if own[place] is None:
-                backward[place] = backward[place + 1] if place + 1 < len(own) else FAR_OFF
-        return forward, backward  # type: ignore[return-value]
+    def reached(self, forward: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return, by place, the layer with weights that a pass has come to, and the place's own (-1: it has none).
 
-    def is_ahead(self, layer: str, place: int, forward: bool, depth: int) -> bool:
-        """Return whether weights of a layer are in transit while the call at a position runs.
-
-        Weights are fetched `depth` layers ahead.
+        Before the first of its layers a pass has come to `num_layers`, which is none.
         """
-        number = self._numbers.get(layer)
-        if number is None or depth == 0:
-            return False
-        distance = number - self._reached[0][place] if forward else self._reached[1][place] - number
-        return 0 < distance <= depth
-
-    def bytes_ahead(self, by_layer: np.ndarray, forward: bool, depth: int) -> np.ndarray:
-        """At each place, the bytes of the layers of which `is_ahead` says so; by layer as lifetimes number them."""
-        if depth == 0:
-            return np.zeros(len(self.lifetimes.calls), dtype=np.int64)
-        sizes = by_layer[[self.lifetimes.layers[layer] for layer in self._numbers]]
-        before, reached = np.cumsum([0, *sizes]), np.array(self._reached[0 if forward else 1], dtype=np.int64)
-        first, behind = (reached + 1, reached + depth + 1) if forward else (reached - depth, reached)
-        return before[np.clip(behind, 0, len(sizes))] - before[np.clip(first, 0, len(sizes))]
+        first = self.first_places
+        numbers = {layer: number for number, layer in enumerate(sorted(first, key=first.__getitem__))}
+        own = np.array(
+            [numbers.get(self.lifetimes.layer[number], -1) for number in self.lifetimes.calls], dtype=np.intp
+        )
+        found, last = np.empty_like(own), self.num_layers
+        places = range(len(own))
+        for place in places if forward else reversed(places):
+            last = own[place] if own[place] >= 0 else last
+            found[place] = last
+        return found, own
 
     def _by_layer(self, chosen: Callable[..., int], counts: Callable[[TensorEdge], bool]) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import PlanMoments
-from autopar.costs.memory.resident_arrays import node_parts as held_by_decision
-from autopar.costs.memory.resident_arrays import parts_on
+from autopar.costs.memory.resident_parts import parts_of
 from autopar.costs.steps.sends import Send, reduced_overlapped
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.costs.timeline.simulation import simulate
@@ -46,6 +46,7 @@ from autopar.planning.pipeline.stages.blocks import Block
 from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
 
 Floats = NDArray[np.float64]
+LASTING = {Role.STORED: "stored", Role.MOVED: "stored", Role.GRADIENT: "gradients", Role.REDUCED: "reduced"}
 FORWARD = "forward"
 OPTIMIZER = "optimizer"
 
@@ -329,40 +330,26 @@ def _bytes(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], homes: Sequence[int | None], count: int
 ) -> dict[str, Floats]:
     """Return the bytes of blocks of the shorter program by what they are."""
-    space, calls = memory.space, len(memory.lifetimes.calls)
+    calls = len(memory.lifetimes.calls)
     moments = PlanMoments(memory, choices, modes)
     at_place = np.array([homes[number] if homes[number] is not None else 0 for number in memory.lifetimes.calls])
     found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "transient")}
-    for number, choice in enumerate(choices):
-        home = homes[number] or 0
-        parts = held_by_decision(memory, number)
-        found["stored"][home] += sum(float(array[choice]) for _, array in parts.stored)
-        if parts.gradients is not None:
-            found["gradients"][home] += float(parts.gradients[choice])
-    for edge in space.edges:
-        many, ends = parts_on(memory, edge).many, (choices[edge.source], choices[edge.target])
-        if many is None:
-            continue
-        home = homes[edge.target] or 0
-        for name, array in (("stored", many.held), ("gradients", many.accumulated), ("reduced", many.reduced)):
-            if array is not None:
-                found[name][home] += float(np.broadcast_to(array, _shape(memory, edge.source, edge.target))[ends])
-    np.add.at(found["saved"], at_place, moments.saved)
+    for part in parts_of(memory):
+        if part.role in LASTING:
+            home = homes[part.ends[-1]] or 0
+            found[LASTING[part.role]][home] += float(part.modes[0][tuple(choices[end] for end in part.ends)])
+    np.add.at(found["saved"], at_place, moments.of(Role.SAVED)[:calls])
     phase = Phase(0, first=not memory.microbatches.several)
-    totals = np.max([np.sum(list(each.values()), axis=0) for each in moments.kinds(phase)], axis=0)
+    totals = moments.totals(phase).max(axis=0)
     before = np.concatenate([[0.0], np.cumsum(found["saved"])])[at_place]
     if memory.microbatches.several:
-        there = np.full(calls, float(moments.born.sum()))
+        there = np.full(calls, float(moments.of(Role.GRADIENT).sum()))
     else:
         behind = found["gradients"].sum() - np.cumsum(found["gradients"])
         there = behind[at_place]
-    always = moments.always_total + sum(moments.buffers(phase).values())
+    always = sum(moments.standing(phase).values())
     np.maximum.at(found["transient"], at_place, np.maximum(totals - always - there - before, 0.0))
     return found
-
-
-def _shape(memory: MemoryModel, *ends: int) -> tuple[int, ...]:
-    return tuple(len(memory.space.decisions[end].candidates.strategies) for end in ends)
 
 
 def strategies_of(uses: Sequence[BlockUse], whole: Sequence[Block]) -> dict[str, frozenset[str]]:

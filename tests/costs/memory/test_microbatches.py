@@ -19,8 +19,9 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.microbatches import END, Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import MemoryRow, edge_bytes
+from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
+from autopar.costs.memory.resident_parts import edge_bytes
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.build import build_space
 from autopar.costs.space.space import Space

@@ -26,11 +26,10 @@ from autopar.costs.memory.moments import (
     REDUCING,
     MemoryRow,
     Moment,
-    edge_bytes,
     moment_of,
-    node_bytes,
 )
 from autopar.costs.memory.peak import memory_use
+from autopar.costs.memory.resident_parts import edge_bytes, node_bytes
 from autopar.costs.memory.tensor_bytes import TensorBytes
 from autopar.costs.pricing import message_sizes as messages
 from autopar.costs.pricing.optimizer import Optimizer

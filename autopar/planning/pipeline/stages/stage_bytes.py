@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.memory.microbatches import END, Phase
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import PlanMoments, memory_use
 from autopar.costs.plans.decision_rows import SAVED
 
@@ -96,16 +97,16 @@ def stage_bytes_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[s
     if not runs.several or runs.stashes:
         return StageBytes(peak, peak, peak)
     moments = PlanMoments(memory, choices, modes)
-    saved = runs.in_flight * int(moments.saved.sum())
-    running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - saved
+    saved, sent = (int(moments.of(role).sum()) for role in (Role.SAVED, Role.SENT))
+    running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - runs.in_flight * saved
     full, without_one = (
-        sum(moments.buffers(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
+        sum(moments.standing(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
     )
-    waiting = saved + runs.in_flight * moments.sent + full
-    without_first = saved // runs.in_flight + moments.sent + full - without_one
-    ending = sum(moments.ending(END).values()) + waiting - (without_first if runs.in_flight == runs.count else 0)
-    resting = max(moments.always_total + waiting, ending)
+    resting = full + runs.in_flight * (saved + sent)
+    waiting = resting - int(moments.of(Role.STORED, Role.MOVED).sum())
+    without_first = saved + sent + full - without_one
+    ending = sum(moments.at(0, END, 0).values()) + waiting - (without_first if runs.in_flight == runs.count else 0)
+    resting = max(resting, ending)
     resident = max(peak - running, min(resting, peak))
-    each = saved // runs.in_flight
     # Where no micro-batch follows the first backward, it may be fullest with one less of them.
-    return StageBytes(resident, peak, resident - min(runs.in_flight, runs.count - 1) * each, each)
+    return StageBytes(resident, peak, resident - min(runs.in_flight, runs.count - 1) * saved, saved)
