@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.solve import smallest_bytes, solve
+from autopar.solver.solve import solve
 
 # (name, whether it holds a parameter, the operations it reads); "stream" is the layer's input.
 LAYER = (
@@ -63,7 +63,7 @@ def layered_problem(num_layers: int, num_strategies: int, distinct: bool = False
 
 def with_memory(problem: Problem, share: float) -> Problem:
     """The problem with a limit `share` of the way from the least bytes to what the fastest choice takes."""
-    least, most = smallest_bytes(problem), solve(problem).num_bytes
+    least, most = round(solve(problem.in_bytes()).seconds), solve(problem).num_bytes
     return Problem(problem.nodes, problem.edges, int(least + share * (most - least)))
 
 

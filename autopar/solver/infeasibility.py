@@ -27,7 +27,7 @@ from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.presolve.reduction import prune
+from autopar.solver.presolve.pruning import prune
 from autopar.solver.problem import Node, Problem
 
 MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.solve import solve
 
 SHAPES = ("tree", "hub", "skips", "repeated", "parts")
 
@@ -61,3 +64,53 @@ def reference(problems: list[Problem]) -> float:
 def without_limit(problem: Problem) -> Problem:
     """The problem without its memory row."""
     return replace(problem, budget=None)
+
+
+def least_bytes(problem: Problem) -> int:
+    """The fewest bytes that any choices take."""
+    return round(solve(problem.in_bytes()).seconds)
+
+
+def limited(problem: Problem, share: float) -> Problem:
+    """The problem with a budget between the fewest bytes and those of the best choices."""
+    least, most = least_bytes(problem), solve(without_limit(problem)).num_bytes
+    return replace(problem, budget=int(least + share * max(most - least, 0)))
+
+
+def layered_rows(seed: int, num_layers: int, count: int) -> list[Problem]:
+    """Layers of two nodes in a chain, equal but for their bytes, which rows count in other layers each."""
+    rng = np.random.default_rng(seed)
+    candidate_lists, across, into = rng.random((2, 3)), rng.random((3, 3)), rng.random((3, 3))
+    row_bytes, moved = rng.integers(1, 30, (count, 2, 3)), rng.integers(0, 9, (3, 3))
+    nothing = np.zeros(3, dtype=np.int64)
+    problems = []
+    for row in range(count):
+        nodes = [
+            Node(f"{layer}.{i}", candidate_lists[i], row_bytes[row, i] if (layer + row) % 3 else nothing)
+            for layer in range(num_layers)
+            for i in range(2)
+        ]
+        edges = [Edge((2 * layer, 2 * layer + 1), into, moved) for layer in range(num_layers)]
+        edges += [Edge((2 * layer - 1, 2 * layer), across) for layer in range(1, num_layers)]
+        most = sum(int(node.num_bytes.max()) for node in nodes)
+        problems.append(Problem(tuple(nodes), tuple(edges), int(most * rng.uniform(0.4, 0.9))))
+    return problems
+
+
+def brute_force(problems: Sequence[Problem]) -> float:
+    """The seconds of the best choices within all budgets, by looking at all; inf where none are."""
+    every = np.indices([node.num_strategies for node in problems[0].nodes]).reshape(len(problems[0].nodes), -1)
+    seconds = _sums(problems[0], every, "seconds")
+    for each in problems:
+        if each.budget is not None:
+            seconds[_sums(each, every, "num_bytes") > each.budget] = np.inf
+    return float(seconds.min(initial=np.inf))
+
+
+def _sums(problem: Problem, every: np.ndarray, what: Literal["seconds", "num_bytes"]) -> np.ndarray:
+    """What choices take together, of which each is a column."""
+    of_nodes = [getattr(node, what)[every[number]] for number, node in enumerate(problem.nodes)]
+    of_edges = [
+        getattr(edge, what)[tuple(every[list(edge.ends)])] for edge in problem.edges if getattr(edge, what) is not None
+    ]
+    return np.sum([*of_nodes, *of_edges], axis=0)

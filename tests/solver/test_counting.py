@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -29,11 +30,11 @@ def test_what_a_short_count_finds_leaves_less_for_the_whole_one(
     fitting = sorted((problem.seconds_of(x), x) for x in every if problem.fits(problem.bytes_of(x)))
     counted, whole = [], counting_ilp._Counting.solve
 
-    def solve(self: counting_ilp._Counting, tolerance: float, effort: float) -> Counted:
+    def solve(self: counting_ilp._Counting, tolerance: float, effort: float, known: Sequence[int] | None) -> Counted:
         counted.append((sum(len(entries) for entries, _ in self.remaining_problem.choices), effort))
         if len(counted) == 1:  # it ends with something, or with nothing
             return Counted(None if place is None else fitting[place][1], -math.inf, False)
-        return whole(self, tolerance, effort)
+        return whole(self, tolerance, effort, known)
 
     monkeypatch.setattr(counting_ilp._Counting, "solve", solve)
     found = best_counts(RemainingProblem((problem,), (0.05,), 9.0, math.inf), 1e-9)
@@ -51,5 +52,28 @@ def test_a_bound_as_high_as_the_limit_is_a_proof_though_the_search_has_not_ended
     assert best.choices is not None
     monkeypatch.setattr(counting_ilp, "solved", lambda *of: solved(*of) and counting_ilp.cp_model.FEASIBLE)
     for limit, is_proven in ((9.0, False), (best.bound - 1e-6, True)):
-        found = counting_ilp._Counting(RemainingProblem((problem,), (0.05,), limit, math.inf)).solve(1e-9, math.inf)
+        found = counting_ilp._Counting(RemainingProblem((problem,), (0.05,), limit, math.inf)).solve(
+            1e-9, math.inf, None
+        )
         assert found.choices is not None and found.is_proven is is_proven
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_count_begins_with_known_choices_if_all_of_them_are_left(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem()
+    every = itertools.product(range(4), repeat=5)
+    known = sorted((problem.seconds_of(x), x) for x in every if problem.fits(problem.bytes_of(x)))[place][1]
+    hints, add_hint = [], counting_ilp.cp_model.CpModel.add_hint
+
+    def noted(self: counting_ilp.cp_model.CpModel, variable: object, value: int) -> None:
+        hints.append(value)
+        add_hint(self, variable, value)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(counting_ilp.cp_model.CpModel, "add_hint", noted)
+    whole = RemainingProblem((problem,), (0.05,), 9.0, math.inf)
+    found = counting_ilp._Counting(whole).solve(1e-9, math.inf, known)
+    assert found.is_proven and sum(hints) == 5  # one choice of each bag
+    hints.clear()
+    near = RemainingProblem((problem,), (0.05,), problem.seconds_of(known) - 0.5, math.inf)
+    counting_ilp._Counting(near).solve(1e-9, math.inf, known)
+    assert not hints

@@ -112,7 +112,7 @@ def test_every_step_of_an_elimination_looks_at_the_clock(monkeypatch: pytest.Mon
     shown = _clock(monkeypatch, 1.0)
     for search in (
         lambda until: evaluate(elimination, tables.weighted(0.0), until),
-        lambda until: reduced_costs(problem, elimination, evaluated, deadline=until),
+        lambda until: reduced_costs(problem, elimination, tables, evaluated, deadline=until),
         lambda until: lower_bound(problem, 0.0, until),
     ):
         until = shown[0] + 10.0

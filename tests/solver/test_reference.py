@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.solve import smallest_bytes, solve
+from autopar.solver.solve import solve
+from tests.solver.random_problems import limited
 
 CLOSE = 1e-7  # of the seconds: the ILP counts in rounded units
 
@@ -44,8 +45,7 @@ def _check(seed: int, num_blocks: int, num_axes: int, share: float | None) -> No
             solve(problem)
         return
     if share is not None:
-        least, most = smallest_bytes(problem), solve(problem).num_bytes
-        problem = Problem(problem.nodes, problem.edges, int(least + share * (most - least)))
+        problem = limited(problem, share)
     fast, plain = solve(problem), solve(problem, solver="ilp")
     assert fast.seconds == pytest.approx(plain.seconds, rel=CLOSE)
     assert fast.gap < CLOSE and fast.seconds == problem.seconds_of(fast.choices)

@@ -14,7 +14,6 @@ from autopar.errors import TimeLimitError
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.memory_limit.refusal import Modes
-from autopar.solver.prepared import Prepared
 from autopar.solver.solve import bound_at
 
 
@@ -40,8 +39,7 @@ def bounds_at(
     if last < 0:
         return Bounds(-math.inf, 0)
     row, price = (priced.row, priced.price) if priced is not None else (MemoryRow(((last, 1),)), 0.0)
-    prepared = Prepared.of(formulation.problem(pins, row, row.total * limit, modes), deadline)
-    seconds = bound_at(prepared, price, deadline)
+    seconds = bound_at(formulation.problem(pins, row, row.total * limit, modes), price, deadline)
     try:
         return Bounds(seconds, least_peak(formulation, pins, modes, deadline, sufficient=limit, is_brief=True).bound)
     except TimeLimitError:

@@ -27,15 +27,14 @@ from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
-from autopar.solver.elimination.min_marginals import MAX_CALIBRATED, ReducedCosts, reduced_costs
+from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.low_treewidth import without_warnings
 from autopar.solver.presolve.reduced_cost_fixing import remaining
 from autopar.solver.problem import Edge, Node, Problem, Solution
 from autopar.solver.solve import solve
+from autopar.solver.tolerances import without_warnings
 
 WEIGHTS = 1000  # parts into which weights are divided: rows take whole numbers
-NEARER = 0.5  # of the way from the weights that prove most so far to those of the linear program
 MAX_ROUNDS = 60  # of cutting planes
 MAX_ROWS = 40  # moments that the ILP may meet
 SMALL_PROBLEM = 200_000  # pairs of strategies that the ILP takes
@@ -50,6 +49,8 @@ class LeastPeak:
     modes: Mapping[str, str]
     peak_bytes: int
     bound: int
+    weights: MemoryRow
+    """Moments, with weights, at which no plan takes less on average than the bound."""
 
     @property
     def is_proven(self) -> bool:
@@ -84,10 +85,10 @@ def least_peak(
     if not is_brief:
         search.by_fixing()
     choices, chosen = search.split(search.points[search.best_point])
-    return LeastPeak(choices, chosen, search.best, min(search.least, search.best))
+    return LeastPeak(choices, chosen, search.best, min(search.least, search.best), search.weights)
 
 
-class Moments:
+class _Visited:
     """Bytes at every moment of the visited plans, and the moments that were the fullest of some plan."""
 
     def __init__(self) -> None:
@@ -101,11 +102,8 @@ class Moments:
             self.moments.append(fullest)
         self.taken.append(taken)
 
-    def heaviest(self, parts: int, near: MemoryRow | None = None) -> MemoryRow:
-        """Return the sum of moments, with weights in so many parts, of which the least that a plan takes is the most.
-
-        With `near`, a sum between that and this one, which swings less from plan to plan.
-        """
+    def heaviest(self) -> MemoryRow:
+        """Return the sum of moments, with weights in parts, of which the least that a plan takes is the most."""
         solver = pywraplp.Solver.CreateSolver("GLOP")
         assert solver is not None
         scale = float(max(taken.max() for taken in self.taken))
@@ -117,14 +115,11 @@ class Moments:
         solver.Maximize(least)
         solver.Solve()
         found = {m: w.solution_value() for m, w in zip(self.moments, weights, strict=True)}
-        if near is not None:
-            before = {moment: weight / near.total for moment, weight in near.weights}
-            found = {m: NEARER * found.get(m, 0.0) + (1 - NEARER) * before.get(m, 0.0) for m in {**found, **before}}
-        whole = ((moment, round(parts * weight)) for moment, weight in found.items())
+        whole = ((moment, round(WEIGHTS * weight)) for moment, weight in found.items())
         return MemoryRow(tuple(sorted((moment, weight) for moment, weight in whole if weight > 0)))
 
 
-class _Search(Moments):
+class _Search(_Visited):
     def __init__(
         self,
         formulation: Formulation,
@@ -160,7 +155,7 @@ class _Search(Moments):
             if bound > self.least:
                 self.least, self.weights = bound, weights
             self.meet_point(solution.choices)
-            weights = self.heaviest(WEIGHTS)
+            weights = self.heaviest()
 
     def by_fixing(self) -> None:
         """Close the gap by fixings and an ILP, with a row for each moment that was the fullest of some point."""
@@ -223,10 +218,10 @@ def _reduced_costs_of(problem: Problem, margin: float, deadline: float) -> Reduc
     """Return the reduced cost of each choice, up to a margin; None if the graph's treewidth is too high."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
-    if elimination is None or elimination.largest > MAX_CALIBRATED:
+    if elimination is None:
         return None
     evaluated = evaluate(elimination, tables.weighted(0.0), deadline)
-    return reduced_costs(problem, elimination, evaluated, margin, deadline=deadline)
+    return reduced_costs(problem, elimination, tables, evaluated, margin, deadline)
 
 
 def _with_bytes(problem: Problem, other: Problem) -> Problem:

@@ -23,8 +23,7 @@ from autopar.solver.problem import Floats, Problem
 
 MAX_BAG = 6_000_000  # entries of a bag
 MAX_PAIR = 200_000  # entries of what a node leaves over two others at most
-SHAPES = ((12_000, 3), (130_000, 4))  # over more: entries, and how many others; which is better, cores show
-VISIT = 6_000  # per-message overhead, as table entries that take the same time
+MOST, MAX_ENDS = 12_000, 3  # entries of what a node leaves over more than two others, and how many others
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,6 @@ class Core:
     """Messages of parts of which no node is left."""
     elimination: Elimination
     """Elimination of the other nodes; its messages are numbered after the tables of the problem."""
-
-    def entries(self, sizes: Sequence[int]) -> int:
-        """Count the table entries that messages between all its nodes touch, including per-message overhead."""
-        passed = (math.prod([sizes[end] for end in joint.ends]) + VISIT for joint in self.joints)
-        return sum(len(joint.ends) * each for joint, each in zip(self.joints, passed, strict=True))
 
     def extend(self, choices: list[int], tables: Sequence[Floats]) -> None:
         """Fill in the best choices of the other nodes, given those of the core and all tables (`evaluated`)."""
@@ -97,18 +91,12 @@ class Core:
 
 
 def core_of(problem: Problem, tables: Tables) -> Core:
-    """Eliminate nodes, those of the smallest bags first, as long as bags and messages are small.
-
-    How small is best depends on the graph: the core is taken through whose messages the way is the shortest.
-    """
-    sizes = [node.num_strategies for node in problem.nodes]
-    found = (_Shrinking(problem, tables, *shape).result() for shape in SHAPES)
-    return min(found, key=lambda core: core.entries(sizes))
+    """Eliminate nodes, those of the smallest bags first, as long as bags and messages are small."""
+    return _Shrinking(problem, tables).result()
 
 
 class _Shrinking:
-    def __init__(self, problem: Problem, tables: Tables, most: int, max_ends: int) -> None:
-        self.most, self.max_ends = most, max_ends
+    def __init__(self, problem: Problem, tables: Tables) -> None:
         self.sizes = [node.num_strategies for node in problem.nodes]
         self.num_tables = len(tables)
         self.factors: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -145,13 +133,13 @@ class _Shrinking:
         around: set[int] = set()
         for factor in self.at[node]:
             around.update(self.factors[factor][1])
-            if len(around) > self.max_ends + 1:
+            if len(around) > MAX_ENDS + 1:
                 return None
         around.discard(node)
         left = math.prod([self.sizes[other] for other in around])
-        if len(around) > self.max_ends or left * self.sizes[node] > MAX_BAG:
+        if len(around) > MAX_ENDS or left * self.sizes[node] > MAX_BAG:
             return None
-        if left > (self.most if len(around) > 2 else MAX_PAIR):
+        if left > (MOST if len(around) > 2 else MAX_PAIR):
             return None
         return left * self.sizes[node], self.depth[node], node
 

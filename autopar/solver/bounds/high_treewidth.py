@@ -14,15 +14,13 @@ from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
 from autopar.solver.elimination.min_marginals import ReducedCosts
-from autopar.solver.lagrangian import Point, point
 from autopar.solver.presolve.contraction import contract
-from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
-from autopar.solver.presolve.reduction import Pruned, prune
+from autopar.solver.presolve.pruning import Pruned, prune
 from autopar.solver.problem import Floats, Integers, Node, Problem
 
 EXPENSIVE_WORK = 5_000_000_000  # entries: an elimination of more takes longer than messages
 MAX_SWEEPS = 200
-WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow (default)
+WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow
 PATIENCE = 3  # slow sweeps in a row until the search ends
 TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
 
@@ -34,27 +32,16 @@ class Wide:
     fit the next. Where every choice is forbidden, the bound is infinite.
     """
 
-    def __init__(
-        self, problem: Problem, deadline: float = NEVER, near: float = 0.0, rows: Sequence[Problem] = ()
-    ) -> None:
+    def __init__(self, problem: Problem, deadline: float = NEVER, rows: Sequence[Problem] = ()) -> None:
         self.problem, self.rows, self.deadline = problem, tuple(rows), deadline
-        self.near = near
-        """Gap to the best choices found, as a share of their seconds, at which a bound is good enough."""
-        self.worthwhile = WORTHWHILE
-        """Share of the gap between a bound and the choices found that a sweep has to close; less counts as slow."""
         allowed = consistent((problem, *rows))
         self._pruned = None if allowed is None else allowed[0]
         self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)
         self._prices: tuple[float, ...] = ()
 
-    @property
-    def num_entries(self) -> int:
-        """Table entries that messages touch in one direction, at most, including per-message overhead."""
-        return 0 if self._messages is None else self._messages.num_entries
-
     def least(
         self, *prices: float, known_bound: float = -np.inf, sufficient: float = np.inf
-    ) -> tuple[float, Point | None]:
+    ) -> tuple[float, tuple[int, ...] | None]:
         """Return a bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
         Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
@@ -76,16 +63,15 @@ class Wide:
                     raise
                 break
             best, gained = messages.cost, messages.bound - before
-            slow = slow + 1 if gained < self.worthwhile * (best - messages.bound) or best == np.inf else 0
-            is_near = best < np.inf and best - messages.bound <= max(self.near, TOLERANCE) * abs(best)
+            slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == np.inf else 0
+            is_near = best < np.inf and best - messages.bound <= TOLERANCE * abs(best)
             is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
             if is_near or is_done or is_over(self.deadline):
                 break
         if messages.cost == np.inf:
             return messages.bound, None
         # Rounding in the sums must not let the bound pass what it bounds.
-        found = point(self.problem, self._pruned.extend(messages.choices()))
-        return min(messages.bound, messages.cost), found
+        return min(messages.bound, messages.cost), self._pruned.extend(messages.choices())
 
     def bound(self, *prices: float) -> float:
         """Return the bound at some prices; reuse the last result of `least` if the prices are the same."""
@@ -93,8 +79,8 @@ class Wide:
             return self.least(*prices)[0]
         return min(self._messages.bound, self._messages.cost)
 
-    def within(self, most: float, *prices: float) -> list[Remaining]:
-        """Return for each row the remaining problem without the strategies that no choices of at most `most` take.
+    def reduced_costs(self, most: float, *prices: float) -> ReducedCosts:
+        """Return -inf for strategies that choices of at most `most` may take, else inf; of pairs nothing is known.
 
         `most` is in seconds + prices · bytes. Raises TimeLimitError if that takes until the deadline.
         """
@@ -108,13 +94,12 @@ class Wide:
             reduced_cost[kept[least <= most]] = -np.inf
             of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
             alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
-        shared: dict[tuple[int, ...], Floats] = {}  # of pairs nothing is known
+        shared: dict[tuple[int, ...], Floats] = {}
         of_edge = [
             shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape))
             for edge in self.problem.edges
         ]
-        found = ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
-        return remaining_of_each((self.problem, *self.rows), found, most)
+        return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
 
 
 def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:

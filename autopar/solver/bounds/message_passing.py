@@ -58,7 +58,6 @@ class MessagePassing:
         self._tables = Tables(problem, problems[1:])
         self._core = core_of(problem, self._tables)
         sizes = [node.num_strategies for node in problem.nodes]
-        self.num_entries = self._core.entries(sizes)
         self._ends = [joint.ends for joint in self._core.joints]
         self._sent = [[np.zeros(sizes[end]) for end in ends] for ends in self._ends]
         self._left: dict[int, Floats] = {node: np.zeros(sizes[node]) for node in self._core.nodes}

@@ -25,8 +25,6 @@ from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import bag_sum
 from autopar.solver.problem import Floats, Integers, Problem, cut_table
 
-HAIR = 0.01  # of the grid
-MAX_CALIBRATED = 150_000_000  # entries of a bag that `reduced_costs` may build whole: 1.2 GB
 BLOCK = 1 << 22  # entries of a bag that are calibrated at once
 
 
@@ -45,87 +43,6 @@ class ReducedCosts:
     """Reduced cost of every pair of alive strategies at the ends of each edge."""
 
 
-def reduced_costs(
-    problem: Problem,
-    elimination: Elimination,
-    tables: Sequence[Floats],
-    margin: float = np.inf,
-    grid: float = 0.0,
-    deadline: float = NEVER,
-) -> ReducedCosts:
-    """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
-
-    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however high the treewidth
-    is. Messages from outside are rounded down to multiples of `grid` (seconds): equal layers of a long model then share
-    their buckets here too, and reduced costs are too small by up to `grid` per bucket on the way from the root.
-    TimeLimitError where that takes until the deadline.
-    """
-    children = children_of(elimination)
-    alive: list[Integers] = [np.empty(0, dtype=np.intp)] * len(problem.nodes)
-    over_neighbours: dict[int, Floats] = {}
-    of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
-    of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
-    shared: dict[object, _Calibrated] = {}
-    for place in reversed(range(len(elimination.buckets))):
-        bucket = elimination.buckets[place]
-        rows = tuple(alive[each] for each in bucket.bag[1:])
-        outside = over_neighbours.pop(place, np.zeros(()))
-        key = (bucket.step, outside.tobytes(), *(each.tobytes() for each in rows))
-        axis = {member: number for number, member in enumerate(bucket.bag)}
-        edges = [problem.edges[number] for number in bucket.edges]
-        wanted = {tuple(axis[end] for end in edge.ends) for edge in edges if not edge.is_loop}
-        below = [tuple(axis[each] for each in elimination.buckets[child].bag[1:]) for child in children[place]]
-        if key not in shared or not shared[key].least.keys() >= {*wanted, *below}:
-            check(deadline)
-            step = elimination.steps[bucket.step]
-            message = cut_table(tables[elimination.num_tables + bucket.step], rows)
-            total = _cut_bag_sum(step, tables, rows)
-            total += outside - np.where(np.isfinite(message), message, 0.0)
-            shared[key] = _calibrated(total, {*wanted, *below}, margin, grid)
-        found = shared[key]
-        node = bucket.bag[0]
-        of_node[node], alive[node] = found.of_node, found.alive
-        for number, edge in zip(bucket.edges, edges, strict=True):
-            of_edge[number] = found.loop if edge.is_loop else found.least[tuple(axis[end] for end in edge.ends)]
-        for child, axes in zip(children[place], below, strict=True):
-            over_neighbours[child] = found.least[axes]
-    return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Calibrated:
-    """Reduced costs from one calibrated bucket: for its node, and for some axes of its bag (in that order)."""
-
-    of_node: Floats
-    alive: Integers
-    least: dict[tuple[int, ...], Floats]
-
-    @property
-    def loop(self) -> Floats:
-        """Reduced costs for an edge from the node to itself: those of the node on the diagonal, infinite elsewhere."""
-        reduced_cost = self.of_node[self.alive]
-        return np.where(np.eye(len(reduced_cost), dtype=bool), reduced_cost[:, None], np.inf)
-
-
-def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float, grid: float) -> _Calibrated:
-    # Rounding leaves the optimum itself a hair off zero; a reduced cost is never negative.
-    of_node = np.maximum(total.min(axis=tuple(range(1, total.ndim)), initial=np.inf), 0.0)
-    alive = np.flatnonzero(of_node <= margin)
-    total = total[alive]
-    return _Calibrated(of_node, alive, {axes: _rounded(_minimum(total, axes), grid) for axes in wanted})
-
-
-def _rounded(reduced_cost: Floats, grid: float) -> Floats:
-    """Excesses rounded down to the grid, but for a hair: equal ones that differ in the last place stay equal."""
-    reduced_cost = np.asarray(np.maximum(reduced_cost, 0.0))
-    if grid:
-        reduced_cost /= grid
-        reduced_cost += HAIR
-        np.floor(reduced_cost, out=reduced_cost)
-        reduced_cost *= grid
-    return reduced_cost
-
-
 def _cut_bag_sum(
     step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...], first: Integers | None = None
 ) -> Floats:
@@ -139,7 +56,7 @@ def _cut_bag_sum(
     return bag_sum(EliminationStep(sizes, inputs), cut)
 
 
-def shared_reduced_costs(
+def reduced_costs(
     problem: Problem,
     elimination: Elimination,
     tables: Tables,
@@ -147,10 +64,11 @@ def shared_reduced_costs(
     margin: float = np.inf,
     deadline: float = NEVER,
 ) -> ReducedCosts:
-    """Return reduced costs like `reduced_costs`, but the least over all nodes of a kind for each (`Tables.kinds`).
+    """Calibrate the tree; `evaluated` is what `evaluate` returned for the same elimination.
 
-    Equal layers stay equal, and the work is that of an evaluation, or less if little is below the margin. Pairs are
-    over all strategies; those above the margin may be infinite.
+    A reduced cost is the least over all nodes of a kind (`Tables.kinds`): equal layers stay equal, and the work is that
+    of an evaluation, or less if little is below the margin. Pairs are over all strategies; those above the margin may
+    be infinite. TimeLimitError where that takes until the deadline.
     """
     found = _calibrated_steps(elimination, evaluated, margin, deadline)
     kinds = tables.kinds(problem)

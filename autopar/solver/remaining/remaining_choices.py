@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autopar.errors import TimeLimitError
 from autopar.solver.elimination.bucket_elimination import Elimination, compile_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import bag_sum, evaluate
@@ -25,7 +24,6 @@ from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
 FEW = 5_000  # choices of all bags together that are soon counted
-FACTORS = (0.5, 2.0, 0.0, 4.0)  # of the price of one row: prices near the best
 ROUNDING = 1e-12  # of all that is added up: what sums in another order may differ by
 
 
@@ -42,11 +40,10 @@ class Counted:
     is_proven: bool
 
 
-Evaluated = tuple[Tables, Elimination, list[Floats]]
-"""Tables of problems, how they are eliminated, and what that gives at some prices."""
-
-
-def _evaluated(problems: Sequence[Problem], prices: Sequence[float], deadline: float) -> Evaluated:
+def _evaluated(
+    problems: Sequence[Problem], prices: Sequence[float], deadline: float
+) -> tuple[Tables, Elimination, list[Floats]]:
+    """Return the tables of problems, how they are eliminated, and what that gives at some prices."""
     tables = Tables(problems[0], problems[1:])
     orders = [compile_elimination(problems[0], tables, balanced) for balanced in (True, False)]
     elimination = min(orders, key=lambda each: each.work)
@@ -59,8 +56,7 @@ class RemainingProblem:
     """A problem with memory rows, evaluated at their prices, and the margin that a limit on the seconds leaves.
 
     The problems are one with a memory row each: they differ in bytes and budgets. The nearer to the best the prices
-    are, the fewer choices are left. `evaluated` are their tables, an elimination, and what `evaluate` gives at the
-    prices, where these are known. Raises TooManyChoicesError, and TimeLimitError where not even the choices are known
+    are, the fewer choices are left. Raises TooManyChoicesError, and TimeLimitError where not even the choices are known
     by the deadline.
     """
 
@@ -70,12 +66,11 @@ class RemainingProblem:
         prices: Sequence[float],
         limit: float,
         deadline: float,
-        evaluated: Evaluated | None = None,
     ) -> None:
         self.budgets = [each.budget for each in problems]
         self.prices, self.limit, self.deadline = tuple(prices), limit, deadline
-        tables, self.elimination, self.weighted = evaluated or _evaluated(problems, prices, deadline)
-        self._problems, self._tables, self.costs = problems, tables, tables.costs()
+        tables, self.elimination, self.weighted = _evaluated(problems, prices, deadline)
+        self.costs = tables.costs()
         roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
         least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
         paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
@@ -105,40 +100,6 @@ class RemainingProblem:
             for (entries, reduced_cost), rows in zip(self.choices, near, strict=True)
         ]
         return found
-
-    def sharpened(self) -> RemainingProblem:
-        """Return the same without choices that are in no good enough solution at other prices, either.
-
-        Choices that the best prices barely leave in may be excluded at others: halved, doubled, … for one row after the
-        other, as with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
-        """
-        found = copy(self)
-        for prices in self._other_prices():
-            try:
-                other = RemainingProblem(self._problems, prices, self.limit, self.deadline, self._evaluated_at(prices))
-            except TimeLimitError:
-                break
-            near = [
-                other._whole(step)[tuple(entries.T)] <= other.margin for step, (entries, _) in enumerate(found.choices)
-            ]
-            found.choices = [
-                (entries[rows], reduced_cost[rows])
-                for (entries, reduced_cost), rows in zip(found.choices, near, strict=True)
-            ]
-        return found
-
-    def _other_prices(self) -> Iterator[tuple[float, ...]]:
-        """Prices with that of one row changed; a row without a price gets the mean of those that have one."""
-        priced = [each for each in self.prices if each]
-        for factor in FACTORS:
-            for row, price in enumerate(self.prices):
-                other = factor * price if price else (factor - 1) * sum(priced) / max(len(priced), 1)
-                if other >= 0 and other != price:
-                    yield (*self.prices[:row], other, *self.prices[row + 1 :])
-
-    def _evaluated_at(self, prices: Sequence[float]) -> Evaluated:
-        evaluated = evaluate(self.elimination, self._tables.weighted(*prices), self.deadline)
-        return self._tables, self.elimination, evaluated
 
     def seconds_of(self, choices: Sequence[int]) -> float:
         """Return the seconds of choices of the problem."""

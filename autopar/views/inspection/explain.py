@@ -25,7 +25,7 @@ from autopar.planning.annotations.matching import Catalog, operation_of
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.planner import answer_of, bounds_near, formulations_of, replan
 from autopar.planning.settings import PlanContext, context_of
-from autopar.solver.low_treewidth import without_warnings
+from autopar.solver.tolerances import without_warnings
 from autopar.views.inspection.breakdown import parting, places
 from autopar.views.inspection.compare import choice_words, difference, layout_words
 from autopar.views.inspection.names import decision_named

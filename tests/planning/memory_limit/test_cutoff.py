@@ -16,12 +16,11 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.space.space import Space
 from autopar.errors import CutOffError
-from autopar.planning.memory_limit import memory_limit
 from autopar.planning.options.groups import Memory
 from autopar.planning.planner import Statements, best_plan_of, make_plan, seconds_of_microbatch
 from autopar.planning.settings import Settings, context_of
-from autopar.solver import lagrangian
-from autopar.solver import low_treewidth as narrow
+from autopar.solver import search as searching
+from autopar.solver.oracles import EliminationOracle
 from tests.support.planned import space_of
 
 WIDTH, LAYERS = 32, 4
@@ -48,35 +47,26 @@ def test_it_ends_at_the_best_plan_and_not_just_above_it(space: Space, share: flo
     assert (above.seconds, same) == (best.seconds, choices)
 
 
-def test_the_first_bound_ends_it_where_that_is_enough(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = make_plan(space, {})[0]
-    limit = int(0.7 * free.peak_bytes)
-    for module, name in ((narrow, "_close_the_gap"), (memory_limit, "solve_rows"), (memory_limit, "solve")):
-        monkeypatch.setattr(module, name, None)  # whoever goes on fails
-    with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, Settings(Memory(limit), cutoff=free.seconds))
-    assert caught.value.seconds >= free.seconds
-
-
-def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = make_plan(space, {})[0]
-    limit = int(0.7 * free.peak_bytes)
-    seen: list[float] = []
-    least = lagrangian.LeastByElimination.__call__
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """The prices at which the whole is evaluated."""
+    found, at = [], EliminationOracle.at
     monkeypatch.setattr(
-        lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
+        EliminationOracle, "at", lambda self, *given, **more: found.append(given[0]) or at(self, *given, **more)
     )
-    with pytest.raises(CutOffError):
-        make_plan(space, {}, Settings(Memory(limit), cutoff=free.seconds))
-    assert len(seen) == 2, "one without a price, and one at the first"
+    return found
 
 
-def test_none_at_all_where_nothing_may_be_paid_for_memory(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("share", "num_prices"), [(0.0, 1), (1.0, 3)])
+def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(
+    space: Space, evaluated: list[tuple[float, ...]], share: float, num_prices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = make_plan(space, {})[0]
-    monkeypatch.setattr(memory_limit, "solve_narrow", None)  # whoever looks for a price fails
+    evaluated.clear()
+    monkeypatch.setattr(searching, "best_below", None)  # whoever goes on fails
     with pytest.raises(CutOffError) as caught:
-        make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes)), cutoff=0.0))
-    assert caught.value.seconds == free.seconds
+        make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes)), cutoff=share * free.seconds))
+    assert caught.value.seconds >= free.seconds * (1 - 1e-9) and len(set(evaluated)) == num_prices
 
 
 def test_what_pays_nothing_for_memory_is_an_answer_whatever_the_cutoff(space: Space) -> None:
@@ -106,25 +96,24 @@ def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> No
 
 
 def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_faster(
-    space: Space, monkeypatch: pytest.MonkeyPatch
+    space: Space, evaluated: list[tuple[float, ...]]
 ) -> None:
     """They are those of a plan of the model captured otherwise: its calls have the same names."""
     free = make_plan(space, {})[0]
     limit = int(0.9 * free.peak_bytes)
     best = make_plan(space, {}, Settings(Memory(limit)))[0]
-    stated, seen = Statements(space), []
+    row, stated = context_of(best).row, Statements(space)
+    assert row is not None and best.multiplier
     stated.of(Settings(Memory(limit)))
     stated.begin_at_prices_of(best)
-    least = lagrangian.LeastByElimination.__call__
-    monkeypatch.setattr(
-        lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
-    )
+    evaluated.clear()
     with pytest.raises(CutOffError) as caught:
         make_plan(space, {}, Settings(Memory(limit), cutoff=0.8 * free.seconds + 0.2 * best.bound), stated=stated)
-    assert seen == [best.multiplier] and caught.value.seconds <= best.bound * (1 + 1e-9)
-    assert make_plan(space, {}, Settings(Memory(limit), cutoff=math.nextafter(best.seconds, math.inf)), stated=stated)[
-        0
-    ].seconds == (best.seconds)
+    ((*prices,),) = set(evaluated)
+    assert sorted(filter(None, prices)) == pytest.approx(sorted(best.multiplier * weight for _, weight in row.weights))
+    assert caught.value.seconds <= best.bound * (1 + 1e-9)
+    above = Settings(Memory(limit), cutoff=math.nextafter(best.seconds, math.inf))
+    assert make_plan(space, {}, above, stated=stated)[0].seconds == best.seconds
 
 
 def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backward_begins(space: Space) -> None:

@@ -20,8 +20,8 @@ from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import fetched_ahead, formulations_of, make_plan, solved_by
 from autopar.planning.settings import Settings
 from autopar.solver.deadline import lasting
-from tests.planning.memory_limit.test_smaller_plans import pins
-from tests.planning.memory_limit.test_smaller_plans import space as on_the_host
+from tests.planning.memory_limit.test_answers import pins
+from tests.planning.memory_limit.test_answers import space as on_the_host
 
 __all__ = ["on_the_host", "pins"]
 

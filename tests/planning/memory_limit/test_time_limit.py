@@ -23,8 +23,7 @@ from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings
 from autopar.solver import deadline
-from autopar.solver.prepared import Prepared
-from autopar.solver.problem import Solution
+from autopar.solver import search as searching
 from tests.planning.memory_limit.test_cutoff import space as equal_layers
 from tests.support.expert_models import Decoder, token_batches
 from tests.support.planned import X_BD, TwoLinears, space_of
@@ -71,7 +70,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
 @pytest.mark.parametrize(
     ("seconds", "specified"),
     [
-        (4.0, "the time limit passed before any choice of strategies was found"),
+        (8.0, "the time limit passed before a plan within the memory limit, 232.00 kB per device, was found"),
         pytest.param(
             200.0,
             "before a plan within the memory limit, 232.00 kB per device, was found: the least that was found is",
@@ -109,50 +108,20 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
     assert ends == [until]
 
 
-@pytest.mark.parametrize("is_late", [False, True])
 def test_what_fits_is_taken_where_there_is_no_time_for_better(
-    equal_layers: Space, is_late: bool, monkeypatch: pytest.MonkeyPatch
+    equal_layers: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
     best, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
-    requested, solve_narrow = [], memory_limit.solve_narrow
 
-    def once(prepared: Prepared, time_limit: float, gap: float, *given: Any) -> Solution | None:
-        requested.append(gap)
-        if len(requested) == 1:
-            return solve_narrow(prepared, time_limit, gap, *given)
-        if is_late:
-            raise TimeLimitError
-        return None
+    def late(*_: object) -> bool:
+        raise TimeLimitError
 
-    monkeypatch.setattr(memory_limit, "solve_narrow", once)
-    monkeypatch.setattr(memory_limit, "solve", None)  # whoever goes on fails
+    monkeypatch.setattr(searching._Search, "widen", late)
     with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
         plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
-    assert requested == [memory_limit.FIRST_GAP, 0.0] and plan.peak_bytes <= limit
-    assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.STOP_GAP
-
-
-def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
-    equal_layers: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free, _ = make_plan(equal_layers, {})
-    limit = int(0.7 * free.peak_bytes)
-    visited, solve_narrow = [], memory_limit.solve_narrow
-
-    def far_over(prepared: Prepared, *given: Any) -> Solution | None:
-        found = solve_narrow(prepared.within(None) if visited else prepared, *given)
-        visited.append(found)
-        return found
-
-    monkeypatch.setattr(memory_limit, "solve_narrow", far_over)
-    monkeypatch.setattr(memory_limit._Search, "by_all_rows", lambda *args: True)
-    monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
-    with pytest.warns(RuntimeWarning, match="not proven best"):
-        plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
-    first, second = visited
-    assert second.num_bytes > first.num_bytes, "what is found again is over the limit"
-    assert plan.seconds == first.seconds and plan.peak_bytes <= limit
+    assert plan.peak_bytes <= limit
+    assert 0 < plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.STOP_GAP
 
 
 @pytest.mark.slow

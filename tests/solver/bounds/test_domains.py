@@ -61,7 +61,8 @@ def test_messages_find_choices_where_what_is_best_next_to_others_leads_nowhere()
             table = edge.seconds.copy()
             table[tuple(some[list(edge.ends)])] = 1.0
             edges.append(Edge(edge.ends, table))
-        bound, best = Wide(Problem(problem.nodes, tuple(edges))).least(0.0)
-        assert best is None or bound <= best.seconds < np.inf
+        problem = Problem(problem.nodes, tuple(edges))
+        bound, best = Wide(problem).least(0.0)
+        assert best is None or bound <= problem.seconds_of(best) < np.inf
         found += best is not None
     assert found == 20

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver.presolve.contraction import contract, contract_each
-from autopar.solver.presolve.reduction import prune, prune_each
+from autopar.solver.presolve.pruning import prune, prune_each
 from autopar.solver.problem import Edge, Node, Problem
 
 

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 
 from autopar.solver.bounds.prices import OverElsewhere, best_prices, nowhere
 from autopar.solver.deadline import is_over
-from autopar.solver.lagrangian import is_closed
-from autopar.solver.low_treewidth import Tolerances
-from autopar.solver.memory_rows.priced_rows import Rows
+from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
+from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed
 
-TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
-NEAR = 2e-3  # of the bound: all that is below choices that are so near may be little
 LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
 
 
@@ -43,7 +40,7 @@ class Best:
 
 
 def best_below(
-    rows: Rows,
+    rows: EliminationOracle,
     constant: float,
     start: Sequence[float],
     below: float,
@@ -73,7 +70,7 @@ class _Search:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: EliminationOracle,
         constant: float,
         start: tuple[float, ...],
         below: float,
@@ -94,16 +91,19 @@ class _Search:
 
     def run(self) -> bool:
         """Search; whether all was looked at that could be better."""
-        is_proven = self._count_few()
-        if self.is_done():
-            return is_proven
-        if self._is_within_tolerance():
+        while not self.is_done():  # as long as there is little to count
+            is_proven = self._count_further(only_few=True)
+            if is_proven is None:
+                break
+            if not is_proven:
+                return False
+        if self._is_within_tolerance() and not self.is_done():
             return False
         for share in LABELLED:
             limit = min(self.most, self.reached + share * self.scale)
             if share * self.scale <= self.epsilon or self.is_done():
                 continue
-            found, is_small = self.rows.labelled(self.prices, limit, self._margin(limit))
+            found, is_small = self.rows.rest(self.prices, limit, self._margin(limit)).labelled()
             self._note_solution(found, limit)
             if self._is_within_tolerance():
                 if not is_small:
@@ -111,23 +111,6 @@ class _Search:
                 break
         while not self.is_done():
             if not self._count_further(only_few=False):
-                return False
-        return True
-
-    def _count_few(self) -> bool:
-        """Count as long as there is little to count; False where one of the counts was broken off."""
-        tried = math.inf
-        while not self.is_done():
-            if self.most < tried and is_closed(self.seconds, self.bound, NEAR):
-                tried = self.most
-                found = self._counted(self.most, only_few=True)
-                if found is not None:
-                    self._note_solution(found, self.most)
-                    continue
-            is_proven = self._count_further(only_few=True)
-            if is_proven is None:
-                break
-            if not is_proven:
                 return False
         return True
 
@@ -148,7 +131,7 @@ class _Search:
 
     def is_done(self) -> bool:
         """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
-        nothing_left = self.bound >= self.most - TOLERANCE * self.scale
+        nothing_left = self.bound >= self.most - ROUNDING * self.scale
         return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
 
     def _is_within_tolerance(self) -> bool:
@@ -160,11 +143,13 @@ class _Search:
         return min(self.seconds + self.constant, self.incumbent), self.bound + self.constant
 
     def _margin(self, limit: float) -> float:
-        return limit - self.reached + TOLERANCE * self.scale
+        return limit - self.reached + ROUNDING * self.scale
 
     def _counted(self, limit: float, only_few: bool) -> Counted | None:
         effort = self.tolerances.effort(*self._of_the_whole())
-        return self.rows.counted(self.prices, limit, self._margin(limit), TOLERANCE / 2 * self.scale, effort, only_few)
+        rest = self.rows.rest(self.prices, limit, self._margin(limit))
+        known = self.best if self.seconds <= limit else None
+        return rest.counted(ROUNDING / 2 * self.scale, effort, only_few, known)
 
     def _note_solution(self, found: Counted, limit: float) -> None:
         """Note what was found below a limit."""

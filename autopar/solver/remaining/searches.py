@@ -1,0 +1,86 @@
+"""Searches of what is left of a problem within a margin: by labels, by counts of equal parts, or by the plain ILP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from autopar.errors import TimeLimitError
+from autopar.solver.deadline import after, check, seconds_until
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.presolve.reduced_cost_fixing import Remaining
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.labels import best_labels
+from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
+
+ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
+SHARE = 0.25  # of the time that is left, at most, goes to one search
+
+UNSEARCHED = Counted(None, -math.inf, False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """What is left of a problem, one with each memory row, and prices of these; nothing where `left` is empty.
+
+    Choices and bounds that its searches return are those of the whole, as far as they are below `limit` seconds.
+    """
+
+    left: Sequence[Remaining]
+    prices: Sequence[float]
+    limit: float
+    deadline: float
+
+    def labelled(self) -> tuple[Counted, bool]:
+        """Return the best that labels find, and whether what may be better is soon counted."""
+        if not self.left:
+            return Counted(None, self.limit, True), True
+        with suppress(TimeLimitError, TooManyChoicesError):
+            remaining_problem = self._remaining_problem()
+            found = best_labels(remaining_problem)
+            seconds = math.inf if found.choices is None else remaining_problem.seconds_of(found.choices)
+            is_small = remaining_problem.below(min(remaining_problem.limit, seconds)).is_small
+            return self._of_the_whole(found), is_small
+        check(self.deadline)
+        return UNSEARCHED, False
+
+    def counted(
+        self, tolerance: float, effort: float, only_few: bool = False, known: Sequence[int] | None = None
+    ) -> Counted | None:
+        """Return the best by counting ILPs, or by the plain ILP where there are too many choices for that.
+
+        `known` are choices of the whole to begin with. With `only_few` None where what is left takes long to count.
+        """
+        if not self.left:
+            return Counted(None, self.limit, True)
+        start = None if known is None else self.left[0].restrict(known)
+        try:
+            remaining_problem = self._remaining_problem()
+            if only_few and not remaining_problem.is_small:
+                return None
+            return self._of_the_whole(best_counts(remaining_problem, tolerance, effort, start))
+        except TooManyChoicesError:
+            return None if only_few else self._of_the_whole(self._by_ilp(tolerance, effort, start))
+        except TimeLimitError:
+            check(self.deadline)
+            return UNSEARCHED
+
+    def _by_ilp(self, tolerance: float, effort: float, start: Sequence[int] | None) -> Counted:
+        first, *rows = [each.problem for each in self.left]
+        if rows and sum(edge.seconds.size for edge in first.edges) > ILP_PAIRS:
+            return UNSEARCHED
+        is_repeatable = effort < math.inf
+        left = effort if is_repeatable else SHARE * seconds_until(self.deadline)
+        result = solve_ilp(first, left, start, tolerance=tolerance, rows=rows, repeatable=is_repeatable)
+        return Counted(result.choices, result.bound, result.status != "timeout")
+
+    def _remaining_problem(self) -> RemainingProblem:
+        soon = after(SHARE * seconds_until(self.deadline))
+        problems = [each.problem for each in self.left]
+        return RemainingProblem(problems, self.prices, self.limit - self.left[0].constant, soon)
+
+    def _of_the_whole(self, found: Counted) -> Counted:
+        choices = None if found.choices is None else self.left[0].extend(found.choices)
+        return Counted(choices, min(found.bound + self.left[0].constant, self.limit), found.is_proven)

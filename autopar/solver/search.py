@@ -1,0 +1,349 @@
+"""The best choices within all memory rows: prices, fixing by reduced costs, labels and counts, in ever wider margins.
+
+    min seconds(x)    subject to    bytes_r(x) ≤ budget_r    for each memory row r, of which there may be none
+
+1. *Presolve*: forbidden strategies go, and pairs of nodes that hardly leave a choice become one (`presolve`).
+2. *Price*: L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)] bounds every answer (Geoffrion 1974). Cutting
+   planes find the λ ≥ 0 that prove most (`bounds.prices`). An oracle evaluates L: elimination exactly, or messages,
+   where treewidth is too high (`oracles`).
+3. *Fix*: a strategy whose reduced cost at λ exceeds a margin is in no answer within that margin (`min_marginals`).
+4. *Search the rest*: little is left. It has prices of its own, at which Pareto labels and counts of equal layers give
+   its best (`remaining`).
+5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
+   and the rest is searched again.
+6. *Widen*: the margin grows, or prices move to those of the rest, until the gap is closed or time is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from autopar.errors import TimeLimitError
+from autopar.solver.bounds.high_treewidth import EXPENSIVE_WORK
+from autopar.solver.bounds.prices import NEARER, BestPrices, Mixture, best_prices
+from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
+from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of
+from autopar.solver.presolve.presolved import Presolved
+from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
+from autopar.solver.problem import Problem
+from autopar.solver.remaining.best_below import Best, best_below
+from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
+
+FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
+NARROWER = 3.0  # by which a margin shrinks where the rest has too high a treewidth
+LEAST_MARGIN = 1e-5  # of the bound: the narrowest
+MAX_STEPS = 6  # from prices to those of the rest, within one margin
+REST_WORK = 3 * CHEAP_WORK  # entries of an elimination of the rest of a problem of high treewidth
+PRICED_NEAR = 1e-4  # of the bound: gains by better prices below which messages look for none
+NEAR = 5e-4  # of the bound: where choices are so near, prices of an expensive whole are near enough
+
+
+class RowSource(Protocol):
+    """Memory rows, some of which are only stated once choices exceed them."""
+
+    def problems(self) -> Sequence[Problem]:
+        """Return the problem with each of the rows stated so far, in the order in which they were stated."""
+        ...
+
+    def fits(self, choices: tuple[int, ...]) -> bool:
+        """Return whether choices are within all budgets; state rows that they exceed, if not."""
+        ...
+
+    def exceeds(self, mixture: Mixture) -> bool:
+        """State rows that choices exceed on average, by their weights; return whether there are any new ones."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """Rows all of which are stated."""
+
+    rows: tuple[Problem, ...]
+
+    def problems(self) -> Sequence[Problem]:
+        return self.rows
+
+    def fits(self, choices: tuple[int, ...]) -> bool:
+        return all(each.budget is None or each.fits(each.bytes_of(choices)) for each in self.rows)
+
+    def exceeds(self, mixture: Mixture) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best choices found, the certificate, and the prices of the rows, in seconds per byte."""
+
+    choices: tuple[int, ...] | None
+    """None: none are within all budgets, or none were found in time."""
+    seconds: float
+    bound: float
+    """No choices within all budgets take less; infinite if there are none."""
+    prices: tuple[float, ...]
+    solver: str
+
+    @property
+    def gap(self) -> float:
+        """Relative gap between the choices and their bound; infinite if none were found."""
+        return (self.seconds - self.bound) / abs(self.seconds or 1.0) if self.choices is not None else math.inf
+
+
+def search(
+    source: RowSource,
+    deadline: float,
+    tolerances: Tolerances = EXACT,
+    prices: Sequence[float] = (),
+    gives_up: float = math.inf,
+    known: tuple[int, ...] | None = None,
+) -> Found:
+    """Return the best choices within all budgets of a source, as far as they are found by the deadline.
+
+    `prices` of its rows (in seconds per byte) are near those of the answer, if any are known. The search ends with
+    nothing at `gives_up`, a moment before the deadline, if no choices are found by then. `known` are choices that are
+    within all budgets.
+    """
+    state = _Search(source, deadline, tolerances, tuple(prices), gives_up, known)
+    try:
+        state.price()
+        while not state.widen():
+            if not state.reprice():
+                state.by_ilp()
+                break
+    except TimeLimitError:
+        pass
+    return state.found()
+
+
+class _Search:
+    def __init__(
+        self,
+        source: RowSource,
+        deadline: float,
+        tolerances: Tolerances,
+        prices: tuple[float, ...],
+        gives_up: float,
+        known: tuple[int, ...] | None,
+    ) -> None:
+        self.source, self.deadline, self.tolerances, self.gives_up = source, deadline, tolerances, gives_up
+        self.presolved = Presolved.of(source.problems())
+        self.whole = self._oracle()
+        self.prices = self._of_all_rows(prices)
+        """Prices of all rows that are stated."""
+        self.at = self.prices
+        """Prices of the rows of the whole, which may be fewer."""
+        self.best = known
+        self.seconds = math.inf if known is None else source.problems()[0].seconds_of(known)
+        self.bound = -math.inf
+        self.solver = "elimination" if isinstance(self.whole, EliminationOracle) else "messages"
+
+    def found(self) -> Found:
+        """Return what is known by now."""
+        problems = self.source.problems()
+        bound = math.inf if self.bound > self.largest_seconds else self.bound
+        if self.best is None:
+            return Found(None, math.inf, bound, self.prices, self.solver)
+        seconds = problems[0].seconds_of(self.best)
+        is_best = is_closed(self.seconds, bound, ROUNDING)
+        return Found(self.best, seconds, seconds if is_best else min(bound, seconds), self.prices, self.solver)
+
+    @cached_property
+    def largest_seconds(self) -> float:
+        """Seconds that no choices exceed: where a bound does, none are within the budgets."""
+        return (1 + ROUNDING) * self.presolved.problems[0].largest_seconds
+
+    @property
+    def is_expensive(self) -> bool:
+        """True if an evaluation of the whole takes seconds."""
+        return isinstance(self.whole, MessageOracle) or self.whole.elimination.work > CHEAP_WORK
+
+    @property
+    def gap(self) -> float:
+        """Gap at which the search ends."""
+        return max(self.tolerances.gap, self.tolerances.expensive if self.is_expensive else 0.0, ROUNDING)
+
+    def is_done(self) -> bool:
+        """Return whether the best is near enough, nothing is within the budgets or below the cut-off, or time is
+        over.
+        """
+        is_hopeless = self.bound >= self.tolerances.cutoff or self.bound > self.largest_seconds
+        return is_hopeless or is_closed(self.seconds, self.bound, self.gap) or is_over(self.until)
+
+    @property
+    def until(self) -> float:
+        """Time at which the search ends, if nothing better is found."""
+        return self.deadline if self.best is not None else min(self.gives_up, self.deadline)
+
+    def price(self) -> None:
+        """Find the prices that prove most of the whole; where evaluations take seconds, those of the first rows."""
+        reached, choices = self.whole.at(self.at)
+        self.bound = max(self.bound, reached)
+        self.note(self.presolved, choices)
+        if all(each.budget is None for each in self.presolved.problems):
+            return
+        while not self.is_done():
+            found = self._best_prices()
+            self.at = self.prices = found.prices
+            self.bound = max(self.bound, found.bound)
+            if found.choices is not None and not found.is_over_elsewhere:
+                self.note(self.presolved, found.choices)
+            if not self._restate() or self.is_expensive:
+                return
+            self.whole, self.at = self._oracle(), self.prices
+
+    def reprice(self) -> bool:
+        """Find the prices of rows that were stated since those of the whole; return whether there are any."""
+        if len(self.at) == len(self.prices):
+            return False
+        self.whole, self.at = self._oracle(), self.prices
+        self.price()
+        return True
+
+    def widen(self) -> bool:
+        """Search within ever wider margins of what prices prove of the whole; False if what is left stays too wide."""
+        if self.is_done():
+            return True
+        reached, _ = self.whole.at(self.at, sufficient=(1 - self.gap) * self.seconds)
+        self.bound = max(self.bound, reached)
+        near: ReducedCosts | None = None
+        share, narrower, steps = FIRST_MARGIN, math.inf, 0
+        while not self.is_done() and LEAST_MARGIN < share < narrower:
+            self.solver = "prices + counts"
+            scale = abs(reached) or self.largest_seconds or 1.0
+            widest = (share + ROUNDING) * scale
+            is_last = widest >= self.seconds - reached
+            margin = min(widest, self.seconds - reached + ROUNDING * scale)
+            near = self.whole.reduced_costs(self.at, margin) if near is None else near
+            found = self._search_rest(near, margin, reached, is_last)
+            if found is None:
+                share, narrower, near = share / NARROWER, share, None
+                continue
+            self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
+            is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
+            if is_last or is_stopped or self.is_done():
+                return True
+            if found.reached >= reached + margin and steps < MAX_STEPS:
+                # What is left lacks strategies that are cheap at its prices: those near them join it.
+                steps += 1
+                others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
+                prices = self._of_all_rows(others.tolist())
+                whole = self._oracle()
+                there, _ = whole.at(prices)
+                near = cheapest(near, whole.reduced_costs(prices, margin))
+                if there > reached:
+                    reached, self.whole, self.at, self.prices = there, whole, prices, prices
+                    self.bound = max(self.bound, reached)
+            else:
+                share, near, steps = WIDER * share, None, 0
+        return self.is_done()
+
+    def by_ilp(self) -> None:
+        """Look for better choices by the plain ILP, where nothing else ends before the deadline."""
+        while not self.is_done():
+            problems = self.presolved.problems
+            hint = None if self.best is None else self.presolved.restrict(self.best)
+            left, tolerance = seconds_until(self.deadline), self.gap * self.seconds if hint else 0.0
+            found = solve_ilp(problems[0], left, hint, tolerance=tolerance, rows=problems[1:])
+            self.solver = "ilp"
+            if found.status == "infeasible":
+                self.bound = math.inf
+            self.bound = max(self.bound, min(found.bound, self.seconds))
+            fits = self.note(self.presolved, found.choices)
+            if fits or not self._restate():
+                return
+
+    def note(self, presolved: Presolved, choices: tuple[int, ...] | None) -> bool:
+        """Note choices of the presolved problem that are faster, if they are within all budgets; whether they are."""
+        if choices is None:
+            return False
+        extended = presolved.extend(choices)
+        if not self.source.fits(extended):
+            return False
+        seconds = presolved.problems[0].seconds_of(choices)
+        if seconds < self.seconds:
+            self.best, self.seconds = extended, seconds
+        return True
+
+    def _search_rest(self, near: ReducedCosts, margin: float, reached: float, is_last: bool) -> Best | None:
+        """Return the best of what is left within a margin of what is reached, stating rows that it exceeds.
+
+        None if the treewidth of what is left is too high.
+        """
+        tolerances = self.tolerances if is_last else replace(self.tolerances, longest=EFFORT)
+        most = math.inf if isinstance(self.whole, EliminationOracle) else REST_WORK
+        prices = self.prices
+        while True:
+            left = remaining_of_each(self.presolved.problems, near, margin)
+            constant = constant_of(left)
+            if math.isinf(constant):
+                return Best(None, math.inf, prices)
+            rows = EliminationOracle.of([each.problem for each in left], self.deadline, most, self._order(left[0]))
+            if rows is None:
+                return None
+            below = min(reached + margin, self.seconds)
+
+            def exceeds(mixture: Mixture, here: Remaining = left[0]) -> bool:
+                extend = self.presolved.extend
+                return self.source.exceeds(tuple([(extend(here.extend(each)), weight) for each, weight in mixture]))
+
+            found = best_below(rows, constant, prices, below, self.until, self.gap, tolerances, self.seconds, exceeds)
+            if found.choices is not None:
+                self.note(self.presolved, left[0].extend(found.choices))
+            if not self._restate() or self.is_done():
+                return found
+            prices = self._of_all_rows(found.prices)
+
+    def _order(self, left: Remaining) -> list[int] | None:
+        """Return the order in which the whole is eliminated, of the nodes that are left; None where it is not."""
+        if isinstance(self.whole, MessageOracle):
+            return None
+        place = {node: number for number, node in enumerate(left.undecided)}
+        return [place[bucket.bag[0]] for bucket in self.whole.elimination.buckets if bucket.bag[0] in place]
+
+    def _best_prices(self) -> BestPrices:
+        whole, scale = self.whole, abs(self.bound)
+        options = self.gap, self.until
+        if isinstance(whole, MessageOracle):
+            return best_prices(whole, self.at, scale, 0.0, *options, PRICED_NEAR, self.tolerances.cutoff)
+        near = NEAR if self.is_expensive else 0.0
+
+        def exceeds(mixture: Mixture) -> bool:
+            extended = [(self.presolved.extend(each), weight) for each, weight in mixture]
+            return not self.is_expensive and self.source.exceeds(tuple(extended))
+
+        return best_prices(
+            whole,
+            self.at,
+            scale,
+            0.0,
+            *options,
+            cutoff=self.tolerances.cutoff,
+            wide_gap=near,
+            is_over_elsewhere=exceeds,
+        )
+
+    def _oracle(self) -> EliminationOracle | MessageOracle:
+        problems = self.presolved.problems
+        found = EliminationOracle.of(problems, self.deadline, EXPENSIVE_WORK)
+        return MessageOracle(problems, self.deadline) if found is None else found
+
+    def _restate(self) -> bool:
+        """Presolve the rows of the source where it has more than before; return whether it has."""
+        problems = self.source.problems()
+        if len(problems) == len(self.presolved.problems):
+            return False
+        self.presolved = Presolved.of(problems)
+        self.prices = self._of_all_rows(self.prices)
+        return True
+
+    def _of_all_rows(self, prices: Sequence[float]) -> tuple[float, ...]:
+        """Return prices, and none for rows that were stated since."""
+        return (*prices, *[0.0] * (len(self.presolved.problems) - len(prices)))

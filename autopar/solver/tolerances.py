@@ -1,0 +1,64 @@
+"""When a search has done enough: gaps between an answer and its bound, and the effort of long counts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from autopar.console.units import format_share
+from autopar.errors import warn_user
+from autopar.solver.deadline import why_over
+
+ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none, as long sums differ by it
+EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """Gaps, as shares of the seconds, at which a search ends; `EXACT` asks for the optimum."""
+
+    gap: float = 0.0
+    """Gap that is always enough."""
+    expensive: float = 0.0
+    """Gap that is enough where an evaluation of the whole takes seconds."""
+    counted: float = 0.0
+    """Gap at which long counts of equal parts are broken off; if infinite, they always are."""
+    longest: float = math.inf
+    """CP-SAT's deterministic seconds after which any count is broken off, however near a solution is."""
+    cutoff: float = math.inf
+    """Seconds of another solution: the search ends where its bound is as high."""
+
+    def effort(self, seconds: float, bound: float) -> float:
+        """Return CP-SAT's deterministic seconds for one count, given a solution of `seconds`."""
+        is_near = math.isinf(self.counted) or is_closed(seconds, bound, self.counted)
+        return min(EFFORT if is_near else math.inf, self.longest)
+
+
+EXACT = Tolerances()
+
+
+def is_closed(seconds: float, bound: float, gap: float) -> bool:
+    """Return whether `seconds` exceeds a bound by at most the relative gap; False if no solution was found yet."""
+    return seconds < math.inf and seconds - bound <= gap * abs(seconds)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Give no warnings of what is not proven on the way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def warn_unproven(seconds: float, bound: float, why: str = "") -> None:
+    """Warn that a plan is not proven best; by default since the time was over."""
+    why = why or f"{why_over()} before the plan was proven best"
+    share = (seconds - bound) / abs(seconds) if seconds else 0.0
+    warn_user(
+        f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({format_share(share)} less). "
+        "Raise the time limit, or give up a little more with Search(gap=…).",
+        RuntimeWarning,
+    )

@@ -1,0 +1,60 @@
+"""The heuristics of the solver and the memory limit by name, each with what switches it off (see `ablation`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from autopar.planning.memory_limit import least_peak, moments
+from autopar.solver import search
+from autopar.solver.bounds import message_passing
+from autopar.solver.elimination import bucket_elimination
+from autopar.solver.presolve import presolved
+from autopar.solver.presolve.contraction import Contracted
+from autopar.solver.problem import Problem
+from autopar.solver.remaining import best_below, counting_ilp, searches
+
+Patch = tuple[object, str, object]
+"""A module or class, the name of what it has, and what stands in its place."""
+
+
+def off(*patches: Patch) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes a context in which these stand in place of their originals."""
+
+    def context() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for owner, name, value in patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        return stack
+
+    return context
+
+
+def _none_contracted(problems: Sequence[Problem]) -> list[Contracted]:
+    every = {node.num_strategies: np.arange(node.num_strategies) for node in problems[0].nodes}
+    members = tuple({number: every[node.num_strategies]} for number, node in enumerate(problems[0].nodes))
+    return [Contracted(each, members) for each in problems]
+
+
+HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+    # presolve and orders of elimination
+    "contraction": off((presolved, "contract_each", _none_contracted)),
+    "separators last": off((bucket_elimination, "separators", lambda problem: frozenset())),
+    "other orders": off((bucket_elimination, "ORDERS", ((True, False),))),
+    # prices
+    "further prices": off((search, "MAX_STEPS", 0)),
+    # the remaining problem
+    "labels": off((searches.Rest, "labelled", lambda self: (searches.UNSEARCHED, False))),
+    "labels by margins": off((best_below, "LABELLED", (math.inf,))),
+    "short count first": off((counting_ilp, "FIRST_EFFORT", math.inf)),
+    # high treewidth
+    "arc consistency": off((message_passing, "Domains", lambda *args: None)),
+    # the memory limit
+    "moments of mixtures": off((moments.Moments, "exceeds", lambda self, mixture: False)),
+    "fixing of peaks": off((least_peak._Search, "by_fixing", lambda self: None)),
+}

@@ -1,0 +1,75 @@
+"""Reduced costs at prices of several rows, and what is left within a margin of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver.deadline import NEVER
+from autopar.solver.elimination.order import separators
+from autopar.solver.oracles import EliminationOracle
+from autopar.solver.presolve.reduced_cost_fixing import remaining, remaining_of_each
+from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.remaining import remaining_choices
+from tests.solver.random_problems import brute_force, layered_rows
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=seeds, margin=st.floats(0.0, 0.5))
+def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) -> None:
+    problems = layered_rows(seed, 3, 3)
+    whole = EliminationOracle.of(problems, NEVER, math.inf)
+    assert whole is not None
+    near = whole.reduced_costs((0.02, 0.0, 0.01), margin)
+    for together, problem in zip(remaining_of_each(problems, near, margin), problems, strict=True):
+        alone = remaining(problem, near, margin)
+        assert (together.constant, together.undecided) == (alone.constant, alone.undecided)
+        for one, other in zip(alone.problem.edges, together.problem.edges, strict=True):
+            assert one.ends == other.ends and np.array_equal(one.seconds, other.seconds)
+        choices = [int(node.seconds.argmin()) for node in alone.problem.nodes]
+        assert together.problem.cost_of(choices) == alone.problem.cost_of(choices)
+        assert together.problem.budget == alone.problem.budget
+        if alone.constant < math.inf:
+            whole_cost, row_bytes = problem.cost_of(alone.extend(choices))
+            seconds, left = alone.problem.cost_of(choices)
+            assert seconds == math.inf or seconds + alone.constant == pytest.approx(whole_cost)
+            assert row_bytes - left == (problem.budget or 0) - (alone.problem.budget or 0)
+
+
+def test_what_joins_two_layers_separates_them() -> None:
+    candidates, table, nothing = np.zeros(2), np.zeros((2, 2)), np.zeros(2, dtype=np.int64)
+    nodes = tuple(Node(str(i), candidates, nothing) for i in range(25))
+    ring = [(first + i, first + i + 1) for first in (0, 8, 16) for i in range(8)]
+    edges = tuple(Edge(ends, table) for ends in [*ring, (0, 8), (8, 16), (16, 24)])
+    assert separators(Problem(nodes, edges)) == {8, 16}
+    assert separators(Problem(nodes[:9], edges[:8])) == frozenset()
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=seeds, share=st.sampled_from([1.01, 1.1, 1.5]))
+def test_what_is_left_has_the_best_below_a_limit(seed: int, share: float) -> None:
+    problems, prices = layered_rows(seed, 3, 2), (0.01, 0.02)
+    whole = EliminationOracle.of(problems, math.inf, math.inf)
+    assert whole is not None
+    reached, _ = whole.at(prices)
+    limit, best = share * max(reached, 0.1), brute_force(problems)
+    found = whole.rest(prices, limit, limit - reached).counted(1e-9, math.inf)
+    assert found is not None and found.is_proven and found.bound == pytest.approx(min(best, limit))
+    if best <= limit:
+        assert found.choices is not None and problems[0].seconds_of(found.choices) == pytest.approx(best)
+
+
+def test_what_takes_long_to_count_is_not_where_only_few_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = EliminationOracle.of(layered_rows(3, 3, 2), math.inf, math.inf)
+    assert whole is not None
+    limit = whole.at((0.0, 0.0))[0] * 1.5
+    rest = whole.rest((0.0, 0.0), limit, limit)
+    assert rest.counted(1e-9, math.inf, only_few=True) is not None
+    monkeypatch.setattr(remaining_choices, "FEW", 0)
+    assert rest.counted(1e-9, math.inf, only_few=True) is None and rest.counted(1e-9, math.inf) is not None

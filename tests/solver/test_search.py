@@ -1,0 +1,267 @@
+"""One search for any number of memory rows: the best of all choices, or a bound of them, whichever way it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import TimeLimitError
+from autopar.solver import deadline
+from autopar.solver import search as searching
+from autopar.solver.bounds import core
+from autopar.solver.bounds.prices import Mixture
+from autopar.solver.deadline import NEVER
+from autopar.solver.oracles import MessageOracle
+from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.remaining import best_below, remaining_choices
+from autopar.solver.remaining.searches import Rest
+from autopar.solver.search import Found, Stated, search
+from autopar.solver.tolerances import EXACT, Tolerances
+from tests.solver.random_problems import SHAPES, brute_force, layered_rows, random_rows, without_limit
+
+CLOSE = 1e-7  # of the seconds: CP-SAT counts in rounded units
+Way = Literal["cheap", "expensive", "messages", "ilp"]
+WAYS: tuple[Way, ...] = ("cheap", "expensive", "messages", "ilp")
+seeds, ways = st.integers(0, 2**31 - 1), st.sampled_from(WAYS)
+shapes, counts = st.sampled_from(SHAPES), st.integers(0, 3)
+
+
+@contextlib.contextmanager
+def taking(way: Way) -> Iterator[None]:
+    """Every evaluation of the whole is expensive, or the treewidth too high for one, or that of the rest, too."""
+
+    def messages(self: searching._Search) -> MessageOracle:
+        return MessageOracle(self.presolved.problems, self.deadline)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "expensive":
+            patch.setattr(searching, "CHEAP_WORK", 0)
+        if way in ("messages", "ilp"):
+            patch.setattr(searching._Search, "_oracle", messages)
+            patch.setattr(core, "MAX_BAG", 9)
+        if way == "ilp":
+            patch.setattr(searching, "REST_WORK", -1)
+        yield
+
+
+def rows_of(seed: int, shape: str, count: int) -> list[Problem]:
+    """Rows of a random problem, or the problem without any."""
+    problems = random_rows(seed, shape, max(count, 1), 7)
+    return problems if count else [without_limit(problems[0])]
+
+
+def check(found: Found, problems: Sequence[Problem], best: float) -> None:
+    """Check that the bound is no more than the optimum, and that choices fit and take what is said."""
+    assert found.bound <= best * (1 + CLOSE)
+    if found.choices is not None:
+        assert all(each.budget is None or each.fits(each.bytes_of(found.choices)) for each in problems)
+        assert found.seconds == problems[0].seconds_of(found.choices) >= max(best * (1 - 1e-9), found.bound)
+
+
+def check_best(found: Found, problems: Sequence[Problem], best: float) -> None:
+    """Check that the choices are proven the best, or that there are none."""
+    check(found, problems, best)
+    assert (found.choices is None) == math.isinf(best)
+    if found.choices is None:
+        assert found.bound == math.inf == found.gap
+    else:
+        assert found.seconds == pytest.approx(best, rel=CLOSE) and found.gap <= CLOSE
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=seeds, shape=shapes, count=counts, way=ways, price=st.sampled_from([None, 0.003, 0.1]))
+def test_the_answer_is_that_of_brute_force(seed: int, shape: str, count: int, way: Way, price: float | None) -> None:
+    problems = rows_of(seed, shape, count)
+    prices = () if price is None else (price,) * len(problems)
+    with taking(way):
+        one, other = (search(Stated(tuple(problems)), NEVER, EXACT, prices) for _ in range(2))
+    check_best(one, problems, brute_force(problems))
+    assert one == other and len(one.prices) == len(problems)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=seeds, count=st.integers(1, 3), way=ways)
+def test_on_equal_layers_too(seed: int, count: int, way: Way) -> None:
+    problems = layered_rows(seed, 3, count)
+    with taking(way):
+        found = search(Stated(tuple(problems)), NEVER)
+    check_best(found, problems, brute_force(problems))
+
+
+@dataclass
+class Lazy:
+    """Rows of which the first is stated, and others once something exceeds them."""
+
+    rows: Sequence[Problem]
+    stated: list[int] = field(default_factory=lambda: [0])
+    mixtures: list[Mixture] = field(default_factory=list)
+
+    def problems(self) -> Sequence[Problem]:
+        return [self.rows[number] for number in self.stated]
+
+    def fits(self, choices: tuple[int, ...]) -> bool:
+        over = [number for number, each in enumerate(self.rows) if not each.fits(each.bytes_of(choices))]
+        self.stated += [number for number in over if number not in self.stated]
+        return not over
+
+    def exceeds(self, mixture: Mixture) -> bool:
+        self.mixtures.append(mixture)
+        before = len(self.stated)
+        for number, each in enumerate(self.rows):
+            taken = sum(weight * each.bytes_of(choices) for choices, weight in mixture)
+            if number not in self.stated and each.budget is not None and taken > each.budget:
+                self.stated.append(number)
+        return len(self.stated) > before
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=seeds, shape=shapes, count=st.integers(1, 3), way=ways)
+def test_rows_that_are_stated_once_they_are_exceeded_leave_the_same_best(
+    seed: int, shape: str, count: int, way: Way
+) -> None:
+    problems = rows_of(seed, shape, count)
+    source = Lazy(problems)
+    with taking(way):
+        found = search(source, NEVER)
+    check_best(found, problems, brute_force(problems))
+    assert len(found.prices) == len(source.stated)
+    for mixture in source.mixtures:
+        assert mixture == () or sum(weight for _, weight in mixture) == pytest.approx(1.0)
+        assert all(len(choices) == len(problems[0].nodes) for choices, _ in mixture)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_that_nothing_exceeds_is_never_stated(way: Way) -> None:
+    first, *_ = layered_rows(4, 4, 1)
+    source = Lazy((first, without_limit(first)))
+    with taking(way):
+        assert search(source, NEVER).choices is not None
+    assert source.stated == [0]
+
+
+tolerances_of = st.sampled_from(
+    [Tolerances(0.1), Tolerances(0.0, 0.1), Tolerances(counted=0.1), Tolerances(counted=math.inf, longest=1e-9)]
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=seeds, shape=shapes, count=counts, way=ways, tolerances=tolerances_of)
+def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(
+    seed: int, shape: str, count: int, way: Way, tolerances: Tolerances
+) -> None:
+    problems = rows_of(seed, shape, count)
+    best = brute_force(problems)
+    with taking(way), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.solver.tolerances.EFFORT", 1e-9)  # no count has the time to prove anything
+        patch.setattr(remaining_choices, "FEW", 0)  # and there is much to count
+        found = search(Stated(tuple(problems)), NEVER, tolerances)
+    check(found, problems, best)
+    if not math.isinf(tolerances.counted) and best < math.inf:
+        enough = max(tolerances.gap, tolerances.counted, tolerances.expensive if way != "cheap" else 0.0)
+        assert found.choices is not None and found.gap <= enough + CLOSE
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, shape=shapes, count=counts, way=ways, share=st.sampled_from([0.5, 0.9, 0.999, 1.001, 1.5]))
+def test_a_cut_off_ends_it_where_nothing_is_faster(seed: int, shape: str, count: int, way: Way, share: float) -> None:
+    problems = rows_of(seed, shape, count)
+    best = brute_force(problems)
+    if math.isinf(best):
+        return
+    cutoff = share * best
+    with taking(way):
+        found = search(Stated(tuple(problems)), NEVER, Tolerances(cutoff=cutoff))
+    check(found, problems, best)
+    if share > 1:
+        check_best(found, problems, best)
+    else:
+        assert found.bound >= cutoff * (1 - 1e-9)
+
+
+def test_a_bound_of_prices_as_high_as_the_cut_off_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = layered_rows(3, 6, 3)
+    best = search(Stated(tuple(problems)), NEVER)
+    monkeypatch.setattr(searching, "best_below", None)  # whoever goes on fails
+    cut = search(Stated(tuple(problems)), NEVER, Tolerances(cutoff=0.9 * best.bound))
+    assert 0.9 * best.bound <= cut.bound <= best.seconds
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=seeds, shape=shapes, count=counts, way=ways, looks=st.integers(0, 400))
+def test_whenever_time_is_over_what_is_known_by_then_is_returned(
+    seed: int, shape: str, count: int, way: Way, looks: int
+) -> None:
+    problems = rows_of(seed, shape, count)
+    source, best, shown = Lazy(problems), brute_force(problems), [0.0]
+
+    def look() -> float:
+        shown[0] += 1.0
+        return shown[0]
+
+    with taking(way), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
+        try:
+            found = search(source, float(looks))
+        except TimeLimitError:
+            assert looks < 10, "only what comes before any bound may end without one"
+            return
+    check(found, problems, best)
+    assert len(found.prices) <= len(source.stated)
+
+
+def test_without_any_choices_it_ends_where_it_gives_up() -> None:
+    node = Node("a", np.array([0.0, 1.0]), np.array([10, 0]))
+    problem = Problem((node,) * 4, (), 25)
+    found = search(Stated((problem,)), NEVER, gives_up=-math.inf)
+    assert found.choices is None and found.bound <= brute_force([problem]) == 2.0
+    enough = search(Stated((without_limit(problem),)), NEVER, gives_up=-math.inf)
+    check_best(enough, [without_limit(problem)], 0.0)
+
+
+@pytest.mark.parametrize("budget", [0, 10, 15, 35])
+def test_where_nothing_takes_time_something_that_fits_is_found(budget: int) -> None:
+    node = Node("a", np.zeros(2), np.array([10, 5]))
+    problems = [Problem((node,) * 3, (), budget)] * 2
+    check_best(search(Stated(tuple(problems)), NEVER), problems, 0.0 if budget >= 15 else math.inf)
+
+
+def test_budgets_that_contradict_each_other_are_told_by_prices_that_prove_more_than_all_choices_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prices of such rows have no end: what they prove grows until no linear program takes their numbers."""
+    rounds, search_rest = [], searching.best_below
+    monkeypatch.setattr(searching, "best_below", lambda *given: rounds.append(1) or search_rest(*given))
+    nodes = [Node(name, np.array([0.1, 0.2, 0.3]), np.array([10, 0, 5])) for name in "abcdef"]
+    others = [Node(each.name, each.seconds, np.array([0, 10, 5])) for each in nodes]
+    edges = tuple(Edge((n, n + 1), 0.01 * np.eye(3)) for n in range(5))
+    problems = tuple([Problem(tuple(each), edges, 29) for each in (nodes, others)])
+    assert all(brute_force([each]) < math.inf for each in problems) and brute_force(problems) == math.inf
+    found = search(Stated(problems), NEVER)
+    assert found.choices is None and found.bound == math.inf and len(rounds) < 4
+
+
+def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = tuple(Node(name, np.zeros(2), np.ones(2, dtype=np.int64)) for name in "ab")
+    problem = Problem(nodes, (Edge((0, 1), np.full((2, 2), np.inf)),), 5)
+    found = search(Stated((problem, problem)), NEVER)
+    assert found.choices is None and found.bound == math.inf
+    assert not capfd.readouterr().err  # no linear program without an answer
+
+
+def test_where_there_is_little_to_count_no_labels_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = tuple(layered_rows(1, 3, 2))
+    monkeypatch.setattr(Rest, "labelled", None)
+    check_best(search(Stated(problems), NEVER), problems, brute_force(problems))
+    monkeypatch.setattr(remaining_choices, "FEW", 0)
+    monkeypatch.setattr(best_below, "FIRST_EPSILON", 0.0)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        search(Stated(problems), NEVER)
