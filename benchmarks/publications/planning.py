@@ -27,7 +27,6 @@ from autopar.costs.steps.step import forward_and_backward
 from autopar.costs.timeline.simulation import simulate
 from autopar.ir.program.program import Program
 from autopar.planning.options.groups import Memory, Pipeline
-from autopar.planning.pipeline.plan import TRANSIENT
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.planner import messages, plan_pipeline
 from autopar.planning.pipeline.request import PipelineRequest
@@ -36,6 +35,7 @@ from autopar.planning.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.pipeline.schedules.simulation import simulate as simulate_stages
 from autopar.planning.pipeline.stage_search import StageSearch
 from autopar.planning.pipeline.stage_seconds import step_parts, timed, weight_seconds
+from autopar.planning.pipeline.stages.stage_bytes import TRANSIENT, running_bytes
 from autopar.planning.planner import plan_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
@@ -236,12 +236,17 @@ def _rank_bytes(
     stages: Sequence[Depths], schedule: Schedule, own: Sequence[int], of_stage: Callable[[int], tuple[int, int]]
 ) -> RankBytes:
     kept = {stage: stages[stage].line(lambda plan: sum(row.saved_bytes for row in plan.rows)) for stage in own}
-    running = [stages[stage].part(*TRANSIENT, *SAVED) - stages[stage].in_flight * kept[stage] for stage in own]
+    parts = [{each: round(stages[stage].part(each)) for each in (*TRANSIENT, *SAVED)} for stage in own]
+    running = [
+        running_bytes(of_peak, round(kept[stage]), stages[stage].in_flight)
+        for stage, of_peak in zip(own, parts, strict=True)
+    ]
     waiting = sum(schedule.in_flight(stage) * kept[stage] for stage in own)
-    lasting = sum(of_stage(stage)[0] for stage in own) - sum(running) - waiting
+    peaks = sum(of_stage(stage)[0] for stage in own)
+    lasting = peaks - sum(beyond for beyond, _ in running) - waiting
     most = schedule.most_waiting(schedule.rank_of(own[0]), {stage: round(each) for stage, each in kept.items()})
     inputs, standing = sum(stages[n].part(INPUTS) for n in own), sum(of_stage(n)[1] for n in own)
-    return RankBytes(round(lasting + max(running) + most), standing, round(inputs))
+    return RankBytes(min(round(lasting + max(map(max, running)) + most), peaks), standing, round(inputs))
 
 
 def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Plan:

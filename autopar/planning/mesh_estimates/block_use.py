@@ -297,16 +297,25 @@ class _Seconds:
         return found
 
     def _paced(self, found: Timeline, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
-        """Return the seconds of blocks, of repeated ones at least those of their busiest stream of weights."""
+        """Return the seconds of blocks, of repeated ones at least those of their busiest stream of weights.
+
+        Nor are they below those of the host, whose lead from the forward is left in the backward.
+        """
         busy: dict[tuple[bool, str], Floats] = defaultdict(lambda: np.zeros(self.count))
+        launched = np.zeros((2, self.count))
         for event in found.events:
-            home = self.home.get(event.task.row)
-            if event.task.weights and home is not None and event.task.phase != OPTIMIZER:
-                busy[event.task.phase == FORWARD, event.task.stream][home] += event.task.seconds
+            home, task = self.home.get(event.task.row), event.task
+            if home is None or task.phase == OPTIMIZER:
+                continue
+            launched[int(task.phase != FORWARD), home] += task.launch
+            if task.weights:
+                busy[task.phase == FORWARD, task.stream][home] += task.seconds
         for (is_forward, stream), each in busy.items():
             assert stream != COMPUTE, "weights move on streams of their own"
             spans = forward if is_forward else backward
             np.copyto(spans, np.maximum(spans, each), where=self.repeated)
+        np.copyto(forward, np.maximum(forward, launched[0]), where=self.repeated)
+        np.copyto(backward, np.maximum(backward, launched.sum(axis=0) - forward), where=self.repeated)
         return forward, backward
 
 

@@ -208,7 +208,9 @@ class Staged:
         there, back, of_weights, latest, reductions, slowing = (np.einsum("so,os->s", shares, array) for array in times)
         sending = parts[0].sending
         blocks = parts[0].num_blocks
-        behind = reductions - np.minimum(reductions, back * (1 - 1 / blocks))  # those of the block that ends last
+        overlapped = of_weights if self.schedule.halves_backwards else back
+        # What the block that ends last reduces overlaps nothing.
+        behind = reductions - np.minimum(reductions, overlapped * (1 - 1 / blocks))
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
         slowed = slowing[self.ranks].sum(axis=1).max() if self.schedule.halves_backwards else slowing.sum()
         total = _step(self.schedule, there + back, 2 * sending) + slowed + ending.max()

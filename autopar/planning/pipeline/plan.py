@@ -16,7 +16,7 @@ from typing import Any
 from autopar.console.units import format_bytes, format_seconds
 from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.plans.comparison import COMPARISON, Comparison, comparison_of
-from autopar.costs.plans.decision_rows import SAVED, KeptWhole, kept_whole_on_all
+from autopar.costs.plans.decision_rows import KeptWhole, kept_whole_on_all
 from autopar.costs.plans.plan import Offloaded, Plan
 from autopar.costs.plans.schema import (
     BYTES,
@@ -38,7 +38,7 @@ from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
-from autopar.planning.pipeline.stages.stage_bytes import TRANSIENT
+from autopar.planning.pipeline.stages.stage_bytes import running_bytes
 
 FORMAT = 1
 MAX_ACTIONS = 10**6
@@ -191,19 +191,18 @@ class PipelinePlan:
 
         What waits for a backward counts for the micro-batches that its stages have in flight together, where that is
         most; what a stage holds only while it runs, for that of them which takes the most; all else as if each of them
-        were at its fullest at once.
+        were at its fullest at once. None takes more than its peak.
         """
         numbers = self.schedule.stages_of(rank)
-        plans = [self.stages[number].plan for number in numbers]
-        parts = [plan.memory.parts if plan.memory else {} for plan in plans]
-        saved = [sum(row.saved_bytes for row in plan.rows) for plan in plans]
-        waiting = [self.schedule.in_flight(number) * each for number, each in zip(numbers, saved, strict=True)]
-        running = [
-            sum(own.get(name, 0) for name in (*TRANSIENT, *SAVED)) - waiting_bytes
-            for own, waiting_bytes in zip(parts, waiting, strict=True)
-        ]
-        lasting = sum(plan.peak_bytes for plan in plans) - sum(running) - sum(waiting)
-        return lasting + max(running) + self.schedule.most_waiting(rank, dict(zip(numbers, saved, strict=True)))
+        lasting, working, saved = 0, 0, dict[int, int]()
+        for number in numbers:
+            plan, in_flight = self.stages[number].plan, self.schedule.in_flight(number)
+            saved[number] = sum(row.saved_bytes for row in plan.rows)
+            running, at_peak = running_bytes(plan.memory.parts if plan.memory else {}, saved[number], in_flight)
+            lasting += plan.peak_bytes - running - in_flight * saved[number]
+            working = max(working, running, at_peak)
+        together = lasting + working + self.schedule.most_waiting(rank, saved)
+        return min(together, sum(self.stages[number].plan.peak_bytes for number in numbers))
 
     @property
     def offload(self) -> Offloaded:

@@ -1,9 +1,10 @@
 """Plans for a mesh with a pipeline axis: the model is cut into stages, and every stage planned on the other axes.
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
-cuts      `stages.cuts` cuts it where a step of the schedule is shortest; under a limit, stages that it thinks of are
-          planned within their rank's memory budget (`budgets`), with as many micro-batches in flight as the schedule
-          has there (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
+cuts      `stages.cuts` cuts it where a step of the schedule is shortest; `stages.refinement` moves the cuts while the
+          simulated step gets shorter. Under a limit, stages are planned with as many micro-batches in flight as the
+          schedule has there (`stage_search`). If a rank has several, the fastest plans of that cut are taken if they
+          fit together; else the search looks for cuts within memory budgets (`stages.memory_budgets`)
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """
@@ -28,7 +29,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.costs.steps.sends import Send
 from autopar.costs.steps.workload import workload
-from autopar.errors import PipelineError, warn_user
+from autopar.errors import PipelineError, TimeLimitError, warn_user
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.offload import Plans, plan_as_offload_asks
@@ -150,13 +151,16 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
     budget = None if memory is None else MemoryBudget(memory, memory)
     asking = deadline - REFINING * seconds_until(deadline)
-    search = StageSearch(planned, asking, (budget,) * schedule.num_stages, until)
-    if memory is None:
-        best = best_cuts(problem)
-        return refined(problem, best.starts, deadline=deadline), search, best.seconds
-    if schedule.chunks == 1:
+    search, best = StageSearch(planned, asking, (budget,) * schedule.num_stages, until), best_cuts(problem)
+    if memory is not None and schedule.chunks == 1:
         return _best_cut_within(problem, search, deadline)
-    thought, search.budgets = estimates_in_budgets(problem, memory, *sampled(search, best_cuts(problem).starts, memory))
+    free = refined(problem, best.starts, deadline=deadline)
+    if memory is None:
+        return free, search, best.seconds
+    if (budgets := _budgets_of_fastest(search, free, memory, TOLERANCE)) is not None:
+        search.budgets = budgets
+        return free, search, best.seconds
+    thought, search.budgets = estimates_in_budgets(problem, memory, *sampled(search, best.starts, memory))
     try:
         return _best_cut_within(problem, search, deadline, thought)
     except PipelineError:
@@ -168,19 +172,35 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
         raise
 
 
+def _budgets_of_fastest(
+    search: StageSearch, starts: Sequence[int], memory: int, gap: float = math.inf
+) -> tuple[MemoryBudget, ...] | None:
+    """Return memory budgets for the fastest plans of a cut's stages; None if these do not fit together.
+
+    None, too, if a stage has no plan that is proven within a relative gap, each having all memory of its rank.
+    """
+    schedule = search.planned.request.schedule
+    search.budgets = (MemoryBudget(memory, memory),) * schedule.num_stages
+    found: list[Sequence[Sample]] = []
+    for stage, (first, end) in enumerate(pairwise((*starts, len(search.planned.blocks)))):
+        try:
+            known = search.best_searched(first, end, stage) or search.ask(first, end, stage, search.roughly)
+        except TimeLimitError:
+            return None
+        if known.made is None or known.seconds > known.least * (1 + gap):
+            return None
+        runs = search.runs[stage]
+        found.append(Sample.of(known.seconds, search.holding(known, runs), runs.in_flight))
+    fits = fits_together(schedule, memory, found.__getitem__)
+    return shared_budgets(schedule, memory, found.__getitem__) if fits else None
+
+
 def _budgets_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> Iterator[tuple[MemoryBudget, ...]]:
     """Yield memory budgets in which the stages of a cut are known to fit: by fastest plans, then by smallest."""
     schedule, num_blocks = search.planned.request.schedule, len(search.planned.blocks)
+    if (fastest := _budgets_of_fastest(search, starts, memory)) is not None:
+        yield fastest
     search.budgets = (MemoryBudget(memory, memory),) * schedule.num_stages
-    found: list[Sample] = []
-    for stage, (first, end) in enumerate(pairwise((*starts, num_blocks))):
-        known = search.best_searched(first, end, stage) or search.ask(first, end, stage, search.roughly)
-        if known.made is None:
-            break
-        found.append(Sample.of(known.seconds, search.holding(known, search.runs[stage])))
-    else:
-        if fits_together(schedule, memory, found):
-            yield shared_budgets(schedule, memory, lambda stage: [found[stage]])
     least = budgets_of_least_peaks(schedule, memory, starts, num_blocks, search.least)
     if least is not None:
         yield least

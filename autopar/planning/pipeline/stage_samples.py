@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, product
 
 from autopar.errors import TimeLimitError
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
@@ -54,12 +54,11 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
     if any(each.made is not None and len(each.made.space.decisions) > LARGE for each in found):
         search.roughly, search.most_planned = ROUGHLY, REQUESTED
 
+    def of(known: SearchedStage, stage: int) -> Sequence[Sample]:
+        return Sample.of(known.seconds, search.holding(known, search.runs[stage]), in_flight[stage])
+
     ends = by_flight[0], by_flight[-1]
-    made = [
-        tuple(Sample.of(each.seconds, search.holding(each, search.runs[stage])) for stage in ends)
-        for each in found
-        if each.made is not None
-    ]
+    made = [pair for each in found if each.made is not None for pair in product(*(of(each, stage) for stage in ends))]
     least, most = (in_flight[stage] for stage in ends)
 
     def samples(stage: int) -> Sequence[Sample]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autopar.planning.mesh_estimates.composed import even_cuts, in_flight, mixed, schedules_of
+from autopar.costs.timeline.values import COMPUTE, Task
+from autopar.planning.mesh_estimates.block_use import _Seconds
+from autopar.planning.mesh_estimates.composed import Part, Staged, even_cuts, in_flight, mixed, schedules_of
 from autopar.planning.pipeline.schedules.schedule import Schedule
 
 
@@ -66,3 +70,29 @@ def test_schedules_have_as_many_stages_a_rank_as_there_are_blocks_for() -> None:
     assert found == {("1f1b", 1), ("interleaved_1f1b", 8), ("interleaved_1f1b", 4), ("interleaved_1f1b", 2)}
     assert [each.chunks for each in schedules_of(names, 4, 8, 34, 3)] == [3]
     assert not list(schedules_of(names, 64, 64, 34, None))
+
+
+@pytest.mark.parametrize(("name", "overlapped"), [("interleaved_1f1b", 3.0), ("interleaved_zero_bubble", 1.0)])
+def test_reductions_overlap_with_what_a_schedule_runs_last(name: str, overlapped: float) -> None:
+    """A block of two is left; a schedule that makes the gradients of weights apart ends with these."""
+    four = np.ones(4)
+    part = Part(four, 6 * four, 2 * four, 0 * four, 5 * four, 0 * four, 0 * four, np.ones(2), np.full(4, 2))
+    found = Staged.of(Schedule(name, 2, 2, 2)).of_plans([part])
+    assert found is not None and [each.reducing for each in found.stages] == [5 - overlapped] * 4
+
+
+@pytest.mark.parametrize(("launches", "backward"), [(1.0, 4.0), (8.0, 4.0), (10.0, 6.0)])
+def test_a_repeated_block_takes_what_its_launches_take(launches: float, backward: float) -> None:
+    """The host may launch the one block that stands for many ahead of the last one's long computation."""
+    rows = ("first", "repeated", "last")
+    memory: Any = SimpleNamespace(
+        space=SimpleNamespace(
+            hardware=SimpleNamespace(communication_share=0.0), decisions=[SimpleNamespace(name=row) for row in rows]
+        ),
+        lifetimes=SimpleNamespace(layer=rows),
+    )
+    short: Any = SimpleNamespace(blocks=rows, origin=(0, 1, 1, 1, 2))
+    forward = [Task(row, COMPUTE, seconds, launch=1.0, row=row) for row, seconds in zip(rows, (2, 5, 40), strict=True)]
+    back = [Task(row, COMPUTE, 4.0, "backward", launch=launches, row=row) for row in reversed(rows)]
+    found = _Seconds(memory, (), range(3), short).of([*forward, *back])
+    assert found.forward[1] == 5.0 and found.backward[1] == backward

@@ -23,6 +23,7 @@ from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.planner import plan_pipeline
 from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
+from autopar.planning.pipeline.stages.blocks import blocks_of
 from autopar.planning.pipeline.stages.cheapest_cut import cheapest_cut
 from autopar.planning.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, step_seconds
 from autopar.planning.pipeline.stages.memory_budgets import (
@@ -203,6 +204,21 @@ def test_a_stage_keeps_what_waits_and_what_lasts_while_others_run(runs: Microbat
         assert less.resident <= most.resident <= found.resident and less.peak <= most.peak <= found.peak
 
 
+@pytest.mark.parametrize("runs", [Microbatches(2, 2), Microbatches(4, 4)], ids=str)
+def test_a_stage_that_is_fullest_with_few_micro_batches_in_flight_keeps_its_peak_at_most(runs: Microbatches) -> None:
+    space = space_of(Attention(False), (IDS_BS[:, :1],), dp=2)
+    plan, choices = make_plan(space, {}, microbatches=runs)
+    found = stage_bytes_of(context_of(plan).memory_model, choices, plan.recompute)
+    assert found.resident == found.peak == plan.peak_bytes
+    assert MemoryBudget(found.peak, found.peak).bytes_over(found) == 0
+    for in_flight in range(1, runs.in_flight):
+        memory = MemoryModel(space, replace(runs, in_flight=in_flight))
+        less, most = stage_bytes_of(memory, choices, plan.recompute), found.with_fewer(in_flight)
+        assert less.resident <= most.resident <= found.resident and less.peak <= most.peak <= found.peak
+    kept = [max(each.resident(n) for n in range(runs.in_flight + 1)) for each in Sample.of(1.0, found, runs.in_flight)]
+    assert min(kept) == found.peak < max(kept)
+
+
 def test_stages_of_one_micro_batch_keep_all_that_they_hold() -> None:
     space = space_of(Attention(False), (IDS_BS,), dp=2)
     plan, choices = make_plan(space, {})
@@ -258,6 +274,32 @@ def test_no_cut_is_below_the_bound_of_a_plan(name: str, share: float | None) -> 
     for each in starts:
         with contextlib.suppress(PipelineError):
             assert bound <= by_formula(plan(*(blocks.blocks[start].name for start in each))) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_within_a_limit_in_which_the_fastest_stages_fit_no_cut_is_faster(name: str, num_layers: int) -> None:
+    """Plan every cut by itself, with two micro-batches: in its last backward a stage has fewer of them in flight."""
+    schedule = Schedule(name, 2, 2, 2)
+    requested = request({"pp": 2}, schedule, num_layers=num_layers, batch=4)
+    blocks = blocks_of(requested.program, schedule.num_stages)
+
+    def plan(limit: int | None, *names: str) -> PipelinePlan:
+        wanted = replace(
+            requested.wanted, settings=Settings(Memory(limit)), pipeline=Pipeline(split_points=names or None)
+        )
+        return plan_pipeline(replace(requested, wanted=wanted))
+
+    free = plan(None)
+    peaks = [stage.plan.peak_bytes for stage in free.stages]
+    limit = max(sum(peaks[stage] for stage in schedule.stages_of(rank)) for rank in range(2))
+    assert max(map(free.rank_bytes, range(2))) <= limit
+    found, seconds = plan(limit), []
+    for starts in itertools.combinations(range(1, len(blocks)), schedule.num_stages - 1):
+        with contextlib.suppress(PipelineError):
+            seconds.append(plan(limit, *(blocks[start].name for start in starts)).seconds)
+    assert found.seconds == pytest.approx(free.seconds) and found.seconds <= min(seconds) * (1 + 1e-9)
+    assert max(map(found.rank_bytes, range(2))) <= limit
 
 
 def test_of_a_plan_that_was_saved_without_a_bound_nothing_is_known() -> None:

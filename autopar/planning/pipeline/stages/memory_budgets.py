@@ -52,8 +52,12 @@ class Sample:
     """Bytes for each micro-batch in flight."""
 
     @classmethod
-    def of(cls, seconds: float, stage_bytes: StageBytes) -> Sample:
-        return cls(seconds, stage_bytes.lasting, stage_bytes.peak - stage_bytes.resident, stage_bytes.saved)
+    def of(cls, seconds: float, stage_bytes: StageBytes, in_flight: int) -> tuple[Sample, ...]:
+        """Return the sample of a stage; and one whose bytes at rest are constant, if these are fewer at most."""
+        found = cls(seconds, stage_bytes.lasting, stage_bytes.running, stage_bytes.saved)
+        if found.resident(in_flight) <= stage_bytes.resident:
+            return (found,)
+        return found, cls(seconds, stage_bytes.resident, stage_bytes.peak - stage_bytes.resident)
 
     def resident(self, in_flight: int) -> float:
         """Return the bytes while others run, with so many micro-batches in flight."""
@@ -101,12 +105,10 @@ def shared_budgets(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple
     return tuple(found)
 
 
-def fits_together(schedule: Schedule, memory: int, stage_bytes: Sequence[Sample]) -> bool:
-    """Return whether the stages of every rank, each with one sample, fit into its memory."""
+def fits_together(schedule: Schedule, memory: int, samples: SamplesOf) -> bool:
+    """Return whether the stages of every rank, each with one of its samples, fit into its memory."""
     ranks = ((schedule.stages_of(rank), schedule.in_flight_at_once(rank)) for rank in range(schedule.num_ranks))
-    return all(
-        fastest([[stage_bytes[stage]] for stage in stages], memory, at_once) is not None for stages, at_once in ranks
-    )
+    return all(fastest([samples(stage) for stage in stages], memory, at_once) is not None for stages, at_once in ranks)
 
 
 def budgets_of_least_peaks(

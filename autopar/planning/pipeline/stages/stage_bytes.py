@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,11 +28,18 @@ class StageBytes:
     """Part of `resident` that remains however few micro-batches are in flight, at most."""
     saved: int = 0
     """Bytes of `resident` per micro-batch in flight, on top of `lasting`."""
+    working: int = 0
+    """Bytes while it runs, on top of what waits, if the peak has fewer micro-batches in flight than wait at once."""
+
+    @property
+    def running(self) -> int:
+        """Bytes on top of `resident` while it runs."""
+        return max(self.peak - self.resident, self.working)
 
     def with_fewer(self, in_flight: int) -> StageBytes:
         """Return the bytes while only `in_flight` micro-batches are in flight."""
         resident = min(self.resident, self.lasting + in_flight * self.saved)
-        return replace(self, resident=resident, peak=self.peak - self.resident + resident)
+        return replace(self, resident=resident, peak=min(self.peak, resident + self.running))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +105,32 @@ def stage_bytes_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[s
     if not runs.several or runs.stashes:
         return StageBytes(peak, peak, peak)
     moments = PlanMoments(memory, choices, modes)
-    saved, sent = (int(moments.of(role).sum()) for role in (Role.SAVED, Role.SENT))
-    running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - runs.in_flight * saved
+    each, sent = (int(moments.of(role).sum()) for role in (Role.SAVED, Role.SENT))
+    running, working = running_bytes(use.parts, each, runs.in_flight)
     full, without_one = (
         sum(moments.standing(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
     )
-    resting = full + runs.in_flight * (saved + sent)
-    waiting = resting - int(moments.of(Role.STORED, Role.MOVED).sum())
-    without_first = saved + sent + full - without_one
+    standing = full + runs.in_flight * (each + sent)
+    waiting = standing - int(moments.of(Role.STORED, Role.MOVED).sum())
+    without_first = each + sent + full - without_one
     ending = sum(moments.at(0, END, 0).values()) + waiting - (without_first if runs.in_flight == runs.count else 0)
-    resting = max(resting, ending)
-    resident = max(peak - running, min(resting, peak))
+    resting = max(peak - running, min(max(standing, ending), peak))
     # Where no micro-batch follows the first backward, it may be fullest with one less of them.
-    return StageBytes(resident, peak, resident - min(runs.in_flight, runs.count - 1) * saved, saved)
+    lasting = resting - min(runs.in_flight, runs.count - 1) * each
+    return StageBytes(min(resting, peak), peak, lasting, each, working)
+
+
+def running_bytes(parts: Mapping[str, int], each: int, in_flight: int) -> tuple[int, int]:
+    """Return the bytes of a stage's peak on top of those that wait for a backward at most, and at the peak.
+
+    The first number is negative if much fewer micro-batches wait at the peak; else the second is 0.
+
+    Args:
+        parts: The parts of the stage's memory at its peak.
+        each: Bytes that wait for the backward of one micro-batch.
+        in_flight: Micro-batches in flight at most.
+    """
+    saved = sum(parts.get(name, 0) for name in SAVED)
+    held = saved + sum(parts.get(name, 0) for name in TRANSIENT)
+    running = held - in_flight * each
+    return running, 0 if running >= 0 else max(held - math.ceil(saved / each) * each, 0)
