@@ -14,7 +14,7 @@ GROUPS = 32
 HEAD_CHANNELS = 64
 
 
-class RemainingProblem(nn.Module):
+class ResidualBlock(nn.Module):
     """Two convolutions around a shortcut; the time is added between them."""
 
     def __init__(self, channels: int, channels_after: int, embedding: int) -> None:
@@ -63,11 +63,11 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, channels_after: int, embedding: int, attends: bool) -> None:
         super().__init__()
-        self.remaining_problem = RemainingProblem(channels, channels_after, embedding)
+        self.residual = ResidualBlock(channels, channels_after, embedding)
         self.attention = Attention(channels_after) if attends else nn.Identity()
 
     def forward(self, x_BCHW: Tensor, time_BE: Tensor) -> Tensor:
-        return self.attention(self.remaining_problem(x_BCHW, time_BE))
+        return self.attention(self.residual(x_BCHW, time_BE))
 
 
 class UNet(nn.Module):

@@ -274,7 +274,7 @@ class Solution:
     num_bytes: int
     bound: float
     solver: str
-    """Method that produced it, for reports: "elimination", "multiplier + counts", "relaxation", "ilp", etc."""
+    """Method that produced it, for reports: "elimination", "messages", "prices + counts" or "ilp"."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
     smaller: tuple[tuple[int, ...], ...] = ()

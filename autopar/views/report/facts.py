@@ -20,14 +20,10 @@ from autopar.views.inspection.timeline import compared_with_the_sum
 REDUCED_EACH = "reduced by every micro-batch, and added up in parts"
 SOLVERS = {
     "elimination": "exact elimination",
-    "multipliers": "prices of memory at several moments",
-    "multiplier": "a price of memory",
+    "messages": "message passing",
+    "prices": "prices of memory",
     "counts": "counting of equal layers",
     "ilp": "integer program",
-    "restricted_master": "restricted master problem",
-    "reduction": "presolve",
-    "neighbourhoods": "large neighbourhood search",
-    "several moments": "memory limited at several moments",
 }
 """Words for the parts of `Plan.solver`."""
 
@@ -164,11 +160,10 @@ def modes(plan: Plan) -> tuple[str, str]:
 def solver_words(solver: str) -> str:
     """Put the name of a solver in words.
 
-    >>> solver_words("multipliers + counts, several moments")
-    'prices of memory at several moments, counting of equal layers, memory limited at several moments'
+    >>> solver_words("prices + counts")
+    'prices of memory, counting of equal layers'
     """
-    parts = solver.replace(" + ", ", ").split(", ")
-    return ", ".join(dict.fromkeys(SOLVERS.get(part, part) for part in parts))
+    return ", ".join(dict.fromkeys(SOLVERS.get(part, part) for part in solver.split(" + ")))
 
 
 def timeline_words(plan: Plan) -> tuple[str, str]:
