@@ -1,11 +1,11 @@
-"""What each heuristic of the solver and of the memory limit gives, on questions that nobody tuned it for.
+"""Measure what each heuristic of the solver and of the memory limit gives, on questions that nobody tuned it for.
 
 Each question is a model on a mesh in one dtype within a share of the memory that its fastest plan takes. It is answered
 by the whole search, and again without one heuristic after the other. The models are none of `plan_speed`, but as many
 kinds: dense, with experts, encoder and decoder, vision, hybrid, U-Net, tiny.
 
     python -m benchmarks.ablation                          the grid, with everything on and each heuristic off
-    python -m benchmarks.ablation --only crossing labels   some heuristics
+    python -m benchmarks.ablation --only labels contraction  some heuristics
     python -m benchmarks.ablation --cells 0 3              some cells of the grid
     python -m benchmarks.ablation --all-on                 the grid alone, each question on a line
 
@@ -48,7 +48,7 @@ from benchmarks.ablation_heuristics import HEURISTICS
 from benchmarks.unet import unet
 
 SHARES = (0.9, 0.7, 0.55)
-"""Of the memory of the fastest plan: the limits."""
+"""Limits, as shares of the memory of the fastest plan."""
 TIME_LIMIT = 60.0
 LEAST_GAP = 1e-4
 ROOT = Path(__file__).parent.parent
@@ -184,7 +184,7 @@ AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What one question came to without one heuristic ("": with all)."""
+    """The answer to one question without one heuristic ("": with all)."""
 
     cell: str
     share: float

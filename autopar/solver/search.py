@@ -25,6 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from autopar.errors import TimeLimitError
+from autopar.solver.best_below import Best, best_below
 from autopar.solver.bounds.high_treewidth import EXPENSIVE_WORK
 from autopar.solver.bounds.prices import NEARER, BestPrices, Mixture, best_prices
 from autopar.solver.deadline import is_over, seconds_until
@@ -35,7 +36,6 @@ from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of
 from autopar.solver.presolve.presolved import Presolved
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Problem
-from autopar.solver.remaining.best_below import Best, best_below
 from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
 
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
@@ -214,10 +214,9 @@ class _Search:
         reached, _ = self.whole.at(self.at, sufficient=(1 - self.gap) * self.seconds)
         self.bound = max(self.bound, reached)
         near: ReducedCosts | None = None
-        share, narrower, steps = FIRST_MARGIN, math.inf, 0
+        share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
         while not self.is_done() and LEAST_MARGIN < share < narrower:
             self.solver = "prices + counts"
-            scale = abs(reached) or self.largest_seconds or 1.0
             widest = (share + ROUNDING) * scale
             is_last = widest >= self.seconds - reached
             margin = min(widest, self.seconds - reached + ROUNDING * scale)

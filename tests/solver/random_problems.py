@@ -108,7 +108,7 @@ def brute_force(problems: Sequence[Problem]) -> float:
 
 
 def _sums(problem: Problem, every: np.ndarray, what: Literal["seconds", "num_bytes"]) -> np.ndarray:
-    """What choices take together, of which each is a column."""
+    """Return the seconds or bytes that choices take together; each choice is a column."""
     of_nodes = [getattr(node, what)[every[number]] for number, node in enumerate(problem.nodes)]
     of_edges = [
         getattr(edge, what)[tuple(every[list(edge.ends)])] for edge in problem.edges if getattr(edge, what) is not None

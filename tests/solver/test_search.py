@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import TimeLimitError
-from autopar.solver import deadline
+from autopar.solver import best_below, deadline
 from autopar.solver import search as searching
 from autopar.solver.bounds import core
 from autopar.solver.bounds.prices import Mixture
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.remaining import best_below, remaining_choices
+from autopar.solver.remaining import remaining_choices
 from autopar.solver.remaining.searches import Rest
 from autopar.solver.search import Found, Stated, search
 from autopar.solver.tolerances import EXACT, Tolerances
@@ -60,7 +60,7 @@ def rows_of(seed: int, shape: str, count: int) -> list[Problem]:
 
 
 def check(found: Found, problems: Sequence[Problem], best: float) -> None:
-    """Check that the bound is no more than the optimum, and that choices fit and take what is said."""
+    """Check that the bound is no more than the optimum, and that choices fit and take the stated seconds."""
     assert found.bound <= best * (1 + CLOSE)
     if found.choices is not None:
         assert all(each.budget is None or each.fits(each.bytes_of(found.choices)) for each in problems)

@@ -23,7 +23,7 @@ UNSEARCHED = Counted(None, -math.inf, False)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """What is left of a problem, one with each memory row, and prices of these; nothing where `left` is empty.
+    """The problem that is left with each memory row, and prices of these; nothing is where `left` is empty.
 
     Choices and bounds that its searches return are those of the whole, as far as they are below `limit` seconds.
     """

@@ -75,7 +75,7 @@ def _several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_the_middle(monkeypatch: pytest.MonkeyPatch, at: int) -> Calls:
     """Press Ctrl-C when an exact plan states its problem; return the calls of `exact`."""
-    calls, stated, state = pressing(monkeypatch, OfflinePlanner, "exact", 0, before=True), [], Formulation.problem
+    calls, stated, state = pressing(monkeypatch, OfflinePlanner, "exact", 0, before=True), [], Formulation.problems
 
     def pressed(*args: Any, **kwargs: Any) -> Any:
         if len(calls) == at and not stated:
@@ -83,7 +83,7 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, at: int) -> Calls:
             signal.raise_signal(signal.SIGINT)
         return state(*args, **kwargs)
 
-    monkeypatch.setattr(Formulation, "problem", pressed)
+    monkeypatch.setattr(Formulation, "problems", pressed)
     return calls
 
 
