@@ -237,13 +237,11 @@ def test_with_a_limit_layers_are_computed_again_and_every_rank_is_within_it() ->
 
 def test_what_is_not_proven_of_large_stages_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     free = planned(model=Layered(4), schedule="1f1b", microbatches=4)
-    limit = int(0.9 * free.peak_bytes)
+    limit = int(0.8 * free.peak_bytes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         planned(model=Layered(4), schedule="1f1b", microbatches=4, memory=limit)
     monkeypatch.setattr("autopar.planning.pipeline.stage_search.MOST_DECISIONS", 0)
-    monkeypatch.setattr("autopar.solver.tolerances.EFFORT", 1e-9)  # no count ends
-    monkeypatch.setattr("autopar.solver.search.EFFORT", 1e-9)
     with pytest.warns(RuntimeWarning, match=r"large ones are not proven best: .* at most [\d.]+% of its step"):
         planned(model=Layered(4), schedule="1f1b", microbatches=4, memory=limit)
 
