@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ def write_configs(model: nn.Module, mesh: DeviceMesh, folder: str | Path) -> Non
     def configs() -> None:
         for name in ("config", "generation_config") if is_first_rank(mesh) else ():
             config = getattr(model, name, None)
-            if hasattr(config, "save_pretrained"):
+            if config is not None and hasattr(config, "save_pretrained"):
                 if name == "config":
                     config.architectures = [type(model).__name__]
                 config.save_pretrained(folder)
@@ -119,7 +120,7 @@ def whole_tensors(stored: Mapping[str, Tensor], file: File) -> Iterator[tuple[st
     for name in file.num_bytes:
         tensor = stored.get(name)
         if isinstance(tensor, DTensor) and file.writer in tensor.device_mesh.mesh:
-            tensor = tensor.detach().full_tensor()
+            tensor = cast(DTensor, tensor.detach()).full_tensor()
         if writes:
             assert tensor is not None
             yield name, tensor.detach().to("cpu", memory_format=torch.contiguous_format)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -97,7 +97,7 @@ def _made_of(ranks: tuple[int, ...], gathers: bool) -> str:
 def made_groups() -> list[dist.ProcessGroup]:
     """Return every group that was made in addition to those of the mesh."""
     made = _made.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
-    return [_resolve_process_group(name) for name in made.values()]
+    return [_resolve_process_group(cast(Any, name)) for name in made.values()]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,8 @@ def gathering_axes(plan: Plan) -> tuple[str, ...]:
     """Return the axes over which a plan fetches weights ahead in a backward that reduces over them, too; all ranks
     agree.
     """
-    return axes_apart(each for row in plan.rows for each in row.transfers if each.backward) if plan.prefetch else ()
+    moved = ((each.collective, each.axis) for row in plan.rows for each in row.transfers if each.backward)
+    return axes_apart(moved) if plan.prefetch else ()
 
 
 def graph_of(module: fx.GraphModule, program: Program, plan: Plan) -> RankGraph:

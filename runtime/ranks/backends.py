@@ -9,6 +9,8 @@ have to wait for it, and with it for all work that the GPU was given before.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.distributed as dist
 
 HOST = "cpu"
@@ -19,7 +21,7 @@ def backend_of(group: dist.ProcessGroup, device: str) -> str:
     """Return the backend, as "nccl", by which a group moves the tensors of a type of device; empty where it has
     none.
     """
-    config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    config = dist.BackendConfig(cast(dist.Backend, dist.Backend(dist.get_backend_config(group))))
     return config.get_device_backend_map().get(device, "")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -135,7 +135,7 @@ def _what_is_called(graph: fx.Graph) -> object:
     segments: dict[str, int] = {}
     found: list[object] = []
     for node in graph.nodes:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), places.__getitem__)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), cast(Any, places.__getitem__))
         role = role_of(node)
         again = role and (segments.setdefault(role.segment, len(segments)), role.mode, role.saved)
         target = node.target if node.op == "call_function" else node.op

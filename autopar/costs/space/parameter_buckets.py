@@ -18,7 +18,6 @@ from functools import cache
 
 import torch
 
-from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.pricing.message_sizes import gathered_alone, joined_layers, layers_read, messages
 from autopar.costs.pricing.moves import is_gather
 from autopar.costs.pricing.reshard import ReshardPath
@@ -97,13 +96,13 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
 
 
-def axes_apart(backward: Iterable[Transfer]) -> tuple[str, ...]:
-    """Return the axes with a communicator of their own for weights that are gathered ahead, by what moves in the
-    backward.
+def axes_apart(backward: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the axes with a communicator of their own for weights that are gathered ahead, by the collectives and
+    axes of the backward.
 
     Those over which it reduces gradients, or activations, too.
     """
-    moved = {(each.collective, each.axis) for each in backward}
+    moved = set(backward)
     axes = {axis for collective, axis in moved if collective in REDUCTIONS}
     return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
 

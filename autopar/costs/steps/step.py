@@ -119,7 +119,9 @@ class _Step:
                 self.held[END if at_end else place].append(messages)
         self.calls = Calls(memory, choices, modes, self.tasks, self.unused)
         self.copies = HostCopies(memory, choices, modes, self.tasks)
-        axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
+        axes = (
+            axes_apart((each.collective, each.axis) for each in self._backward_transfers()) if memory.prefetch else ()
+        )
         self.streams = {axis: f"{axis}, weights" for axis in axes}
         self.on_host = HostSteps(memory, choices, self.tasks)
         self.travelling: dict[int, list[int]] = defaultdict(list)
