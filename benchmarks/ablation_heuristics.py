@@ -11,13 +11,13 @@ from unittest import mock
 import numpy as np
 
 from autopar.planning.memory_limit import least_peak, moments
-from autopar.solver import best_below, search
+from autopar.solver import search
 from autopar.solver.bounds import message_passing
 from autopar.solver.elimination import bucket_elimination
 from autopar.solver.presolve import presolved
 from autopar.solver.presolve.contraction import Contracted
 from autopar.solver.problem import Problem
-from autopar.solver.remaining import counting_ilp, searches
+from autopar.solver.remaining import counting_ilp
 
 Patch = tuple[object, str, object]
 """A module or class, the name of what it has, and what stands in its place."""
@@ -49,8 +49,6 @@ HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     # prices
     "further prices": off((search, "MAX_STEPS", 0)),
     # the remaining problem
-    "labels": off((searches.Rest, "labelled", lambda self: (searches.UNSEARCHED, False))),
-    "labels by margins": off((best_below, "LABELLED", (math.inf,))),
     "short count first": off((counting_ilp, "FIRST_EFFORT", math.inf)),
     # high treewidth
     "arc consistency": off((message_passing, "Domains", lambda *args: None)),

@@ -1,9 +1,8 @@
 """The best of what prices leave of a problem with several memory rows, below so many seconds.
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
-bound is counted first, within an ε that grows from round to round, or, where that is little, too, all that is below the
-best that is known. Labels (`labels`) find good choices where there is more. Longer counts run only if no known solution
-is near enough.
+bound is counted first, within an ε that grows from round to round. Long counts run only if no known solution is near
+enough.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from autopar.solver.remaining.remaining_choices import Counted
 from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed
 
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
-LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,6 @@ class Best:
     """Bound that the prices alone prove."""
     is_over_elsewhere: bool = False
     """True if nothing was searched, since the mixture at the prices exceeds a budget that is no row."""
-    visited: tuple[tuple[int, ...], ...] = ()
-    """Choices near the best prices, over the budgets or not, of whose parts others may be made."""
 
 
 def best_below(
@@ -91,26 +87,9 @@ class _Search:
 
     def run(self) -> bool:
         """Search; whether all was looked at that could be better."""
-        while not self.is_done():  # as long as there is little to count
-            is_proven = self._count_further(only_few=True)
-            if is_proven is None:
-                break
-            if not is_proven:
-                return False
-        if self._is_within_tolerance() and not self.is_done():
-            return False
-        for share in LABELLED:
-            limit = min(self.most, self.reached + share * self.scale)
-            if share * self.scale <= self.epsilon or self.is_done():
-                continue
-            found, is_small = self.rows.rest(self.prices, limit, self._margin(limit)).labelled()
-            self._note_solution(found, limit)
-            if self._is_within_tolerance():
-                if not is_small:
-                    return False
-                break
         while not self.is_done():
-            if not self._count_further(only_few=False):
+            is_near = is_closed(*self._of_the_whole(), self.tolerances.counted)
+            if not self._count_further(only_few=is_near):  # long counts are not worth it there
                 return False
         return True
 
@@ -133,10 +112,6 @@ class _Search:
         """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
         nothing_left = self.bound >= self.most - ROUNDING * self.scale
         return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
-
-    def _is_within_tolerance(self) -> bool:
-        """Return whether the incumbent is so near the bound that no long count is worth it."""
-        return is_closed(*self._of_the_whole(), self.tolerances.counted)
 
     def _of_the_whole(self) -> tuple[float, float]:
         """Return the seconds of the best of the whole problem that is known, and its bound."""

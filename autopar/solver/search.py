@@ -1,4 +1,4 @@
-"""The best choices within all memory rows: prices, fixing by reduced costs, labels and counts, in ever wider margins.
+"""The best choices within all memory rows: prices, fixing by reduced costs, and counts, in ever wider margins.
 
     min seconds(x)    subject to    bytes_r(x) ≤ budget_r    for each memory row r, of which there may be none
 
@@ -7,8 +7,8 @@
    planes find the λ ≥ 0 that prove most (`bounds.prices`). An oracle evaluates L: elimination exactly, or messages,
    where treewidth is too high (`oracles`).
 3. *Fix*: a strategy whose reduced cost at λ exceeds a margin is in no answer within that margin (`min_marginals`).
-4. *Search the rest*: little is left. It has prices of its own, at which Pareto labels and counts of equal layers give
-   its best (`remaining`).
+4. *Search the rest*: little is left. It has prices of its own, and counts of how many equal layers choose what give its
+   best (`remaining`).
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
 6. *Widen*: the margin grows, or prices move to those of the rest, until the gap is closed or time is over.

@@ -19,8 +19,7 @@ from autopar.solver.presolve.contraction import contract_each
 from autopar.solver.presolve.pruning import prune_each
 from autopar.solver.presolve.reduced_cost_fixing import remaining_of_each
 from autopar.solver.problem import Problem
-from autopar.solver.remaining import labels
-from autopar.solver.remaining.labels import best_labels
+from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import RemainingProblem
 from autopar.solver.solve import bound_at, solve
 from tests.solver.random_problems import SHAPES, random_rows, reference, without_limit
@@ -45,29 +44,20 @@ def test_a_bound_is_no_more_and_an_answer_no_less_than_the_optimum(seed: int, sh
 
 
 @settings(deadline=None, max_examples=50)
-@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), few=st.booleans(), price=prices, room=budgets)
-@example(seed=530, shape="tree", num_rows=1, few=False, price=0.003, room=1.001)  # all of it is forbidden
-def test_what_labels_prove_is_no_more_than_the_optimum(
-    seed: int, shape: str, num_rows: int, few: bool, price: float, room: float
+@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), price=prices, room=budgets)
+@example(seed=530, shape="tree", num_rows=1, price=0.003, room=1.001)  # all of it is forbidden
+def test_counts_prove_the_optimum_below_a_limit(
+    seed: int, shape: str, num_rows: int, price: float, room: float
 ) -> None:
     problems = random_rows(seed, shape, num_rows)
     best = reference(problems)
     limit = room * best if best < math.inf else 10.0
-    with pytest.MonkeyPatch.context() as patch:
-        if few:
-            patch.setattr(labels, "PER_GROUP", 2)
-            patch.setattr(labels, "PER_WHOLE", 3)
-            patch.setattr(labels, "PER_STEP", 20)
-            patch.setattr(labels, "MAX_JOINED", 60)
-        found = best_labels(RemainingProblem(problems, [price] * num_rows, limit, math.inf))
-    assert found.bound <= min(best, limit) * (1 + CLOSE)
+    found = best_counts(RemainingProblem(problems, [price] * num_rows, limit, math.inf), 1e-9)
+    assert found.is_proven and found.bound == pytest.approx(min(best, limit), rel=1e-6)
+    assert (found.choices is None) == (best > limit)
     if found.choices is not None:
         assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
-        seconds = problems[0].seconds_of(found.choices)
-        assert best <= seconds * (1 + CLOSE)
-        assert not found.is_proven or seconds == pytest.approx(best, rel=CLOSE)
-    if num_rows == 1 and not few:  # then nothing is left out
-        assert found.is_proven and (found.choices is None) == (best == math.inf)
+        assert problems[0].seconds_of(found.choices) == pytest.approx(best, rel=CLOSE)
 
 
 def test_a_smaller_limit_leaves_the_choices_of_a_problem_that_is_made_with_it() -> None:

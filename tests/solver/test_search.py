@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import TimeLimitError
-from autopar.solver import best_below, deadline
+from autopar.solver import deadline
 from autopar.solver import search as searching
 from autopar.solver.bounds import core
 from autopar.solver.bounds.prices import Mixture
@@ -23,7 +23,6 @@ from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import remaining_choices
-from autopar.solver.remaining.searches import Rest
 from autopar.solver.search import Found, Stated, search
 from autopar.solver.tolerances import EXACT, Tolerances
 from tests.solver.random_problems import SHAPES, brute_force, layered_rows, random_rows, without_limit
@@ -255,13 +254,3 @@ def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFix
     found = search(Stated((problem, problem)), NEVER)
     assert found.choices is None and found.bound == math.inf
     assert not capfd.readouterr().err  # no linear program without an answer
-
-
-def test_where_there_is_little_to_count_no_labels_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = tuple(layered_rows(1, 3, 2))
-    monkeypatch.setattr(Rest, "labelled", None)
-    check_best(search(Stated(problems), NEVER), problems, brute_force(problems))
-    monkeypatch.setattr(remaining_choices, "FEW", 0)
-    monkeypatch.setattr(best_below, "FIRST_EPSILON", 0.0)
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        search(Stated(problems), NEVER)

@@ -8,8 +8,8 @@ limit.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,26 +132,6 @@ class RemainingProblem:
         num_tables = self.elimination.num_tables
         inputs = self.elimination.steps[step].inputs
         return [(table - num_tables, axes) for table, axes in inputs if table >= num_tables]
-
-    def handed_down(
-        self, place: int, children: Sequence[int], below: Iterable[tuple[tuple[int, tuple[int, ...]], int]]
-    ) -> dict[int, int]:
-        """Return what each child of a bucket takes, from what is known `below` it by message.
-
-        Equal children may take either's.
-        """
-        left: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-        for message, taken in below:
-            left[message].append(taken)
-        buckets = self.elimination.buckets
-        axis = {member: number for number, member in enumerate(buckets[place].bag)}
-        found: dict[int, int] = {}
-        for child in children:
-            bucket = buckets[child]
-            message = bucket.step, tuple([axis[member] for member in bucket.bag[1:]])
-            if left[message]:
-                found[child] = left[message].pop()
-        return found
 
     def own(self, step: int) -> tuple[Floats, Integers]:
         """Return the seconds of the problem's own tables in a step, and bytes by memory row, of its choices."""

@@ -1,10 +1,9 @@
-"""Searches of what is left of a problem within a margin: by labels, by counts of equal parts, or by the plain ILP."""
+"""Searches of what is left of a problem within a margin: by counts of equal parts, or by the plain ILP."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from autopar.errors import TimeLimitError
@@ -12,7 +11,6 @@ from autopar.solver.deadline import after, check, seconds_until
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import Remaining
 from autopar.solver.remaining.counting_ilp import best_counts
-from autopar.solver.remaining.labels import best_labels
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
 
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
@@ -32,19 +30,6 @@ class Rest:
     prices: Sequence[float]
     limit: float
     deadline: float
-
-    def labelled(self) -> tuple[Counted, bool]:
-        """Return the best that labels find, and whether what may be better is soon counted."""
-        if not self.left:
-            return Counted(None, self.limit, True), True
-        with suppress(TimeLimitError, TooManyChoicesError):
-            remaining_problem = self._remaining_problem()
-            found = best_labels(remaining_problem)
-            seconds = math.inf if found.choices is None else remaining_problem.seconds_of(found.choices)
-            is_small = remaining_problem.below(min(remaining_problem.limit, seconds)).is_small
-            return self._of_the_whole(found), is_small
-        check(self.deadline)
-        return UNSEARCHED, False
 
     def counted(
         self, tolerance: float, effort: float, only_few: bool = False, known: Sequence[int] | None = None
