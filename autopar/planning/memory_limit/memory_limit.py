@@ -16,7 +16,7 @@ from autopar.console.units import format_share
 from autopar.costs.memory.moments import MemoryRow
 from autopar.errors import CutOffError, InfeasibleError, warn_user
 from autopar.planning.formulation import Formulation, Pins, pinned_by
-from autopar.planning.memory_limit.answers import Answer, row_of, share
+from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share
 from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import LimitQuestions, Modes
 from autopar.planning.settings import Settings
@@ -101,8 +101,11 @@ def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances
     if found.choices is None:
         if tolerances.cutoff < math.inf:
             raise CutOffError(math.inf)
-        known, bound = request.smallest_choices(limit, modes), found.bound
+        smallest, bound = request.smallest_within(limit, modes), found.bound
+        known = choices_of_nodes(smallest.choices, smallest.modes.values()) if smallest.peak_bytes <= limit else None
         found = search(moments, deadline, tolerances, found.prices, known=known)
+        if found.choices is None:
+            raise request.none_within(limit, modes, smallest)
         found = replace(found, bound=min(max(found.bound, bound, 0.0), found.seconds))
     row = row_of(dict(zip(moments.numbers, found.prices, strict=False)))
     row, multiplier = (row, sum(found.prices) / row.total) if row.weights else (None, 0.0)

@@ -16,7 +16,7 @@ from autopar.costs.memory.peak import bytes_by_moment, memory_use
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.memory_limit.answers import Answer, choices_of_nodes
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
 from autopar.solver.deadline import grace, is_over, moment_in, why_over
 from autopar.solver.infeasibility import Conflict, find_conflict
@@ -76,20 +76,24 @@ class LimitQuestions:
             return None
         return find_conflict(self.stated((smallest.weights,), limit, modes)[0], self.deadline)
 
-    def smallest_choices(self, limit: int, modes: Modes | None) -> tuple[int, ...]:
-        """Return the choices of the smallest peak, of decisions and segments, if that is within the limit.
+    def smallest_within(self, limit: int, modes: Modes | None) -> LeastPeak:
+        """Return the smallest plan; its peak may exceed the limit if no plan is proven to.
 
-        Raises InfeasibleError where none is, and TimeLimitError where that was not found out in time.
+        Raises InfeasibleError where one is, and TimeLimitError where there was no time for any.
         """
         try:
             smallest = self.smallest(self.pins, modes, limit)
         except TimeLimitError:
             raise TimeLimitError(self._too_late(limit)) from None
-        if smallest.peak_bytes <= limit:
-            return choices_of_nodes(smallest.choices, smallest.modes.values())
+        if smallest.bound > limit:
+            raise self.none_within(limit, modes, smallest)
+        return smallest
+
+    def none_within(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> InfeasibleError | TimeLimitError:
+        """Return the error where no plan was found, by the smallest that is known."""
         if smallest.bound <= limit and is_over(self.deadline):
-            raise TimeLimitError(self._too_late(limit, str(smallest)))
-        raise InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
+            return TimeLimitError(self._too_late(limit, str(smallest)))
+        return InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
 
     def _too_late(self, limit: int, least: str = "") -> str:
         return (
