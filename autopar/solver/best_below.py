@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.solver.bounds.prices import OverElsewhere, best_prices, nowhere
+from autopar.solver.bounds.prices import OverElsewhere, best_prices
 from autopar.solver.deadline import is_over
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
@@ -31,8 +31,6 @@ class Best:
     """True if everything that could be better was searched; False if a count was broken off."""
     reached: float = -math.inf
     """Bound that the prices alone prove."""
-    is_over_elsewhere: bool = False
-    """True if nothing was searched, since the mixture at the prices exceeds a budget that is no row."""
 
 
 def best_below(
@@ -44,7 +42,7 @@ def best_below(
     gap: float,
     tolerances: Tolerances,
     incumbent: float,
-    is_over_elsewhere: OverElsewhere = nowhere,
+    is_over_elsewhere: OverElsewhere,
 ) -> Best:
     """Return the best of what is left that is below some seconds; its bound holds for what is left.
 
@@ -52,11 +50,9 @@ def best_below(
     choices of the whole problem. If the bound of the prices is below the limit, the choices that they mix are checked
     against the other budgets: a solution found here would exceed the same ones.
     """
-    if math.isinf(constant):
-        return Best(None, math.inf, tuple(start))
     search = _Search(rows, constant, tuple(start), below, deadline, gap, tolerances, incumbent)
     if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
-        return Best(None, search.bound + constant, search.prices, False, search.reached + constant, True)
+        return Best(None, search.bound + constant, search.prices, False, search.reached + constant)
     is_searched = search.run()
     return Best(search.best, search.bound + constant, search.prices, is_searched, search.reached + constant)
 

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -27,7 +27,15 @@ import numpy as np
 from autopar.errors import TimeLimitError
 from autopar.solver.best_below import Best, best_below
 from autopar.solver.bounds.high_treewidth import EXPENSIVE_WORK
-from autopar.solver.bounds.prices import NEARER, BestPrices, Mixture, best_prices
+from autopar.solver.bounds.prices import (
+    NEARER,
+    WORTHWHILE,
+    BestPrices,
+    Mixture,
+    OverElsewhere,
+    best_prices,
+    nowhere,
+)
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
 from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
@@ -73,7 +81,7 @@ class Stated:
         return self.rows
 
     def fits(self, choices: tuple[int, ...]) -> bool:
-        return all(each.budget is None or each.fits(each.bytes_of(choices)) for each in self.rows)
+        return all(each.fits(each.bytes_of(choices)) for each in self.rows)
 
     def exceeds(self, mixture: Mixture) -> bool:
         return False
@@ -186,15 +194,15 @@ class _Search:
         """Find the prices that prove most of the whole; where evaluations take seconds, those of the first rows."""
         reached, choices = self.whole.at(self.at)
         self.bound = max(self.bound, reached)
-        self.note(self.presolved, choices)
+        self.note(choices)
         if all(each.budget is None for each in self.presolved.problems):
             return
         while not self.is_done():
             found = self._best_prices()
             self.at = self.prices = found.prices
             self.bound = max(self.bound, found.bound)
-            if found.choices is not None and not found.is_over_elsewhere:
-                self.note(self.presolved, found.choices)
+            if not found.is_over_elsewhere:
+                self.note(found.choices)
             if not self._restate() or self.is_expensive:
                 return
             self.whole, self.at = self._oracle(), self.prices
@@ -255,18 +263,18 @@ class _Search:
             if found.status == "infeasible":
                 self.bound = math.inf
             self.bound = max(self.bound, min(found.bound, self.seconds))
-            fits = self.note(self.presolved, found.choices)
+            fits = self.note(found.choices)
             if fits or not self._restate():
                 return
 
-    def note(self, presolved: Presolved, choices: tuple[int, ...] | None) -> bool:
+    def note(self, choices: tuple[int, ...] | None) -> bool:
         """Note choices of the presolved problem that are faster, if they are within all budgets; whether they are."""
         if choices is None:
             return False
-        extended = presolved.extend(choices)
+        extended = self.presolved.extend(choices)
         if not self.source.fits(extended):
             return False
-        seconds = presolved.problems[0].seconds_of(choices)
+        seconds = self.presolved.problems[0].seconds_of(choices)
         if seconds < self.seconds:
             self.best, self.seconds = extended, seconds
         return True
@@ -288,14 +296,10 @@ class _Search:
             if rows is None:
                 return None
             below = min(reached + margin, self.seconds)
-
-            def exceeds(mixture: Mixture, here: Remaining = left[0]) -> bool:
-                extend = self.presolved.extend
-                return self.source.exceeds(tuple([(extend(here.extend(each)), weight) for each, weight in mixture]))
-
+            exceeds = self._exceeds(left[0].extend)
             found = best_below(rows, constant, prices, below, self.until, self.gap, tolerances, self.seconds, exceeds)
             if found.choices is not None:
-                self.note(self.presolved, left[0].extend(found.choices))
+                self.note(left[0].extend(found.choices))
             if not self._restate() or self.is_done():
                 return found
             prices = self._of_all_rows(found.prices)
@@ -308,26 +312,24 @@ class _Search:
         return [place[bucket.bag[0]] for bucket in self.whole.elimination.buckets if bucket.bag[0] in place]
 
     def _best_prices(self) -> BestPrices:
-        whole, scale = self.whole, abs(self.bound)
-        options = self.gap, self.until
-        if isinstance(whole, MessageOracle):
-            return best_prices(whole, self.at, scale, 0.0, *options, PRICED_NEAR, self.tolerances.cutoff)
-        near = NEAR if self.is_expensive else 0.0
-
-        def exceeds(mixture: Mixture) -> bool:
-            extended = [(self.presolved.extend(each), weight) for each, weight in mixture]
-            return not self.is_expensive and self.source.exceeds(tuple(extended))
-
+        is_wide = isinstance(self.whole, MessageOracle)
         return best_prices(
-            whole,
+            self.whole,
             self.at,
-            scale,
+            abs(self.bound),
             0.0,
-            *options,
-            cutoff=self.tolerances.cutoff,
-            wide_gap=near,
-            is_over_elsewhere=exceeds,
+            self.gap,
+            self.until,
+            PRICED_NEAR if is_wide else WORTHWHILE,
+            self.tolerances.cutoff,
+            NEAR if self.is_expensive and not is_wide else 0.0,
+            nowhere if self.is_expensive else self._exceeds(tuple),
         )
+
+    def _exceeds(self, extend: Callable[[Sequence[int]], tuple[int, ...]]) -> OverElsewhere:
+        """Return the question to the source about mixtures of choices that `extend` makes those of the presolved."""
+        whole = self.presolved.extend
+        return lambda mixture: self.source.exceeds(tuple([(whole(extend(each)), weight) for each, weight in mixture]))
 
     def _oracle(self) -> EliminationOracle | MessageOracle:
         problems = self.presolved.problems

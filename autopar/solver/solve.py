@@ -53,7 +53,7 @@ def solve(
     else:
         found = search(Stated((problem,)), deadline, Tolerances(gap))
         choices, bound, name, multiplier = found.choices, found.bound, found.solver, found.prices[0]
-    if choices is None and math.isinf(bound) and bound > 0:
+    if choices is None and bound == math.inf:
         if problem.budget is None or not is_feasible(problem):
             raise InfeasibleError(describe_conflict(problem, deadline))
         raise MemoryLimitError(problem, deadline)

@@ -33,7 +33,7 @@ class Wide:
     """
 
     def __init__(self, problem: Problem, deadline: float = NEVER, rows: Sequence[Problem] = ()) -> None:
-        self.problem, self.rows, self.deadline = problem, tuple(rows), deadline
+        self.problem, self.deadline = problem, deadline
         allowed = consistent((problem, *rows))
         self._pruned = None if allowed is None else allowed[0]
         self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)

@@ -75,8 +75,8 @@ class RemainingProblem:
         least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
         paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
         # Reduced costs carry the rounding of long sums; a choice too many does no harm.
-        self.rounding = ROUNDING * (abs(least) + paid + abs(limit)) if least < math.inf else 0.0
-        self.margin = limit - (least - paid) + self.rounding
+        rounding = ROUNDING * (abs(least) + paid + abs(limit)) if least < math.inf else 0.0
+        self.margin = limit - (least - paid) + rounding
         self.roots = Counter(roots)
         self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
 
