@@ -283,7 +283,7 @@ def answer_of(formulations: Sequence[Formulation], pins: Pins, settings: Setting
 def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) -> Bounds:
     """Return the bounds of all plans under pins within a limit (bytes per device) at the plan's prices of memory."""
     context, priced = context_of(plan), None
-    if context.row is not None and not context.row.worst:
+    if context.row is not None:
         given = PricedMemory(context.row, plan.multiplier)
         priced = given.of_the_same_calls(context.memory_model, formulation.memory)
     modes = context.settings.modes(formulation.memory.lifetimes.segments)

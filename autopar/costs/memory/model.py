@@ -363,30 +363,28 @@ class MemoryModel(TensorBytes):
             total = total + self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
         return total
 
-    def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
-        """Return the total of arrays of this model over several moments, mode by mode.
+    def total(self, moments: Sequence[tuple[int, Sequence[Modes]]]) -> Modes | None:
+        """Return the total of arrays of this model over several moments, mode by mode; None if no moment has arrays.
 
-        Each moment is (weight, arrays that add up). Moments are added up by weight; with `worst`, the largest is taken
-        entry by entry. None if no moment has arrays.
+        Each moment is (weight, arrays that add up), and counts by its weight.
         """
         count = max((len(modes) for _, parts in moments for modes in parts), default=0)
         if not count:
             return None
         return tuple(
-            self._combined([(weight, [m[i if len(m) > 1 else 0] for m in parts]) for weight, parts in moments], worst)
+            self._combined([(weight, [m[i if len(m) > 1 else 0] for m in parts]) for weight, parts in moments])
             for i in range(count)
         )
 
-    def _combined(self, moments: list[tuple[int, list[Bytes]]], worst: bool) -> Bytes:
+    def _combined(self, moments: list[tuple[int, list[Bytes]]]) -> Bytes:
         filled = [(weight, parts) for weight, parts in moments if parts]
-        if len(filled) == 1 and len(filled[0][1]) == 1 and (worst or filled[0][0] == 1):
+        if len(filled) == 1 and len(filled[0][1]) == 1 and filled[0][0] == 1:
             return filled[0][1][0]
         # The cache holds every array, so that an id names one array for good.
-        key = ("total", worst, tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
+        key = ("total", tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
 
         def combine() -> Bytes:
-            sums = [(1 if worst else weight) * np.sum(parts, axis=0) for weight, parts in filled]
-            return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
+            return np.sum([weight * np.sum(parts, axis=0) for weight, parts in filled], axis=0)
 
         return self.cached(key, combine)
 

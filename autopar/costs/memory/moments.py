@@ -50,19 +50,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """The bytes at moments of a step (see `moment_of`), added up with whole weights.
-
-    With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
-    each of the moments, though not every choice that does so fits the row.
-    """
+    """The bytes at moments of a step (see `moment_of`), added up with whole weights."""
 
     weights: tuple[tuple[int, int], ...]
-    worst: bool = False
 
     @property
     def total(self) -> int:
         """Number of times that the memory limit counts in the limit of the row."""
-        return 1 if self.worst else sum(weight for _, weight in self.weights)
+        return sum(weight for _, weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,4 +245,4 @@ def _in_row(memory: MemoryModel, parts: Iterable[Part], row: MemoryRow) -> Modes
             if times and (modes := resident(presence, part, at)):
                 found.append(modes if times == 1 else memory.copies(modes, times))
         moments.append((weight, found))
-    return memory.total(moments, row.worst)
+    return memory.total(moments)
