@@ -54,6 +54,14 @@ def choices_of_nodes(choices: Sequence[int], modes: Iterable[str]) -> tuple[int,
     return (*choices, *(MODES.index(mode) for mode in modes))
 
 
+def choices_and_modes(
+    point: tuple[int, ...], formulation: Formulation, modes: Iterable[str] | None
+) -> tuple[tuple[int, ...], dict[str, str]]:
+    """Return the choices of decisions, and the modes of segments, from the choices of a problem's nodes."""
+    count = len(formulation.space.decisions)
+    return point[:count], {name: MODES[c] for name, c in zip(modes or (), point[count:], strict=True)}
+
+
 def without_idle_modes(
     answer: Answer, formulation: Formulation, pins: Pins, modes: Mapping[str, str], limit: int
 ) -> Answer:

@@ -21,8 +21,8 @@ from autopar.console.units import format_bytes
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment
 from autopar.errors import TimeLimitError
-from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.memory_limit.answers import choices_and_modes
 from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
@@ -84,7 +84,7 @@ def least_peak(
     search.by_weights()
     if not is_brief:
         search.by_fixing()
-    choices, chosen = search.split(search.points[search.best_point])
+    choices, chosen = choices_and_modes(search.points[search.best_point], formulation, modes)
     return LeastPeak(choices, chosen, search.best, min(search.least, search.best), search.weights)
 
 
@@ -197,16 +197,11 @@ class _Search(_Visited):
 
     def meet_point(self, point: tuple[int, ...]) -> None:
         """Note what choices take."""
-        taken = bytes_by_moment(self.formulation.memory, *self.split(point))
+        taken = bytes_by_moment(self.formulation.memory, *choices_and_modes(point, self.formulation, self.modes))
         self.meet(taken)
         if taken.max() < self.best:
             self.best, self.best_point = int(taken.max()), len(self.points)
         self.points.append(point)
-
-    def split(self, point: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
-        """Return the choices of decisions, and modes of segments."""
-        count = len(self.formulation.space.decisions)
-        return point[:count], {name: MODES[c] for name, c in zip(self.modes or (), point[count:], strict=True)}
 
 
 def _solved(problem: Problem, deadline: float) -> Solution:

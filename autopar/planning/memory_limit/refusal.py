@@ -14,9 +14,8 @@ from autopar.console.units import format_bytes
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
 from autopar.errors import InfeasibleError, TimeLimitError
-from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.memory_limit.answers import Answer
+from autopar.planning.memory_limit.answers import Answer, choices_and_modes
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
 from autopar.solver.deadline import grace, is_over, moment_in, why_over
 from autopar.solver.infeasibility import Conflict, find_conflict
@@ -101,13 +100,9 @@ class LimitQuestions:
             f"{least and ': '}{least}. Raise the time limit or the memory limit, or use more devices."
         )
 
-    def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
-        count = len(self.formulation.space.decisions)
-        return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
-
     def taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
         """Return the bytes at every moment, of choices of decisions and modes of segments."""
-        return bytes_by_moment(self.formulation.memory, *self._split(choices, modes))
+        return bytes_by_moment(self.formulation.memory, *choices_and_modes(choices, self.formulation, modes))
 
     def stated(self, rows: Sequence[MemoryRow | None], limit: int | None, modes: Modes | None) -> Sequence[Problem]:
         """Return the problem with each of some rows, which are all of as many moments; None: without one."""
@@ -116,7 +111,7 @@ class LimitQuestions:
         return self.formulation.problems(self.pins, rows, budget, modes)
 
     def answer(self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None) -> Answer:
-        choices, chosen = self._split(solution.choices, modes)
+        choices, chosen = choices_and_modes(solution.choices, self.formulation, modes)
         peak, use, place = memory_use(self.formulation.memory, choices, chosen)
         certificate = solution.solver, solution.multiplier, problem, row
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
