@@ -39,7 +39,7 @@ from autopar.costs.space.build import build_space
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
-from autopar.models.catalogue import BuiltIn, EncoderDecoder, ImageClassifier, LanguageModel
+from autopar.models.catalogue import BuiltIn, EncoderDecoder, ImageClassifier, LanguageModel, inputs_of
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import Statements
@@ -118,7 +118,9 @@ MODELS: dict[str, BuiltIn] = {
             "num_labels": 1000,
         },
     ),
-    "resnet-50": BuiltIn(ImageClassifier, "ResNetConfig", {"num_labels": 1000}, ()),  # the defaults
+    "resnet-50": BuiltIn(
+        ImageClassifier, "ResNetConfig", {"num_labels": 1000, "image_size": 224}, ()
+    ),  # else the defaults
     "lfm2-1.2b": BuiltIn(
         LanguageModel,
         "Lfm2Config",
@@ -202,13 +204,7 @@ def model_of(cell: Cell) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return unet(cell.batch)
     found = MODELS[cell.model]
     with torch.device("meta"):
-        config = found.config(None)
-        model = found.wrapper(config)
-        if found.wrapper is ImageClassifier:
-            size = getattr(config, "image_size", 224)
-            return model, (torch.zeros(cell.batch, 3, size, size), torch.zeros(cell.batch, dtype=torch.int64))
-        ids_BS = torch.zeros(cell.batch, cell.sequence, dtype=torch.int64)
-        return model, (ids_BS, ids_BS.clone())
+        return found.wrapper(found.config(None)), inputs_of(found, cell.batch, cell.sequence)
 
 
 def space_of(cell: Cell) -> Space:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.models.catalogue import BuiltIn, EncoderDecoder, LanguageModel
+from autopar.models.catalogue import BuiltIn, EncoderDecoder, LanguageModel, inputs_of
 from benchmarks.unet import unet
 
 GROWTH, BOTTLENECK = 32, 4
@@ -144,5 +144,4 @@ def wide_model(name: str, batch: int, sequence: int, layers: int | None) -> tupl
         return densenet(batch) if layers is None else densenet(batch, layers)
     found = TEXTS[name]
     with torch.device("meta"):
-        ids_BS = torch.zeros(batch, sequence, dtype=torch.int64)
-        return found.wrapper(found.config(layers)), (ids_BS, ids_BS.clone())
+        return found.wrapper(found.config(layers)), inputs_of(found, batch, sequence)

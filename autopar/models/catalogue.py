@@ -293,16 +293,20 @@ def built_in(
     torch.Size([64, 3, 224, 224])
     """
     model = _built_in(name, num_layers, device)
-    found = BUILT_IN[name]
+    return model, inputs_of(BUILT_IN[name], batch, sequence, device)
+
+
+def inputs_of(found: BuiltIn | Plain, batch: int, sequence: int, device: str = "meta") -> tuple[Tensor, ...]:
+    """Return inputs for what `found` makes: samples and their labels, all zeros."""
     with torch.device(device):
+        labels = torch.zeros(batch, dtype=torch.int64)
         if isinstance(found, Plain):
-            return model, (torch.zeros(batch, *found.sample_shape), torch.zeros(batch, dtype=torch.int64))
-        if isinstance(model, ImageClassifier):
-            config = found.config(num_layers)
-            images_BCHW = torch.zeros(batch, config.num_channels, config.image_size, config.image_size)
-            return model, (images_BCHW, torch.zeros(batch, dtype=torch.int64))
+            return torch.zeros(batch, *found.sample_shape), labels
+        if found.wrapper is ImageClassifier:
+            config = found.config(None)
+            return torch.zeros(batch, config.num_channels, config.image_size, config.image_size), labels
         ids_BS = torch.zeros(batch, sequence, dtype=torch.int64)
-        return model, (ids_BS, ids_BS.clone())
+        return ids_BS, ids_BS.clone()
 
 
 def num_values(name: str) -> int:
