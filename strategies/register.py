@@ -56,7 +56,7 @@ def register_rule(operation: Operation, rule: str, *, flops: Flops = None, overr
         what = f'the rule "{present.rule}"' if present is not None else "a rule that autopar brings along"
         raise RuleError(f"{_named(target)} has {what}; replace it with override=True.")
     REGISTERED[target] = given
-    ruled.cache_clear()  # what was found of its calls without the rule
+    ruled.cache_clear()  # drop results that were cached without the rule
 
 
 def target_of(operation: Operation) -> torch._ops.OpOverload | type[torch.autograd.Function]:
@@ -124,7 +124,7 @@ def _check_number(rule: Rule, num_inputs: int, num_outputs: int, name: str) -> N
 
 
 def _check_signature(rule: Rule, function: type[torch.autograd.Function]) -> None:
-    """RuleError where `forward` takes fewer arguments than the rule has terms."""
+    """Raise RuleError if `forward` takes fewer arguments than the rule has terms."""
     parameters = list(inspect.signature(function.forward).parameters.values())
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return

@@ -312,7 +312,7 @@ def _kept_role(found: RuledCall, dims: tuple[Roles, ...], dim: int, size: int) -
 
 
 def _input_roles(info: TensorInfo) -> Roles:
-    """Dim 0 of an input is data; dim 1 of token ids (batch, sequence) and of embedded tokens is sequence."""
+    """Return the roles of an input's dims: dim 0 is data; dim 1 of token ids and embedded tokens is sequence."""
     rank = len(info.shape)
     tokens = (rank == 2 and not info.dtype.is_floating_point) or rank == 3
     return tuple("data" if dim == 0 else "sequence" if dim == 1 and tokens else None for dim in range(rank))

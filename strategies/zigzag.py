@@ -130,7 +130,7 @@ def _ordered(call: RoledCall) -> frozenset[str]:
 
 
 def _splits(call: RoledCall) -> Iterator[tuple[str, Value, int]]:
-    """Every choice of a call by name, with a tensor that it splits, and the dim."""
+    """Yield every choice of a call by name, with a tensor that it splits, and the dim."""
     for name, is_output, position, dim in _places(call.ruled):
         yield name, (call.name, position) if is_output else call.inputs[position], dim
 

@@ -55,7 +55,7 @@ def load(
 def load(
     model: nn.Module, mesh: DeviceMesh, path: str | Path, example_inputs: ExampleInputs, **options: Any
 ) -> ParallelModule | PipelineModule:
-    """`compile` of a model on the meta device, with the values of a checkpoint: each rank reads its own parts alone.
+    """Compile a model on the meta device with the values of a checkpoint: each rank reads only its own parts.
 
     A rank holds what it stores, and one tensor's part as it is read (docs/how-to/checkpoints.md).
 

@@ -264,7 +264,7 @@ def _tree(path: str) -> ast.Module:
 
 
 def _needed(test: ast.expr, value: bool) -> Iterator[bool]:
-    """The values that the parts of a test need for it to have `value`."""
+    """Yield the values that the parts of a test need for it to have `value`."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _needed(test.operand, not value)
     elif isinstance(test, ast.BoolOp):

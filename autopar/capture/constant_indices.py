@@ -43,7 +43,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Constant masks in `x[…]` as the places where they are true, one index for each of their dims."""
+    """Replace constant masks in `x[…]` by the positions where they are true, one index for each of their dims."""
     tensor, index, *rest = args
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
@@ -55,7 +55,7 @@ def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 
 def _repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Constant repeats with the size that they come to."""
+    """Replace constant repeats by repeats with a stated output size."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     repeats: Any = named.get("repeats")
     if _is_constant(repeats) and named.get("dim") is not None and kwargs.get("output_size") is None:
@@ -67,7 +67,7 @@ def _repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Constant split points as plain numbers."""
+    """Replace constant split points by plain numbers."""
     with _disable_current_modes():
         plain = lambda value: value.tolist() if _is_constant(value) else value  # noqa: E731
         return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}

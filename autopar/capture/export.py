@@ -163,7 +163,7 @@ def trace(
             return False
         return True
 
-    # What is traced lies on the CPU, wherever the program is to run.
+    # Trace on the CPU, regardless of the device that runs the program.
     with saved_tensor_hooks_apart(), torch.autocast("cpu", enabled=False):
         try:
             first, recorder = _traced(model, args, kwargs, assume, *options)

@@ -40,8 +40,8 @@ def flex_attention_taken_apart() -> Iterator[None]:
             ("flex_attention_hop", _attention),
             ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # the call is not compiled
             ("setup_compilation_env", _as_it_is),
-            ("_validate_device", lambda query, key, value: None),  # which refuses gradients on a CPU
-            ("_apply_kernel_options", _outputs),  # which refuses some on a CPU
+            ("_validate_device", lambda query, key, value: None),  # refuses gradients on a CPU
+            ("_apply_kernel_options", _outputs),  # refuses some outputs on a CPU
             ("create_mask", functools.partial(_on_cpu, flex.create_mask)),
         ):
             stack.enter_context(mock.patch.object(flex, name, replacement))

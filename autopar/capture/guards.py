@@ -35,7 +35,7 @@ HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (
 def faithful_tracing(
     device: str | None = None, is_static: Callable[[object], bool] = lambda tensor: False
 ) -> Iterator[None]:
-    """Everything below at once, with gradients enabled, as training runs."""
+    """Apply all guards below, with gradients enabled, as in training."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -68,7 +68,7 @@ def in_tiles(draft: TracedGraph, tiles: Tiles, training: bool) -> None:
 
 
 def single_broadcasts(draft: TracedGraph) -> None:
-    """broadcast_tensors becomes one expansion for each tensor that it gives."""
+    """Replace broadcast_tensors by one expansion per tensor."""
     for node in draft.calls(aten.broadcast_tensors.default):
         tensors = node.args[0]
         assert isinstance(tensors, list | tuple)
@@ -77,7 +77,7 @@ def single_broadcasts(draft: TracedGraph) -> None:
 
 
 def state_dtypes(draft: TracedGraph) -> None:
-    """One form for casts, to.dtype; other forms may name a device or another tensor as well."""
+    """Rewrite all casts as to.dtype; other forms may name a device or another tensor as well."""
     for node in draft.calls(*CASTS):
         source = node.args[0]
         if not isinstance(source, fx.Node):  # a number that torch.vmap casts as it would a tensor
@@ -87,7 +87,7 @@ def state_dtypes(draft: TracedGraph) -> None:
 
 
 def real_signs(draft: TracedGraph) -> None:
-    """The sgn of real numbers becomes sign: the gradient of sgn has no memory, and as a DTensor ends the process."""
+    """Replace sgn of real numbers by sign: the gradient of sgn has no storage, and crashes as a DTensor."""
     for node in draft.calls(aten.sgn.default):
         if not value_of(node).is_complex():
             set_call(node, aten.sign.default, node.args[0])

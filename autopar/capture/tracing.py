@@ -139,7 +139,7 @@ def _only_what_is_read() -> Iterator[None]:
     """Let `torch.export` leave out Python code and stack traces, a third of its time: the graph alone is read."""
     quiet = mock.patch.object(fx_config, "do_not_emit_stack_traces", True)
     with _use_lazy_graph_module(True), quiet, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The tensor attribute")  # what is written is recorded by ourselves
+        warnings.filterwarnings("ignore", message="The tensor attribute")  # autopar records these writes
         yield
 
 

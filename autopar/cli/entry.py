@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 
 FAILED = 2
 """The exit status of an error."""
-INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
+INTERRUPTED = 130  # exit status of shells: 128 + SIGINT
 SHOW_TRACEBACK = "AUTOPAR_TRACEBACK"
 
 

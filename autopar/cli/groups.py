@@ -11,7 +11,7 @@ from autopar.planning.options.groups import Experts, Memory, Pipeline, Search
 
 OF_PLANS: tuple[type[Group], ...] = (Memory, Pipeline, Experts, Search)
 """Groups whose fields are flags."""
-MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
+MAX_COUNT = 10**7  # samples, tokens, layers, …: sizes stay below 64 bits
 G = TypeVar("G", bound=Group)
 
 

@@ -87,7 +87,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    """Options that both commands need to make a plan."""
+    """Add the planning options of both commands."""
     parser.add_argument(
         "model",
         help=f"one of {', '.join(names.MODELS)}, or MODULE:FUNCTION that returns a model, or (model, example inputs)",

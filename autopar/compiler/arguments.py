@@ -195,7 +195,7 @@ def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
 
 
 def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as positional and keyword arguments; InputError for what is neither."""
+    """Return example inputs as positional and keyword arguments; raise InputError for anything else."""
     check_example_inputs(example_inputs)
     return ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
 

@@ -35,7 +35,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
     optimizer = options.get("optimizer")
-    if isinstance(optimizer, Optimizer) and not plan.offloads_optimizer:  # what "auto" leaves on the device
+    if isinstance(optimizer, Optimizer) and not plan.offloads_optimizer:  # "auto" may leave it on the device
         options = {**options, "optimizer": replace(optimizer, gradients="device")}
     memory = Memory.of(options.get("memory")).limited(plan.memory_limit).offloading(plan.offload)
     experts = replace(Experts.of(options.get("experts")), imbalance=plan.imbalance)
@@ -68,7 +68,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
             f"the plan computes the layers {', '.join(plan.recompute)} again, this model has {', '.join(segments)}; "
             "attach the model that the plan was made for."
         )
-    # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
+    # The memory rows of the search are not saved: prove the bound without the limit.
     problem = Formulation(space, memory).problem(pins, modes=segments)
     settings, hosts = request.searched, plan.host_seconds
     context = PlanContext(space, memory, pins, choices, problem, settings, specified, request.mode, host_seconds=hosts)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No cyclic collection inside; afterwards the collector is as it was. Also a decorator."""
+    """Suspend cyclic garbage collection; usable as a decorator."""
     was_on = gc.isenabled()
     gc.disable()
     try:

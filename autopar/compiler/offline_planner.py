@@ -178,7 +178,7 @@ class OfflinePlanner:
         return found
 
     def short(self, count: int, mesh: Mesh) -> Iterator[tuple[Shortened, Mapping[str, Layout]]]:
-        """Shorter forms of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts.
+        """Yield shorter forms of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts.
 
         Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
         """
@@ -249,7 +249,7 @@ class OfflinePlanner:
             return None
         try:
             return self._traced(self.fewer_layers, count, num_parts)
-        except Exception:  # as where the forward takes layers by their number: the whole model is traced
+        except Exception:  # for example, if the forward indexes layers: trace the whole model
             return None
 
     def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
@@ -320,7 +320,7 @@ class OfflinePlanner:
         while stored <= limit and size % halved == 0:
             if least is None or stored + SHRINKING * (least - stored) * count / halved <= limit:
                 return halved
-            halved *= 2  # as many take too much, so that the model need not be captured for them
+            halved *= 2  # too large a batch: no need to capture the model for it
         return None
 
     def floor(self, mesh: Mesh, count: int) -> int:

@@ -234,7 +234,7 @@ class _Compiler(ModuleCompiler[PipelineModule]):
         self.owners.update(_owners(pipeline.programs, [slot.name for slot in self.tree.buffers]))
         mine = {name for name, stages in self.owners.items() if not pipeline.executables.keys().isdisjoint(stages)}
         self.storage.update(dict.fromkeys(self.tree.first_names, whole))
-        self.storage.update(_layouts(pipeline))  # of all ranks: the first one plans for all
+        self.storage.update(_layouts(pipeline))  # layouts of all ranks: the first rank plans for all
         original, self.original = self.original, None
         storage = Storage(
             self.stage_devices,
@@ -337,7 +337,7 @@ def _check_mesh_of(plan: PipelinePlan | None, mesh: Mesh, axis: str) -> None:
 
 
 def _layouts(pipeline: Pipeline) -> dict[str, Layout]:
-    """Parameter → the layout in which it is stored, on whichever stage it is."""
+    """Map each parameter to the layout in which its stage stores it."""
     found: dict[str, Layout] = {}
     for program, stage in zip(pipeline.programs, pipeline.plan.stages, strict=True):
         for name, layout in stored_layouts(program, stage.plan).items():
@@ -346,7 +346,7 @@ def _layouts(pipeline: Pipeline) -> dict[str, Layout]:
 
 
 def _owners(programs: tuple[Program, ...], buffers: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
-    """Parameter or buffer → the stages that use it.
+    """Map each parameter or buffer to the stages that use it.
 
     A buffer that no stage uses yet, as the counter of a batch norm in evaluation, belongs to those of its module.
     """

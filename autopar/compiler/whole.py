@@ -73,7 +73,7 @@ class ModuleCompiler(Generic[M]):
         self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, made: Plan | PipelinePlan | None, run: Run
     ) -> None:
         if made is not None:
-            offload = "optimizer" if made.offloads_optimizer else "none"  # what leaves for it, the plan says itself
+            offload = "optimizer" if made.offloads_optimizer else "none"  # the plan names the offloaded tensors
             request = request.running(made.implementations).offloading_as(offload)
         self.mesh, self.request, self.run = mesh, request, run
         self.cache = PlanCache.of(request.settings.search.cache)

@@ -20,7 +20,7 @@ TICK_SECONDS = 0.5
 
 
 def progress(items: Iterable[Item], description: str) -> Iterator[Item]:
-    """The items, with a bar on stderr while they are gone through, where that takes over a second."""
+    """Yield the items; show a bar on stderr if they take over a second."""
     yield from tqdm(items, **_options(description))
 
 
@@ -41,7 +41,7 @@ def counter(description: str) -> Callable[[str], None]:
 
 @contextmanager
 def stages(description: str, num_stages: int) -> Iterator[Callable[[str], None]]:
-    """Progress of a few named steps of work: call what this yields with the name of each step as it begins.
+    """Show the progress of named steps: call the yielded function with each step's name as it begins.
 
     The seconds go on while a step runs: no step says how far it is, but each is seen to work.
 

@@ -141,7 +141,7 @@ class Strategy(ModelParallelStrategy):
         return FullyShardedDataParallel.rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, self._lightning)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Called by all ranks; `checkpoint` as Lightning has collected it."""
+        """Save `checkpoint`, as collected by Lightning; called on all ranks."""
         states = {name: module.random_state.state_dict() for name, module in self._compiled_modules().items()}
         super().save_checkpoint({**checkpoint, RANDOM: states}, filepath, storage_options)
 

@@ -32,7 +32,7 @@ class WatchCallback(pl.Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raises InputError where the LightningModule has not one compiled module."""
+        """Raise InputError unless the LightningModule has exactly one compiled module."""
         compiled = [each for each in pl_module.modules() if isinstance(each, ParallelModule)]
         if len(compiled) != 1:
             raise InputError(f"{type(pl_module).__name__} has {len(compiled)} compiled modules; one can be watched.")

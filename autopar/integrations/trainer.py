@@ -99,7 +99,7 @@ class Trainer(transformers.Trainer):
             return compile(plain.train(trains), mesh, dict(batch), **given)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Nothing before a model is compiled: each rank moves its parts."""
+        """Do nothing before compilation: each rank moves only its parts."""
         if isinstance(model, ParallelModule):
             super()._move_model_to_device(model, device)
 

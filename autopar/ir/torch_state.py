@@ -63,7 +63,7 @@ def _functorch_levels() -> Restore:
 
 def _function_modes() -> Restore:
     before = _get_current_function_mode_stack()
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of torch.set_default_device
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # set by torch.set_default_device
 
     def restore() -> None:
         while torch._C._len_torch_function_stack():

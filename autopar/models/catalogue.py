@@ -332,7 +332,7 @@ def language_model(name: str, num_layers: int | None = None, device: str = "cpu"
 
 
 def require_transformers() -> None:
-    """InputError where transformers is not installed."""
+    """Raise InputError if transformers is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:

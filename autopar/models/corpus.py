@@ -32,7 +32,8 @@ def library_text(max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def batches(text: bytes, batch: int, sequence: int, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """`steps` pairs (ids, labels) of int64[batch, sequence] cut from random places; a label is the byte that follows.
+    """Yield `steps` pairs (ids, labels) of int64[batch, sequence] cut from random places; a label is the byte that
+    follows.
 
     Equal arguments give equal batches, in every process. Raises InputError where the text is too short.
     """

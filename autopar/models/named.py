@@ -93,7 +93,7 @@ _NOT_THEIRS = (str(Path(__file__).parents[1]), "<frozen importlib", importlib.__
 
 
 def _tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, ...]:
-    """Token ids, and labels for a model that takes them."""
+    """Return token ids, and labels for a model that takes them."""
     ids_BS = torch.zeros(batch, sequence, dtype=torch.int64)
     return (ids_BS, ids_BS) if "labels" in inspect.signature(model.forward).parameters else (ids_BS,)
 

@@ -56,7 +56,7 @@ def scale_to(parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Te
 
 
 def _norms_on_host(parameters: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Norms of what waits on the host, one for each way in which parameters are split, on the parameters' device."""
+    """Return the norms of gradients in host memory, one per way of splitting parameters, on the parameters' device."""
     norms: dict[Axes, list[torch.Tensor]] = defaultdict(list)
     devices: dict[Axes, torch.device] = {}
     for parameter in parameters:

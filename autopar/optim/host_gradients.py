@@ -38,13 +38,13 @@ class HostGradients:
         return parameter in self._arrived
 
     def take(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-        """Its gradient, and the mark at which that is there; what no hook has brought is brought now."""
+        """Return the parameter's gradient and the event of its copy; copy it now if no hook has."""
         if parameter.grad is not None:
             self._bring_to_host(parameter)
         return self._memory[parameter], self._arrived[parameter]
 
     def arrived(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Its gradient, once it is there."""
+        """Return the parameter's gradient once its copy has finished."""
         gradient, mark = self.take(parameter)
         Link.wait(mark)
         return gradient
@@ -79,5 +79,5 @@ _every: weakref.WeakSet[HostGradients] = weakref.WeakSet()
 
 
 def gradient_on_host(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a parameter's gradient, flat, where that waits on the host, once it is there; else None."""
+    """Return this rank's part of a gradient in host memory, flat, once it has arrived; None if it is on the device."""
     return next((each.arrived(parameter) for each in _every if each.has(parameter)), None)

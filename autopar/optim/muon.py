@@ -19,7 +19,7 @@ from autopar.optim.sharded_tensors import as_stored, whole
 from autopar.optim.with_adamw import MatrixOptimizer, NamedParameters, adamw_settings
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration: Jordan 2024, as in torch.optim.Muon
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # quintic iteration (Jordan 2024), as in torch.optim.Muon
 EPS = 1e-7  # below which the norm of a matrix is not divided by: the same
 
 

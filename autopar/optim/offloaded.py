@@ -193,7 +193,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return self._master_copies and parameter.dtype.itemsize < torch.float32.itemsize
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Its state, of zeros where there is none yet."""
+        """Return the parameter's state, zeros at first."""
         state = self.state[parameter]
         if not state:
             widened = self._is_widened(parameter)
@@ -287,7 +287,7 @@ def _update(
         [state[MOMENTS[0]]],
         [state[MOMENTS[1]]],
         [],
-        [torch.tensor(count - 1)],  # which it counts on
+        [torch.tensor(count - 1)],  # the count that it increments
         amsgrad=False,
         maximize=False,
         fused=True,
@@ -300,7 +300,7 @@ def _update(
 
 
 def _zeros_on_host(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in host memory in the shape, and in the parts, of a parameter."""
+    """Return zeros in host memory in the shape, and in the parts, of a parameter."""
     made = torch.zeros_like(local(parameter), dtype=dtype, device="cpu")
     if not isinstance(parameter, DTensor):
         return made

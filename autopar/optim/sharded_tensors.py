@@ -24,7 +24,7 @@ def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor
 
 
 def whole(matrix: torch.Tensor) -> torch.Tensor:
-    """All of a matrix, on every rank that has a part of it; equal on all of them."""
+    """Gather a matrix on every rank that has a part of it."""
     return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
 
 

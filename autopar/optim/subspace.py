@@ -44,7 +44,7 @@ def as_used(basis: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def projected(gradient: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """G Q: [b, s] and a basis as it is used, [s, r], to [b, r]."""
+    """Return G Q: [b, s] times a basis as it is used, [s, r], to [b, r]."""
     if not isinstance(gradient, DTensor) or not isinstance(basis, DTensor):
         return gradient @ basis
     product = gradient.to_local() @ basis.to_local()
@@ -61,7 +61,7 @@ def projected(gradient: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 def projected_back(inside: torch.Tensor, basis: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """N Qᵀ: [b, r] and a basis as it is used, [s, r], to [b, s], in the parts of the tall matrix `like`."""
+    """Return N Qᵀ: [b, r] times a basis as it is used, [s, r], to [b, s], in the parts of the tall matrix `like`."""
     if not isinstance(like, DTensor) or not isinstance(inside, DTensor) or not isinstance(basis, DTensor):
         return inside @ basis.t()
     rows = inside.redistribute(placements=_tall_placements(like, long=Shard(0), short=Replicate())).to_local()

@@ -116,7 +116,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 def adamw_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
-    """Hyperparameters of AdamW; InputError where one is out of its range."""
+    """Return the hyperparameters of AdamW; raise InputError if one is out of its range."""
     if not lr >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
         raise InputError(
             f"AdamW was given lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}; give numbers of at least "

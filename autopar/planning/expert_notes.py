@@ -19,7 +19,7 @@ from autopar.planning.step_seconds import step_seconds_of
 
 NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
 BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"
-HUNDREDTHS = 100  # of a share: resolution in which notes state what a limit survives
+HUNDREDTHS = 100  # steps per unit of imbalance: resolution of notes about the limit
 
 
 def notes_on_experts(context: PlanContext, answer: Answer) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _limit_notes(context: PlanContext, answer: Answer, limit: int, most: int) ->
 
     if fits(most * HUNDREDTHS):
         return ("the memory limit holds for any routing.",)
-    low, high = HUNDREDTHS, most * HUNDREDTHS  # what fits, and what does not: the peak never falls with the imbalance
+    low, high = HUNDREDTHS, most * HUNDREDTHS  # fits, does not fit: the peak grows with the imbalance
     if not fits(low):
         return ()
     while high - low > 1:

@@ -134,7 +134,7 @@ class Formulation:
         return tuple([last.problems[row] for row in rows])
 
     def _outline(self, pins: Pins, modes: Mapping[str, str] | None, by_mode: _Numbers) -> _Outline:
-        """All of a problem but its bytes, some of which depend on the mode."""
+        """Return a problem without the bytes that depend on the mode."""
         segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
         found = _Outline([], [])
         for number, decision in enumerate(self.space.decisions):
@@ -291,7 +291,7 @@ class Formulation:
         return self._matrices[key]
 
     def _stacked(self, arrays: Modes, kind: type) -> np.ndarray:
-        """One array with the modes as its first dim; equal arrays stay one object."""
+        """Stack arrays along a first dim of modes; equal arrays stay one object."""
         key = (tuple(map(id, arrays)), kind)
         if key not in self._stacks:
             every = arrays * self._num_modes if len(arrays) == 1 else arrays

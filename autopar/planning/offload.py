@@ -142,7 +142,7 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
 
 
 def _refusal(plan: AnyPlan, plans: Plans[Any], requested: int | None) -> _HostMemoryError | None:
-    """Why a plan cannot be, whose devices take more of their host than they may; None where they do not."""
+    """Return why a plan exceeds the memory of the hosts; None if it does not."""
     space = context_of(plans.pieces(plan)[0]).space
     hardware, devices = space.hardware, space.devices_on_host
     limit, needed = hardware.host_memory_bytes if requested is None else requested, plan.host_bytes * devices
@@ -221,7 +221,7 @@ def _warned_plan(found: _Planned[P]) -> P:
 
 
 def _both_refusals(refused: Exception | None, error: Exception) -> Exception:
-    """Why there is no plan, neither on the device nor with state on the host."""
+    """Return why there is no plan with state on the device nor on the host."""
     if refused is None or isinstance(error, (CutOffError, TimeLimitError)) or str(refused) == str(error):
         return error
     told = f"{refused}\nWith the optimizer's state on the host: {error}"

@@ -31,7 +31,7 @@ from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, contex
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 
-WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and must gain as much
+WORTH = 1e-3  # share of a step that fetching weights two layers ahead must save, since it takes memory
 
 
 def make_plan(
@@ -303,6 +303,6 @@ def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:
     """Return the answer with the seconds of a step of one micro-batch."""
     if not memory.microbatches.several:
         return answer
-    # What could be saved of a micro-batch's share of a step is no more in the whole of it.
+    # The absolute gap of a micro-batch's share of a step is at least that of the whole step.
     seconds = step_seconds_of(memory, answer.choices, answer.modes).seconds
     return replace(answer, seconds=seconds, bound=seconds - (answer.seconds - answer.bound))

@@ -20,7 +20,7 @@ from autopar.planning.options.groups import Memory, Search
 from autopar.solver.problem import Problem
 
 Activations = Literal["on_device", "may_offload", "offloaded"]
-USUAL_DEPTH = 1  # as FSDP2's: a second layer helps where gathers take longer than products, and then waits all the same
+USUAL_DEPTH = 1  # layers ahead, as FSDP2; two help only if gathers take longer than products
 
 
 @dataclass(frozen=True, slots=True)

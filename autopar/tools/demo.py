@@ -30,7 +30,7 @@ from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.runtime.ranks.launch import World, on_ranks
 
 LEARNING_RATE = 1e-3
-RELATIVE_TOLERANCE = 1e-3  # of a loss: fp32 sums in another order, amplified by the steps before
+RELATIVE_TOLERANCE = 1e-3  # relative error of a loss: fp32 sums in another order, amplified by earlier steps
 PRELOADED = ["autopar.tools.demo"]
 
 
@@ -91,7 +91,7 @@ def _train(
     data: Sequence[tuple[Tensor, Tensor]],
     after: Callable[[int, float, float], None] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Losses and seconds of every step; `after(step, loss, seconds)` is called after each."""
+    """Return the losses and seconds of every step; call `after(step, loss, seconds)` after each."""
     losses, seconds = [], []
     for step, (ids, labels) in enumerate(data):
         start = time.perf_counter()
@@ -141,12 +141,12 @@ def _train_on_mesh(settings: DemoRun, alone: Sequence[float]) -> Measured:
 
 
 def _listed(traffic: Mapping[tuple[str, str], int], times: int = 1) -> list[tuple[str, str, int]]:
-    """Traffic as JSON holds it, without zeros, in a fixed order."""
+    """Return traffic as JSON holds it, without zeros, in a fixed order."""
     return [(*key, num_bytes * times) for key, num_bytes in sorted(traffic.items()) if num_bytes]
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes this rank holds of parameters, gradients and optimizer state."""
+    """Return the bytes of parameters, gradients and optimizer state on this rank."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

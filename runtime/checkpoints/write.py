@@ -96,7 +96,7 @@ def _on_every_rank(work: Callable[[], None], mesh: DeviceMesh) -> None:
 
 
 def files_of_writers(stored: Mapping[str, Tensor], mesh: DeviceMesh, max_bytes: int) -> Iterator[File]:
-    """The files of a checkpoint, the same on every rank."""
+    """Yield the files of a checkpoint, the same on every rank."""
     here = {name: tensor.numel() * tensor.element_size() for name, tensor in stored.items()}
     writers: dict[int, dict[str, int]] = {}
     seen: set[str] = set()
@@ -115,7 +115,7 @@ def files_of_writers(stored: Mapping[str, Tensor], mesh: DeviceMesh, max_bytes: 
 
 
 def whole_tensors(stored: Mapping[str, Tensor], file: File) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, on its writer; all ranks that store one of them with the writer gather it."""
+    """Yield the tensors of a file, on its writer; all ranks that store one of them with the writer gather it."""
     writes = dist.get_rank() == file.writer
     for name in file.num_bytes:
         tensor = stored.get(name)

@@ -22,7 +22,7 @@ def below_autograd(operation: Callable[..., Any], *arguments: Any, **options: An
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """As `function.apply`."""
+    """Apply the function like `function.apply`."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]

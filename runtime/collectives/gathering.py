@@ -61,7 +61,7 @@ class InFlight:
 
 
 def by_dtype(tensors: Sequence[Tensor | None]) -> dict[torch.dtype, dict[int, Tensor]]:
-    """Dtype → the tensors that there are, by position: a weight that a loss does not use has a gradient on no rank."""
+    """Group tensors by dtype and position, without missing ones: an unused weight has a gradient on no rank."""
     groups: dict[torch.dtype, dict[int, Tensor]] = {}
     for number, tensor in enumerate(tensors):
         if tensor is not None:

@@ -95,7 +95,7 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
         return None, parameters
     pending = _Pending()
     entered = applied(_Wait, pending, *parameters)
-    # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
+    # Gradients that came through another bucket are reduced here, too: per layer, not all at the end.
     node: Any = entered[0].grad_fn
     taken, stays = False, True
     for leaf in _leaves_of(parameters):
@@ -203,7 +203,7 @@ class _ReduceGradients(torch.autograd.Function):
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
             own = joined(list(group.values()), ctx.reduce or dtype, writes=ctx.pending is not None and not ctx.in_place)
-            # What is cast once it has arrived is waited for first.
+            # Wait first if the result is cast.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split([grad.numel() for grad in group.values()])
             for (i, grad), piece in zip(group.items(), pieces, strict=True):
@@ -214,7 +214,7 @@ class _ReduceGradients(torch.autograd.Function):
 def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
     """Return the sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
     count("all_reduce", axis, own.numel() * own.itemsize)
-    if pending is None or torch.is_anomaly_enabled():  # which reads what a node returns at once
+    if pending is None or torch.is_anomaly_enabled():  # anomaly mode reads a node's outputs at once
         return waited_for(below_autograd(_c10d.all_reduce.default, own, "sum", axis.group))
     result = below_autograd(_c10d.all_reduce_.default, own, "sum", axis.group)
     pending.results.append(result)
@@ -280,7 +280,7 @@ def use_gathered(
     *shards_and_wholes: Tensor,
     reduce: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """`gather_parameters` of shards whose wholes, which have no gradient, are there: shards, then wholes.
+    """Run `gather_parameters` on shards whose wholes are already there, without gradient: shards, then wholes.
 
     Moves nothing forward, and reduce-scatters the gradients.
     """
@@ -349,7 +349,7 @@ class _UseGathered(torch.autograd.Function):
 
 
 def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """This rank's parts of the sums of gradients of gathered parameters."""
+    """Return this rank's parts of the sums of gradients of gathered parameters."""
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():
@@ -359,7 +359,7 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             wholes, [part.shape for part in parts], [part.dim for part in parts], size, ctx.reduce or dtype
         )
         count("reduce_scatter", ctx.axis, message.numel() * message.itemsize)
-        # What is cast once it has arrived is waited for first.
+        # Wait first if the result is cast.
         later = all(ctx.dtypes[i] == message.dtype for i in group)
         mine = below_autograd(_c10d.reduce_scatter_tensor.default, message, "sum", size, ctx.axis.group)
         mine = _started(mine, ctx.pending if later else None)

@@ -61,11 +61,11 @@ class Chunks:
         return replace(self, sizes=(sum(self.sizes),))
 
     def of_part(self, part: Tensor) -> Iterator[Tensor]:
-        """The chunks of one rank's part."""
+        """Yield the chunks of one rank's part."""
         yield from part.split(self.sizes, self.along)
 
     def of_whole(self, whole: Tensor) -> Iterator[Tensor]:
-        """The chunks of a whole."""
+        """Yield the chunks of a whole."""
         if self.of_samples:
             yield from whole.split(self.sizes, self.along) if len(self.sizes) > 1 else (whole,)
             return
@@ -85,7 +85,7 @@ class Chunks:
         return by_rank(whole, self.dim, self.num_ranks, self.zigzag)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """One rank's part of its chunks."""
+        """Return one rank's part of its chunks."""
         return torch.cat(parts, self.along) if len(parts) > 1 else parts[0]
 
     def whole(self) -> Whole:
@@ -101,11 +101,11 @@ class Whole:
         self._found: list[Tensor] = []
 
     def add(self, chunk: Tensor) -> None:
-        """The next one."""
+        """Add the next chunk."""
         self._found.append(chunk)
 
     def made(self) -> Tensor:
-        """All of them, in the order of the whole."""
+        """Return all chunks in the order of the whole."""
         chunks, found = self._chunks, self._found
         if len(found) == 1:
             return found[0]

@@ -127,7 +127,7 @@ def waited_for(buffer: Tensor) -> Tensor:
 
 
 def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:
-    """This rank's part of the sum, split along `dim`."""
+    """Return this rank's part of the sum, split along `dim`."""
     if axis.size == 1:
         return x
     x = padded(x, dim, axis.size)
@@ -146,7 +146,7 @@ def raw_all_to_all(
     """
     if axis.size == 1:
         return x
-    if x.is_complex():  # of which gloo knows no all-to-all: pairs of real numbers, along a dim behind the others
+    if x.is_complex():  # gloo has no complex all-to-all: send pairs of real numbers, in a last dim
         pairs = torch.view_as_real(x.resolve_conj())
         return torch.view_as_complex(raw_all_to_all(pairs, axis, source_dim, target_dim, size, zigzag).contiguous())
     x = padded(x, target_dim, axis.size)
@@ -161,7 +161,7 @@ def _cut(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:
-    """This rank's part of a tensor that is equal everywhere, without communication."""
+    """Return this rank's part of a tensor that is equal everywhere, without communication."""
     if axis.size == 1:
         return x
     x = padded(x, dim, axis.size)
@@ -174,7 +174,7 @@ def local_slice(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor
 
 
 def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = False) -> Tensor:
-    """This rank's part in its place among zeros."""
+    """Return this rank's part in its place among zeros."""
     if axis.size == 1:
         return x
     if is_eager() and not zigzag:

@@ -59,7 +59,7 @@ def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
 
 
 def gathering_groups(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
-    """Second groups of the ranks on axes, or joined ones, to gather weights in; to be called as `join_axes`."""
+    """Return second process groups of (joined) axes for gathers of weights; to be called as `join_axes`."""
     axes = mesh.mesh_dim_names or ()
     positions = {**{name: (position,) for position, name in enumerate(axes)}, **joined_axes(axes)}
     return {name: _made_of(_ranks_of(mesh, positions[name]), True) for name in names}
@@ -160,12 +160,12 @@ IN_ORDER: Axes = MappingProxyType({})
 
 
 def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
-    """Several axes, without those of size one, which do nothing."""
+    """Return the axes without those of size one, which do nothing."""
     return tuple(axis for axis in map(axis_of, names) if axis.size > 1)
 
 
 def one_axis_of(names: Iterable[str]) -> Axis | None:
-    """Several axes as one, in the order of the mesh, without those of size one; None where none is left."""
+    """Join axes, in the order of the mesh, without those of size one; None if none is left."""
     wanted = set(names)
     found = [name for name, axis in _axes.items() if name in wanted and axis.size > 1]
     return axis_of(joined_name(found, range(len(found)))) if found else None
@@ -189,7 +189,7 @@ def on_rank(number: Any, rank: int) -> int:
 
 
 def num_parts_of(axes: Sequence[Axis]) -> int:
-    """Into how many parts the axes split a dim."""
+    """Return the number of parts into which the axes split a dim."""
     parts = 1
     for axis in axes:
         parts *= axis.size

@@ -109,7 +109,7 @@ class MovedGradients:
 
 
 def _has_come(gradients: weakref.ref[MovedGradients], leaf: Tensor) -> None:
-    """The hook of a leaf, which does not keep alive what knows the leaf."""
+    """Handle a leaf's gradient; the hook must not keep the leaf's owner alive."""
     known = gradients()
     if known is not None:
         known.has_come(leaf)

@@ -30,7 +30,7 @@ class Part:
     """
 
     shape: torch.Size
-    """As it is sent."""
+    """The message in the order in which it is sent."""
     dim: int
     """The split dim of what is sent."""
     first: int

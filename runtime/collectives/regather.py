@@ -77,7 +77,7 @@ class _Bucket:
         ahead = [each for each in self._next_buckets() if each.again is None and each.done != _backward()]
         for each in ahead:
             torch.autograd.Variable._execution_engine.queue_callback(each.drop)  # type: ignore[attr-defined]
-        # What is gathered of gathered parts would wait for these.
+        # A gather of gathered parts would wait for them.
         ready = [each for each in ahead if all(isinstance(part, Tensor) for part in each.parts)]
         own, later = ([each for each in ready if (each.layer == self.layer) == now] for now in (True, False))
         for each in own:
@@ -89,7 +89,7 @@ class _Bucket:
             each.issue()
 
     def _next_buckets(self) -> Iterator[_Bucket]:
-        """The buckets that a backward asks for after this one, as far as they are fetched ahead."""
+        """Yield the buckets that the backward needs after this one, as far as they are prefetched."""
         each, layer = self.later, self.layer or 0
         while each is not None and each.layer is not None and 0 <= layer - each.layer <= self.depth:
             yield each
@@ -167,7 +167,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
     @classmethod
     @contextlib.contextmanager
     def out_of_order(cls) -> Iterator[None]:
-        """Backwards inside the block go through parts of a graph: nothing is fetched ahead of its use."""
+        """Prefetch nothing inside the block, as its backwards visit only parts of a graph."""
         before, cls.in_order = cls.in_order, False
         try:
             yield

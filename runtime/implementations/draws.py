@@ -54,7 +54,7 @@ def _of_whole(
     sizes: Mapping[str, int],
     zigzag: Axes,
 ) -> Any:
-    """This rank's part of what one device would draw; InputError where factors need not be called after dims."""
+    """Return this rank's part of what one device would draw; raise InputError if factors and dims do not match."""
     if op.namespace != "aten":
         over = ", ".join(dict.fromkeys(axis for each in axes.values() for axis in each))
         raise InputError(

@@ -61,7 +61,7 @@ class _Dropout(autograd.Function):
 
 
 def _multiplied(x: Tensor, p: float, drawn: Tensor) -> Tensor:
-    """Multiplied by a mask of zeros and 1 / (1 - p), bit by bit as PyTorch does it."""
+    """Multiply by a mask of zeros and 1 / (1 - p), bit by bit as PyTorch does."""
     kept = drawn if drawn.dtype is torch.bool else _kept(list(x.shape), p, drawn, x.device)
     return x * (kept.to(x.dtype).div_(1 - p) if p < 1 else kept.to(x.dtype))
 
@@ -69,7 +69,7 @@ def _multiplied(x: Tensor, p: float, drawn: Tensor) -> Tensor:
 def kept_of_whole(
     x: Tensor, shape: list[int], p: float, split: Sequence[tuple[Axis, ...]], zigzag: Sequence[Sequence[str]]
 ) -> Tensor:
-    """This rank's part of what one device would keep of a whole of that shape, of the dtype and device of `x`.
+    """Return this rank's part of the mask of a whole of that shape, of the dtype and device of `x`.
 
     Nothing of padding is kept. `split` and `zigzag` have the axes that split each dim, and that zigzag-shard it.
     """
@@ -96,7 +96,7 @@ def seed_of_part(key: int, axes: Sequence[Axis]) -> Tensor:
 
 
 def _kept(shape: list[int], p: float, seed: Tensor, device: torch.device) -> Tensor:
-    """True with probability 1 - p."""
+    """Return a mask that is true with probability 1 - p."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar_runtime.kept(shape, p, seed, device)
     (kept,) = on_each_rank(lambda _, seed: [_draw(shape, p, seed, device)], (), (seed,))
@@ -119,7 +119,7 @@ def _generator(device: torch.device, thread: int) -> torch.Generator:
 
 @torch.library.custom_op("autopar_runtime::seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _seed_op(key: int, part: int) -> Tensor:
-    """`seed_of_part` as a node of a compiled graph, which reads seed and step when it runs."""
+    """Run `seed_of_part` as a node of a compiled graph, which reads seed and step at run time."""
     return torch.tensor(randomness().seed_of(key, part))
 
 
@@ -130,7 +130,7 @@ def _(key: int, part: int) -> Tensor:
 
 @torch.library.custom_op("autopar_runtime::kept", mutates_args=())
 def _kept_op(shape: Sequence[int], p: float, seed: Tensor, device: torch.device) -> Tensor:
-    """`_draw` as a node of a compiled graph."""
+    """Run `_draw` as a node of a compiled graph."""
     return _draw(list(shape), p, seed, device)
 
 

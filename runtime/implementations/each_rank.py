@@ -18,7 +18,7 @@ Ranks = tuple[int, ...]
 def on_each_rank(
     compute: Callable[..., Sequence[Tensor]], axes: Sequence[Axis], tensors: Sequence[Tensor | None]
 ) -> Sequence[Any]:
-    """`compute(ranks, *tensors)`, where `ranks` is where this rank stands on the axes; where ranks are simulated, each.
+    """Return `compute(ranks, *tensors)` for this rank's positions on the axes; for each rank if simulated.
 
     The computation depends on the rank by control flow, which a simulation cannot follow by itself.
     """

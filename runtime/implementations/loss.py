@@ -58,7 +58,7 @@ def cross_entropy(
     sizes: Mapping[str, int],
     divisor: Tensor | None = None,
 ) -> Tensor:
-    """As `aten.cross_entropy_loss.default` for targets that are classes; columns beyond `sizes["v"]` are padding.
+    """Compute `aten.cross_entropy_loss.default` for class targets; columns beyond `sizes["v"]` are padding.
 
     Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, b · rows ·
     (3 + [weight] + [smoothing] + [both]) by all-reduce (maximum, then sum, target logit, weight of the target,
@@ -187,7 +187,7 @@ class _Columns:
         return x_NV if self.padding_V is None else x_NV.masked_fill(self.padding_V, value)
 
     def of_target(self, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of every target, and whether it is on this rank."""
+        """Return the column of every target, and a mask of targets on this rank."""
         column_N = target_N - self.start
         num_columns = self.weight_V.shape[0]
         return column_N.clamp(0, num_columns - 1), (column_N >= 0) & (column_N < num_columns)

@@ -38,7 +38,7 @@ def linear_cross_entropy(
     in_tiles: int,
     divisor: Tensor | None = None,
 ) -> Tensor:
-    """As `autopar.linear_cross_entropy` in so many tiles; classes beyond `sizes["o"]` are padding.
+    """Compute `autopar.linear_cross_entropy` in tiles; classes beyond `sizes["o"]` are padding.
 
     Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, 3 · b · rows by
     all-reduce, in two messages for each tile; over all axes that split rows, 8 for a mean's count, unless `divisor`

@@ -29,7 +29,7 @@ from autopar.ir.program.effects import MODES, RATES, is_random
 from autopar.ir.program.program import Program, TensorInfo, info_of
 from autopar.runtime.lengths.inputs import Arguments
 
-TOLERANCE = 1e-5  # of the largest element: models round in float64, and here and there, as in norms, in float32
+TOLERANCE = 1e-5  # relative to the largest element: parts of a float64 model, such as norms, round in float32
 DRAWN = ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "normal", "bernoulli")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "expand", "contiguous", "clone")
 
@@ -232,7 +232,7 @@ def _made_up(name: str, info: TensorInfo) -> Tensor:
     if not info.dtype.is_floating_point:
         return torch.full(info.shape, info.dtype == torch.bool, dtype=info.dtype)
     values = torch.randn(info.shape, generator=generator, dtype=torch.float64)
-    if len(info.shape) < 2:  # of a norm or a bias
+    if len(info.shape) < 2:  # weight of a norm, or a bias
         return (1 + 0.1 * values).to(info.dtype)
     return (values * info.shape[-1] ** -0.5).to(info.dtype)
 

@@ -173,7 +173,7 @@ class ParallelModule(StoredModule[Executable]):
                 outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
             return self._user_outputs(executable, outputs)
 
-    # As with `forward`: its graphs alone are compiled, where torch.compile is around the caller.
+    # As in `forward`: if the caller is under torch.compile, only the graphs are compiled.
     @torch.compiler.disable(recursive=False)
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, micro-batch by micro-batch, and leave the gradients in `.grad`.

@@ -154,7 +154,7 @@ def layouts_of(program: Program, arguments: Arguments, mesh: DeviceMesh) -> dict
 
 
 def local_input(value: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of an input that arrives in `layout`; nothing moves unless the planner had no layout for it."""
+    """Return this rank's part of an input in `layout`; communicate only if the planner had no layout for it."""
     if not isinstance(value, DTensor):
         return value
     return value.to_local() if any(placement.is_split for placement in layout) else value.full_tensor()

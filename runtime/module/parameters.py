@@ -29,7 +29,7 @@ def _of_a_gathered_tensor(x: Any) -> Any:
 
 
 def placements_of(layout: Layout) -> tuple[Placement, ...]:
-    """DTensor placements of a layout of I and S."""
+    """Return DTensor placements of a layout of I and S."""
     assert all(placement.kind in "IS" for placement in layout), f"{layout} is no layout to store a tensor in"
     return tuple(Shard(placement.dim) if placement.is_split else Replicate() for placement in layout)
 
@@ -83,7 +83,7 @@ class Storage:
         return any(placement.is_split for layout in self.layouts.values() for placement in layout)
 
     def of(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """First name → every parameter and buffer of `model` that this rank stores."""
+        """Map first names to the parameters and buffers of `model` that this rank stores."""
         made = {name: self.parameter(name, each) for name, each in model.named_parameters()}
         made |= {name: self._values(name, each, self.whole) for name, each in model.named_buffers()}
         return {name: each for name, each in made.items() if each is not None}
@@ -129,7 +129,7 @@ def carry_over(given: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def ties_of(root: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter → its first name."""
+    """Map every further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     named = nn.Module.named_parameters(root, remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
@@ -226,9 +226,9 @@ class _LocalParts(torch.autograd.Function):
             stride = p._local_tensor.stride()
             if grad.stride() != stride:
                 grad = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-            offset = grad.storage_offset()  # of simulated ranks it has no single value
+            offset = grad.storage_offset()  # under LocalTensorMode it differs by rank
             place = grad.untyped_storage()._cdata, offset if isinstance(offset, int) else 0
-            if place in given:  # as of two weights that are added: each gets a gradient of its own
+            if place in given:  # for example, two added weights get one gradient: each needs its own
                 grad = grad.clone()
             given.add(place)
             watched = p._backward_hooks or p._post_accumulate_grad_hooks
@@ -245,7 +245,7 @@ class _LocalParts(torch.autograd.Function):
                 ):
                     before._local_tensor.add_(grad)
                     continue
-            # What `DTensor()` does, but for its `__init__`, which does nothing in twice the time.
+            # Same as `DTensor()`, in half the time: its `__init__` does nothing.
             found[i] = DTensor.__new__(DTensor, grad, p._spec, requires_grad=False)
         return tuple(found)
 
@@ -254,7 +254,7 @@ def _is_executed(node: Any) -> bool:
     """Return whether the backward that runs adds a gradient to this leaf, and does not return it."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient was requested from torch.autograd.grad
+    except RuntimeError:  # raised for a leaf that torch.autograd.grad differentiates
         return False
 
 
@@ -267,7 +267,7 @@ def _padded(local: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _unpadded_shape(shape: torch.Size, layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's part of a shape, where the last parts of a dim that does not divide are smaller."""
+    """Return this rank's part of a shape, where the last parts of a dim that does not divide are smaller."""
     local = list(shape)
     for axis, placement in enumerate(layout):
         if placement.is_split:

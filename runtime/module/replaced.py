@@ -50,7 +50,7 @@ class TreeTensors:
 
 
 def checked(tree: Tree, before: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """First name → the parameter that now stands where another stood; `before` is what the slots held.
+    """Map first names to replaced parameters; `before` are the slots' earlier values.
 
     Raises InputError where one is gone, has another shape, or is tied to others than before.
     """

@@ -240,7 +240,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         )
         if number == len(known):
             # A first call for inference is prepared for training all the same, and one inside a checkpoint apart from
-            # what that counts: the innermost hooks alone see what is saved.
+            # counts: only the innermost hooks see saved tensors.
             apart = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             with unseen(), of_this_call(), torch.inference_mode(False), torch.enable_grad(), apart:
                 capture = lambda given: self._capture(given, self.training, frozen)  # noqa: E731
@@ -373,7 +373,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Empty as `torch.nn.Module.to_empty` does, but keep the values of buffers that no state dict has, if any."""
+        """Empty the module as `torch.nn.Module.to_empty` does, but keep the values of non-persistent buffers."""
         self._ready()
         before = dict(not_persistent(self))
         super().to_empty(device=device, recurse=recurse)
@@ -395,6 +395,6 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self._held = TreeTensors(self.tree)
 
     def _frozen(self) -> frozenset[str]:
-        """Frozen parameters get no gradient, which a graph is made for."""
+        """Return the frozen parameters, on which the graph depends, as they get no gradient."""
         slots = zip(self.tree.parameters, self._held.tensors, strict=True)
         return frozenset(slot.name for slot, each in slots if each is not None and not each.requires_grad)

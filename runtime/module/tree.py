@@ -151,7 +151,7 @@ class Tree:
 
     @contextlib.contextmanager
     def standing_in(self, training: bool) -> Iterator[nn.Module]:
-        """The model to capture, in the mode of the compiled module; InputError for tensors that the model had not."""
+        """Yield the model to capture, in the compiled module's mode; raise InputError for tensors that it lacked."""
         held = [(slot, slot.tensors.get(slot.leaf, MISSING)) for slot in self._slots()]
         for slot, _ in held:
             slot.tensors[slot.leaf] = slot.stand_in

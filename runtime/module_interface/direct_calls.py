@@ -33,7 +33,7 @@ class _Checked:
         self._module, self._name, self._gives_parts = weakref.ref(module), name, gives_parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the module runs its own code; recurrent nets take this along when they are copied."""
+        """Return None: a copy of the module runs its own code; recurrent nets copy this attribute."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -28,7 +28,7 @@ def also_of_the_class_of(model: nn.Module, compiled: type[Compiled]) -> type[Com
     namespace |= {
         "__module__": compiled.__module__,
         "__doc__": compiled.__doc__,
-        "__call__": nn.Module.__call__,  # what a model's own does is part of what was captured
+        "__call__": nn.Module.__call__,  # a model's own __call__ is part of the captured program
         "_compiled": compiled,
         "forward": _with_signature(compiled.forward, model),
     }

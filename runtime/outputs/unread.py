@@ -100,7 +100,7 @@ class _Unread(torch.autograd.Function):
 
 
 class _Arriving(_Unread):
-    """As `_Unread` of a sum, whose gradient is that of the parts: it has a second derivative."""
+    """An `_Unread` of a sum with a second derivative: its gradient is that of the parts."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -97,7 +97,7 @@ class PipeDream:
         self._learning = any(info_of(nodes[name]).requires_grad for name in executable.program.parameters.values())
 
     def step(self, batches: Sequence[Arguments], first_step: int, scale: Tensor | None = None) -> Tensor:
-        """Forward, backward and update of all micro-batches; the mean of their losses, on every rank.
+        """Run forward, backward and update of all micro-batches; return the mean of their losses, on every rank.
 
         Raises PipelineError without an optimizer, or with a scale of gradients.
         """

@@ -196,7 +196,7 @@ class PipelineModule(StoredModule[Pipeline]):
 def _pipedream(
     pipeline: Pipeline, root: PipelineModule, group: dist.ProcessGroup, random_state: RandomState
 ) -> PipeDream:
-    """This rank's stage on the schedule that PyTorch does not have."""
+    """Return this rank's stage for the pipedream schedules, which PyTorch lacks."""
     ((number, executable),) = pipeline.executables.items()
     stage = StashingStage(executable, root, random_state)
     return PipeDream(stage, number, pipeline.schedule, loss_position(pipeline.programs[-1]), root, group)

@@ -119,7 +119,7 @@ def _consumers(roots: Any) -> dict[Node, list[Node]]:
 def _upward(
     start: Sequence[Node], above: dict[Node, list[Node]], until: frozenset[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """All nodes at and above `start` that are not in `until`, and the first ones that are."""
+    """Return all nodes from `start` upward until `until`, and the first ones in `until`."""
     passed: set[Node] = set()
     visited: set[Node] = set()
     waiting = list(start)

@@ -48,7 +48,7 @@ class ScheduledStep:
         self._device = torch.device(self.scheduled[0].device)
 
     def step(self, batches: Sequence[Arguments], first_step: int, scale: Tensor | None = None) -> Tensor:
-        """Forward and backward of all micro-batches; the mean of their losses, on every rank.
+        """Run forward and backward of all micro-batches; return the mean of their losses, on every rank.
 
         Gradients are multiplied by `scale`.
         """

@@ -90,7 +90,7 @@ class Calls:
         self._times: list[int] = []
         self._last_is_checked = False
         """Return whether values are compared in the last call, and in its backwards."""
-        self._event = 0  # how many there have been
+        self._event = 0  # number of events so far
         self._followed_by: dict[tuple[int, int], int] = {}
         """(kind, how often in a row) → the kind of the event after that."""
         self._run = (-1, 0)
@@ -174,7 +174,7 @@ class Calls:
             self._event += 1
         last, length = self._run
         self._run = number, min(length + 1, MAX_RUN) if number == last else 1
-        # What came twice in a row comes again, until it is known how long such a run is.
+        # A call that repeated is expected to repeat, until the length of its run is known.
         self._expected = self._followed_by.get(self._run, number if self._run[1] > 1 else None)
 
     def _announce(self, number: int, values: Values | None, given: Specified) -> None:
@@ -205,7 +205,7 @@ class Calls:
             assert self._expected is not None, "a rank goes on where it expects something"
             expected = {**self._specified[self._expected], **self._given.get(self._expected, {})}
             raise InputError(_difference((int(outcome), expected), (watch.rank, mine)))
-        for key in self._written:  # of the announcement before, which every rank has left
+        for key in self._written:  # keys of the previous announcement, which every rank has left
             store.delete_key(key)
         self._written = written
 

@@ -46,7 +46,7 @@ from autopar.runtime.ranks.heartbeats import events_of, has_left, is_gone, named
 from autopar.runtime.ranks.uncompiled import uncompiled
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # within which every rank that lives has written that it does
+ANSWER_SECONDS = 5.0  # seconds within which each live rank has written its heartbeat
 GRACE_SECONDS = 10.0  # for a rank to come out of a step by itself once another has failed
 NAMED_SECONDS = 60.0  # after which a rank that waits says for whom
 STOP_SECONDS = 2.0
@@ -87,7 +87,7 @@ class Watch:
         self._news = (-1, "")  # a step, and what has been written down about it
         self._begun = self._ended = 0
         self._since = 0.0  # when the last event began
-        self._backwards = 0  # that run now
+        self._backwards = 0  # backwards that run now
         self._device = mesh.device_type
         self._patience = _patience_of(self._groups[0], mesh.device_type)
         self.on_poll: Callable[[Store], None] = lambda store: None
@@ -219,14 +219,14 @@ class Watch:
             self._refused, self._failed = self.step, ""  # the thread may have heard the same of another rank
         else:
             self._failed = message
-        with contextlib.suppress(RuntimeError):  # what is raised matters more than a store that is gone
+        with contextlib.suppress(RuntimeError):  # the original error matters more than a store that is gone
             self.store.compare_set(f"{self.step}/failure", "", message)
             if self._refused is not None:
                 self.store.add(f"{self.step}/refused", 1)
             self._wait_until_heard()
 
     def _reason(self, error: BaseException) -> str:
-        """Why a connection broke: what the rank that failed has written, else which rank no longer lives."""
+        """Return why a connection broke: what the rank that failed has written, else which rank no longer lives."""
         broken = re.sub(r"^\[.*?\] | This is typically .*$", "", str(error).splitlines()[0])  # places in gloo's code
         try:
             message = self._message_of_others(broken)
@@ -360,7 +360,7 @@ def watched(owner: object, mesh: DeviceMesh, forgives: type[Exception] = Autopar
 
 
 def _patience_of(group: dist.ProcessGroup, device: str) -> float:
-    """After how many seconds a collective of a group gives up."""
+    """Return the seconds after which a collective of a group times out."""
     backend: Any = group._get_backend(torch.device(device))
     return backend.options._timeout.total_seconds()
 

@@ -25,7 +25,7 @@ from autopar.errors import AutoparError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 FAILED = 2  # exit status of a rank whose error is written down
-PATIENCE = timedelta(minutes=10)  # of a collective whose other ranks do not come
+PATIENCE = timedelta(minutes=10)  # time that a collective waits for the other ranks
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 PRELOADED = ["autopar", "transformers.models.llama.modeling_llama", "torch.export", "networkx"]
 

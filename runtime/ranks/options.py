@@ -56,7 +56,7 @@ def _described(value: Any) -> str:
         return repr(os.fspath(value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return f"[{', '.join(map(_described, value))}]"
-    if type(value).__repr__ is object.__repr__:  # which shows an address
+    if type(value).__repr__ is object.__repr__:  # this repr contains an address
         return f"<{type(value).__qualname__}>"
     return repr(value)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def states_of(values: Iterable[Any]) -> dict[str, Tensor]:
-    """Device type → state of its default generator."""
+    """Map device types to the states of their default generators."""
     states = {"cpu": torch.get_rng_state()}
     if any(isinstance(x, Tensor) and x.is_cuda for x in values):
         states["cuda"] = torch.cuda.get_rng_state()

@@ -106,7 +106,7 @@ class _Ranges:
             entered = record_function(name + self._suffix)
             entered.__enter__()
         for tracker, root in self._trackers:
-            if name != MODEL:  # which is the compiled module itself: its call is tracked
+            if name != MODEL:  # MODEL is the compiled module itself, whose call is tracked
                 tracker.parents.add(f"{root}.{name}")
         self._open.append((name, entered))
 
@@ -150,7 +150,7 @@ def _history_is_recorded() -> bool:
 
 
 def _made_since(number: int, result: Any) -> Iterator[Any]:
-    """The autograd nodes behind a result that were made from a sequence number on."""
+    """Yield the autograd nodes behind a result that were made after a sequence number."""
     outputs = (x.grad_fn for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
     ahead, seen = [node for node in outputs if node is not None], set()
     while ahead:

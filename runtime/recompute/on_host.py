@@ -172,7 +172,7 @@ class OnHost:
         """The autograd nodes of what the stretch has given last."""
 
     def enter(self, node: fx.Node, stretch: int, sends: bool, values: Mapping[fx.Node, Any]) -> None:
-        """A call runs next, in the stretch of that number; whether what it saves is sent to the host is given."""
+        """Start a call in the stretch of that number; `sends` says whether its saved tensors are offloaded."""
         if stretch != self._number:
             self._end_stretch()
             self._number = stretch
@@ -185,7 +185,7 @@ class OnHost:
         )
 
     def leave(self, result: Any) -> None:
-        """The call has run."""
+        """End the call."""
         assert self._entered is not None, "a call that was not entered"
         grad_fns = []
         outputs = [(result, self._makes_offloaded)]
@@ -225,7 +225,7 @@ class OnHost:
         self._pending.clear()
 
     def close(self) -> None:
-        """The graph has run, or will not run further."""
+        """End the graph, whether it has run to its end or not."""
         self._end_stretch()
         if self._before is not None:
             self._before.let_go()
@@ -245,7 +245,7 @@ class OnHost:
 
 
 def _fetch(stretches: list[weakref.ref[Stretch]], _: Any) -> None:
-    """A backward has come to the stretch: have its memory and that of the one before it back."""
+    """Fetch the memory of the stretch that the backward has reached, and of the one before it."""
     for each in stretches:
         stretch = each()
         if stretch is not None:

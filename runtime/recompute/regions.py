@@ -33,7 +33,7 @@ from autopar.runtime.recompute.unmixed import unmixed
 
 KEPT = "autopar_kept"
 """The annotation of calls in a region whose results are saved."""
-NAMESPACE = "autopar_runtime"  # of the operators that hide from torch.compile what they do
+NAMESPACE = "autopar_runtime"  # namespace of operators that are opaque to torch.compile
 
 
 def in_regions(graph: fx.Graph) -> fx.GraphModule:

@@ -40,7 +40,7 @@ class RepeatedCalls:
         self._repeated: set[int] = set()
 
     def note(self, step: int) -> None:
-        """A call begins that is no repetition."""
+        """Start a call that is no repetition."""
         if not may_run_again():
             return
         state = _state()

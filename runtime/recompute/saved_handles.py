@@ -193,7 +193,7 @@ class Frame:
         return [claim.key for claim in [each() for each in self._claims] if claim is not None]
 
     def close(self, hold: Callable[[Tensor], object], whole: bool = False) -> None:
-        """The first run is over: hold what a second one (of all calls, if `whole`) begins with, and nothing else."""
+        """End the first run: hold only the inputs of the second one (of all calls, if `whole`)."""
         again = set(self._order) if whole else {node for node, _, _ in self._claimed()}
         begins: set[fx.Node] = set()
         for node, step in reversed(self._order.items()):

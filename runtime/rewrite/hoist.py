@@ -80,7 +80,7 @@ def first_uses(hoisted: Hoisted) -> tuple[int, ...]:
 
 
 def _done_once(graph: fx.Graph, parameters: frozenset[str]) -> set[fx.Node]:
-    """Parameters, what moves or casts them, and views of them."""
+    """Return parameters, their moves and casts, and views of them."""
     once = {node for node in graph.nodes if node.op == "placeholder" and node.name in parameters}
     for node in graph.nodes:
         takes = node.all_input_nodes

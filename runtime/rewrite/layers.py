@@ -130,7 +130,7 @@ def _graph(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequenc
 
 
 def _what_is_called(graph: fx.Graph) -> object:
-    """Equal for graphs that call the same functions with the same, and of which the same is computed again."""
+    """Return a key that is equal for graphs with the same calls, arguments and recomputed calls."""
     places = {node: _Place(number) for number, node in enumerate(graph.nodes)}
     segments: dict[str, int] = {}
     found: list[object] = []

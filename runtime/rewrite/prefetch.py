@@ -99,7 +99,7 @@ def _casts(node: fx.Node) -> bool:
 
 
 def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Layer → its first call that computes, behind its first gather if it has one."""
+    """Map each layer to its first computing call after its first gather, if it has one."""
     waiting = {node.meta.get(LAYER) for node in graph.nodes if node.target is gather_parameters}
     found: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -134,7 +134,7 @@ def _issue(graph: fx.Graph, gather: fx.Node, anchor: fx.Node, place: dict[fx.Nod
 
 
 def _casts_of(part: fx.Node) -> Iterator[fx.Node]:
-    """The casts that make a part, the first of them first."""
+    """Yield the casts that make a part, in order."""
     if _casts(part):
         source: Any = part.args[0]
         yield from _casts_of(source)

@@ -202,7 +202,7 @@ def _follow_call(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mappin
     if factor not in call.bound.splittable:
         reason = f"{call.name} needs it whole"
     elif not _divides(graph, call, factor, parts):
-        # Where heads of keys do not divide, heads of queries may, and keys are whole.
+        # If key heads do not divide but query heads do, replicate the keys.
         found = call.fitting(factor, parts)
     if found is None:
         reason = f"{call.name} has {call.bound.sizes[factor]} of it, which do not divide into {parts}"

@@ -47,7 +47,7 @@ class Split:
         for call in self.graph.learned:
             if not call.weight_only:
                 factor = wish(call)
-                if factor != FREE and call.ruled.splittable:  # of numbers, the planner says where they are summed
+                if factor != FREE and call.ruled.splittable:  # the planner decides where scalars are summed
                     self.factors[call.name][axis] = factor if factor and self._divides(call, axis, factor) else None
         for call in reversed([call for call in self.graph.learned if call.weight_only]):
             self.factors[call.name][axis] = self._wanted_factor(call, axis)
@@ -68,7 +68,7 @@ class Split:
         for call in self.graph.learned:
             specified: list[tuple[str, Specified]] = []
             for axis, factor in self.factors[call.name].items():
-                # Where parameters are stored in parts, what is made from them alone may stay in these parts.
+                # Tensors computed from sharded parameters alone may stay sharded.
                 if factor is not None:
                     specified.append((axis, f"{FACTOR}{factor}"))
                 elif not (call.weight_only and axis in self.stored):
@@ -77,7 +77,7 @@ class Split:
                 found.append(Annotation(f"{NODE}{call.name}", tuple(specified), strategy=self.strategy))
         for name in self.graph.program.parameters.values():
             dims = self.dims[name].items()
-            # What an axis splits by itself, as experts, it stores so, too.
+            # An axis that shards an operation, such as experts, shards its storage, too.
             at = tuple((axis, dim) for axis, dim in dims if dim is not None or axis not in self.stored)
             if any(dim is not None for _, dim in at) and len(self.graph.infos[name, 0].shape) == 1:
                 # Parts of a vector's parts would be gathered over every axis; whole, they are a few bytes.

@@ -23,7 +23,7 @@ from autopar.strategies.notation import Entry, broadcast, names, rule, term
 
 aten = torch.ops.aten
 FUSED_BACKWARD = 2.5
-"""As of PyTorch's own attention (`layers.attention`)."""
+"""The same factors as PyTorch's own attention (`layers.attention`)."""
 CAUSAL_OBJECTS = ("LowerTriangularMask", "LowerTriangularFromBottomRightMask")
 """Masks of xformers that say nothing of samples."""
 

@@ -103,7 +103,7 @@ def _dims_of_operand(text: str, ndim: int, dots: list[str]) -> list[str]:
     return dims
 
 
-ROW_BYTES = 16  # what the rows of the matrices of aten._grouped_mm must be a multiple of
+ROW_BYTES = 16  # aten._grouped_mm needs row strides that are multiples of this
 MOST_PARTS = 8  # into how many parts its dims may be split at least: tensor parallelism inside a node
 
 

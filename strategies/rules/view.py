@@ -44,7 +44,7 @@ def reshaped(source: Sequence[int], target: Sequence[int]) -> tuple[list[str], l
     """
     if 0 in source:
         return [WHOLE] * len(source), [WHOLE] * len(target)
-    # Where a dim ends, counted in elements from the outermost: both sides' ends together cut the factors.
+    # Ends of dims, in elements from the outermost: the ends of both sides bound the factors.
     ends = sorted({*accumulate(source, _times), *accumulate(target, _times)} - {1})
     cuts = [1, *ends[:-1]]
     divides = [after % before == 0 for before, after in zip(cuts, ends, strict=False)]

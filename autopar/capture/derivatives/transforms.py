@@ -108,7 +108,7 @@ class _Again(fx.Interpreter):
     """Makes the calls of a transform in the forward."""
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is aten.detach.default and DETACHED not in n.meta:  # of a tensor that is saved for a backward
+        if n.target is aten.detach.default and DETACHED not in n.meta:  # detach of a tensor that is saved for backward
             return self.fetch_args_kwargs_from_env(n)[0][0]
         return super().run_node(n)
 
@@ -137,7 +137,7 @@ def _marked_detaches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gradients_as_above() -> Iterator[None]:
-    """CaptureError where a function that is transformed turns gradients off: its calls are made again with them."""
+    """Raise CaptureError if a transformed function turns gradients off, as its calls run again with gradients."""
 
     def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def refuse(block: Any) -> Any:

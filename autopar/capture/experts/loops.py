@@ -44,7 +44,7 @@ def sorted_rows(x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts:
 
 
 def switch_transformers(experts: Any, x_TD: Tensor, one_hot_T1E: Tensor, weight_T1: Tensor) -> Tensor:
-    """One expert of a token, in a module of its own; a token beyond its expert's capacity has a row, and no weight."""
+    """Compute one expert per token, each a module of its own; tokens beyond an expert's capacity get weight zero."""
     each = list(experts.values())
 
     def through(rows: Tensor, product: Product) -> Tensor:
@@ -78,7 +78,7 @@ def nllb_moe(experts: Any, x_TD: Tensor, number_TE: Tensor, weight_TE: Tensor) -
 
 
 def dbrx(experts: Any, x_BSD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Gated experts whose matrices lie one below the other."""
+    """Compute gated experts whose matrices are stacked along dim 0."""
     mlp, x_TD = experts.mlp, x_BSD.reshape(-1, experts.hidden_size)
     sizes = (experts.num_experts, experts.ffn_hidden_size, experts.hidden_size)
 
@@ -90,7 +90,7 @@ def dbrx(experts: Any, x_BSD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> T
 
 
 def longcat_flash(experts: Any, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Gated experts, and behind them some that give a token back: its row goes to another expert, and has no weight."""
+    """Compute gated experts, and identity experts whose rows go to another expert with weight zero."""
     num_experts = experts.num_routed_experts
     gives_back = expert_TK >= num_experts
     same_TD = x_TD * torch.where(gives_back, weight_TK, 0).sum(-1, keepdim=True)
@@ -104,7 +104,7 @@ def longcat_flash(experts: Any, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tens
 
 
 def jetmoe_router(router: Any, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Experts and gates of every token in the place of what the loops need, and the logits last."""
+    """Return the experts and gates of every token, placeholders for the loops' other values, and the logits last."""
     logits_TE = router.layer(x_TD).float()
     logits_TK, expert_TK = logits_TE.topk(router.top_k, dim=1)
     gates_TK = logits_TK.softmax(1).type_as(x_TD)
@@ -112,7 +112,7 @@ def jetmoe_router(router: Any, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def jetmoe(block: Any, x_BSD: Tensor) -> Tensor:
-    """Gated experts, with one bias for all."""
+    """Compute gated experts with one bias for all."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     expert_TK, _, gates_TK, _, _ = block.router(x_TD)
 
@@ -125,7 +125,7 @@ def jetmoe(block: Any, x_BSD: Tensor) -> Tensor:
 
 
 def jetmoe_queries(block: Any, x_BSD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Experts of an attention's queries: one for each slot of a token, put back in the order of slots."""
+    """Compute an attention's queries by experts, one per slot of a token, in the order of slots."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     expert_TK, _, gates_TK, _, logits = block.router(x_TD)
     slots_R, product = sorted_slots(expert_TK, block.num_experts)

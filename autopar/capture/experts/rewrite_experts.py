@@ -16,7 +16,7 @@ from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GRO
 
 
 def sorted_experts(draft: TracedGraph) -> None:
-    """Rows that are gathered in the order of their experts become rows that are dispatched."""
+    """Rewrite gathers of rows in the order of their experts as dispatches."""
     for node in draft.calls(*SORTS):
         sorting = sorting_of(node)
         block = block_of(sorting) if sorting is not None else None

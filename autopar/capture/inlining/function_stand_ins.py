@@ -40,7 +40,7 @@ class KeptUse:
         return cls(function, left, spec, places)
 
     def call(self, tensors: Sequence[Any], autocast: torch.dtype | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Target and arguments of the node, given those in the place of the tensors."""
+        """Return the node's target and arguments, with the given values in place of the tensors."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor

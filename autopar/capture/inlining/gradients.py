@@ -253,7 +253,7 @@ def _copied(draft: TracedGraph, graph: fx.Graph, node: fx.Node, inputs: Sequence
         if each.op == "get_attr":
             raise CaptureError(f"the backward of {node.target} in {where(module)} reads a tensor of its own.")
         args, kwargs = map_arg((each.args, each.kwargs), made.__getitem__)
-        if each.target is aten.detach.default:  # of a tensor that is saved, which is the tensor itself
+        if each.target is aten.detach.default:  # detach of a saved tensor is the tensor itself
             made[each] = args[0]
         else:
             made[each] = draft.call(each.target, *args, module=module, **kwargs)

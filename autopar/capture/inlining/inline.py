@@ -107,7 +107,7 @@ class Inliner:
             return self.copy(body, inputs, replace(region, grad=enabled))
         if target is torch.ops.higher_order.wrap_with_autocast:
             device, dtype, enabled, _, body, *inputs = args
-            # What is traced lies on the CPU, which stands for the mesh's own device; others cast nothing there.
+            # Traced tensors are on the CPU in place of the mesh's device; other devices' autocast does nothing.
             if self.device is not None and device not in (self.device, "cpu"):
                 return self.copy(body, inputs, region)
             there = Autocast(self.device or device, dtype or torch.bfloat16)
@@ -230,7 +230,7 @@ def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _written(module: fx.GraphModule, bodies: Sequence[Body]) -> frozenset[int]:
-    """Storages of the values that calls of a graph, its regions and bodies write into, as they were exported."""
+    """Return the storages into which calls of a graph, its regions and bodies write, as they were exported."""
     graphs = [part.graph for part in (*module.modules(), *bodies) if isinstance(part, fx.GraphModule | Body)]
     writes = [node for graph in graphs for node in graph.nodes if is_write(node.target)]
     changed = (value for node in writes for value in written_arguments(node.target, node.args, node.kwargs))

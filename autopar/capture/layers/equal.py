@@ -100,7 +100,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def state_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a module and those inside, in a fixed order, tied ones as often as they are named."""
+    """Yield parameters and buffers of a module and those inside, in a fixed order, tied ones as often as they are
+    named.
+    """
     for each in module.modules():
         for kind in STATE:
             yield from (tensor for tensor in vars(each)[kind].values() if tensor is not None)

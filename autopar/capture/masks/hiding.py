@@ -45,7 +45,7 @@ def hiding_of(mask: fx.Node) -> Hiding:
 
 
 def _large_numbers(node: fx.Node) -> Iterator[float]:
-    """Finite numbers that have a part in what a node gives; of a constant the highest and the lowest."""
+    """Yield the finite numbers that contribute to a node's values; for a constant, its highest and its lowest."""
     if node.op == "placeholder":
         value = node.meta["source"].value
         if value is not None and value.is_floating_point():

@@ -109,7 +109,7 @@ class Reading:
         return Call(name, tuple(self.of(x) if isinstance(x, fx.Node) else x for x in given))
 
     def _filled(self, node: fx.Node, number: object) -> Expression:
-        """One element of what has the same number everywhere."""
+        """Return the expression of one element of a tensor filled with one number."""
         if not isinstance(number, bool | int | float):
             raise NotByPositionError
         one, dtype = [1] * len(shape_of(node)), value_of(node).dtype

@@ -21,7 +21,7 @@ def without_repeats(keys: fx.Node, values: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _repeated(node: fx.Node) -> fx.Node | None:
-    """view(expand(unsqueeze(x, 2))), in which each head stands several times in a row."""
+    """Return the input of view(expand(unsqueeze(x, 2))), which repeats each head; None for other calls."""
     expanded = node.args[0] if node.target in VIEWS else None
     if not isinstance(expanded, fx.Node) or expanded.target is not aten.expand.default:
         return None

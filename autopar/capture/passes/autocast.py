@@ -125,7 +125,7 @@ class Casts:
 
 @contextlib.contextmanager
 def autocasting(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:
-    """`torch.autocast`, also for a device that is not there; without a cache of casts, which leaves alone have."""
+    """Enter `torch.autocast`, also for an absent device, and without its cache of casts, which only leaves have."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype)

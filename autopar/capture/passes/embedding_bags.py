@@ -16,7 +16,7 @@ VARIANTS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 
 
 def pooled_bags(draft: TracedGraph) -> None:
-    """Bags that begin at multiples of one number, as `nn.EmbeddingBag` calls them for two dims, become rows."""
+    """Replace bags of equal size, as `nn.EmbeddingBag` calls them for two dims, by rows."""
     for node in draft.calls(*VARIANTS):
         given = arguments(node)
         pooled = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]

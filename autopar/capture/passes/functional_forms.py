@@ -73,7 +73,7 @@ def _in_place(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Mapping[str,
     if shape_of(new) != shape_of(target):
         new = draft.call(aten.expand.default, new, list(shape_of(target)), module=module)
     if operation in OVERWRITES and value_of(target).requires_grad:
-        # What is overwritten keeps a gradient, of zeros: to an optimizer that is not the same as none.
+        # An overwritten tensor gets a gradient of zeros, which an optimizer treats unlike None.
         new = _new_value(draft, target, new, module)
     return new
 

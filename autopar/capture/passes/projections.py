@@ -21,7 +21,7 @@ BY_EXPERTS = (GROUPED_MM, aten.bmm.default)
 
 
 def flat_projections_to_batched(draft: TracedGraph) -> None:
-    """x.view(-1, k) → product → view becomes a product of x itself; addmm becomes matmul and add."""
+    """Replace x.view(-1, k) → product → view by a product of x itself; addmm by matmul and add."""
     for node in draft.calls(aten.addmm.default, aten.mm.default, aten.linear.default):
         given = arguments(node)
         flat: Any = given["mat1"] if node.target is aten.addmm.default else given.get("input", given.get("self"))

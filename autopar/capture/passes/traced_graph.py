@@ -46,7 +46,7 @@ class TracedGraph:
     """Results of evaluated calls, by `call_key`, so that equal layers are evaluated once."""
 
     def copied(self) -> TracedGraph:
-        """The same graph anew, for passes that are to leave this one as it is."""
+        """Return a copy of the graph, for passes that must not change this one."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         return TracedGraph(graph, self.mode, self.mutations, self.seen)
@@ -179,7 +179,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the module that made the call, from the module stack that `torch.export` keeps."""
+    """Return the dotted path of the module that made the call, from the module stack that `torch.export` keeps."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -57,7 +57,7 @@ def state_sizes(draft: TracedGraph) -> None:
 
 
 def split_before_permuting(draft: TracedGraph) -> None:
-    """view → permute → view that splits becomes one view and a permutation.
+    """Replace view → permute → view that splits by one view and a permutation.
 
     nn.MultiheadAttention merges batch and heads, transposes, and splits them again; while they are one dim, heads
     cannot be sharded.

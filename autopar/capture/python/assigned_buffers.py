@@ -45,7 +45,7 @@ def assigned_buffers(traced: nn.Module) -> Iterator[None]:
                     "the same shape and dtype, or keep what changes in a plain attribute."
                 )
             value = now.detach()
-            # What another buffer held is read before that one is written.
+            # Read the other buffer's old value before it is written.
             writes.append((buffer, value.clone() if now.untyped_storage()._cdata in memory else value))
         for buffer, value in writes:
             buffer.copy_(value)

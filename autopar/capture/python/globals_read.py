@@ -35,7 +35,7 @@ def globals_read(model: nn.Module, functions: Sequence[types.FunctionType]) -> t
 
 
 def _class_places(cls: type) -> Iterator[Place]:
-    """The data of a module's class, its own or inherited, that its forward names, as `type(self).calls`."""
+    """Yield the data of a module's class, its own or inherited, that its forward names, as `type(self).calls`."""
     forward = vars(cls)["forward"]
     if not is_installed(forward.__code__):
         known = {
@@ -104,7 +104,7 @@ def _places(function: types.FunctionType) -> Iterator[Place]:
 
 
 def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals and the cells of closures that a function names, with their values."""
+    """Yield the globals and the cells of closures that a function names, with their values."""
     for name in _names(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]

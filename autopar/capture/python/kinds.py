@@ -82,7 +82,7 @@ class PythonKinds:
         return len(known)
 
     def watched(self, state: PythonState) -> Watch:
-        """The model was captured, and its forward has read and written this."""
+        """Return the places that the captured forward has read and written."""
         watch = Watch(self.root, state)
         if state.settled:
             self._left_hooks.update(state.registered.numbers)
@@ -158,7 +158,7 @@ class _Original:
                     self._collect(value, at.attribute(name), depth - 1)
 
     def read(self, places: Iterable[Place]) -> None:
-        """Forward reads these places."""
+        """Note that the forward reads these places."""
         model = self._model()
         if model is None:
             return

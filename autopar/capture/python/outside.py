@@ -151,7 +151,7 @@ def _python_generators(check: Check) -> Iterator[None]:
             if name in own:
                 setattr(random.Random, name, own[name])
             else:
-                delattr(random.Random, name)  # of the class in C below
+                delattr(random.Random, name)  # uncovers the method of the C base class
 
 
 def _state_of(generator: Any) -> str:

@@ -98,7 +98,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Nothing inside is recorded: it is no part of the forward."""
+        """Record nothing inside the block, which is not part of the forward."""
         before, self._on = self._on, False
         try:
             yield
@@ -203,7 +203,7 @@ class Recorder:
             return
         if name not in own_attributes(holder) and is_computed(type(holder), name):
             return
-        self._on = False  # what looks at the value is no part of the forward
+        self._on = False  # reading the value is not part of the forward
         try:
             place = self._place(holder, name)
             location = where(sys._getframe(2))
@@ -271,7 +271,7 @@ class Recorder:
             self._patch(cls)
 
     def _end(self) -> None:
-        """At the end of a forward, while what it has changed is still there (`torch.export` puts attributes back)."""
+        """Record changes at the end of a forward, before `torch.export` restores attributes."""
         self._on = False
         for key, read in self._reads.items():
             now = read.own.get(key[1], read.before)
@@ -354,7 +354,7 @@ def check_settled(first: Recorder, second: Recorder) -> None:
 
 @contextlib.contextmanager
 def _replaced(cls: type, name: str, function: Any) -> Iterator[None]:
-    """A method of a class is another one inside; a class that inherited it inherits it again afterwards."""
+    """Replace a method of a class inside the block; an inherited method is inherited again afterwards."""
     had = vars(cls).get(name, MISSING)
     setattr(cls, name, function)
     try:

@@ -14,7 +14,7 @@ def is_users(module: str | None) -> bool:
 
 
 def where(frame: FrameType | None) -> str:
-    """File and line of the user's code that runs, at or above a frame."""
+    """Return the file and line of the user's code that runs, at or above a frame."""
     found = frame
     while found is not None and not is_users(found.f_globals.get("__name__")):
         found = found.f_back

@@ -88,7 +88,7 @@ class Writes(TorchFunctionMode):
             for out in pytree.tree_leaves(kwargs["out"]):
                 self._check_parameter(out)
         elif is_write(name):
-            self._check_parameter(args[0] if args else kwargs.get("tensor"))  # as torch.nn.init names it
+            self._check_parameter(args[0] if args else kwargs.get("tensor"))  # the keyword of torch.nn.init
         return func(*args, **kwargs)
 
     def _check_parameter(self, tensor: Any) -> None:

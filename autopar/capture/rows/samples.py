@@ -156,14 +156,14 @@ class _Lifting:
         return tuple(args) if "dim" not in node.kwargs else None
 
     def _repeat(self, node: fx.Node, source: fx.Node, leading: tuple[int, ...]) -> None:
-        """Tokens once for each of their slots, which are one more leading dim."""
+        """Repeat tokens for each of their slots, along a new leading dim."""
         repeats, rest = arguments(node)["repeats"], shape_of(source)[1:]
         slots = self._call(node, aten.unsqueeze.default, self.apart[source], len(leading))
         leading = (*leading, repeats)
         self._note(node, self._call(node, aten.expand.default, slots, [*leading, *rest]), leading)
 
     def _dispatch(self, node: fx.Node, leading: tuple[int, ...]) -> None:
-        """Tokens and their experts are apart, or neither is."""
+        """Require that tokens and their experts are both apart, or neither."""
         x, index, num_experts = node.args
         assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
         if x not in self.apart:
@@ -189,7 +189,7 @@ class _Lifting:
         self._note(node, new, leading)
 
     def _loss(self, node: fx.Node, leading: tuple[int, ...]) -> None:
-        """Rows keep their dims, and so do their labels."""
+        """Keep the dims of rows and of their labels."""
         given = arguments(node)
         if given["self"] not in self.apart or value_of(given["target"]).is_floating_point():
             return
@@ -239,7 +239,7 @@ def _same_rows(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    """All that the nodes are computed from."""
+    """Return all nodes from which these are computed."""
     found: set[fx.Node] = set()
     open_nodes = list(nodes)
     while open_nodes:

@@ -103,7 +103,7 @@ def _number(mlp: _Mlp, tiles: int | Fitting) -> int:
 
 
 def _mlps(draft: TracedGraph) -> Iterator[_Mlp]:
-    """Every MLP that can be taken in tiles; of a chain of layers each is part of one."""
+    """Yield every MLP that can be computed in tiles; chained layers are part of one MLP each."""
     taken: set[fx.Node] = set()
     for node in draft.calls(*PRODUCTS, aten.add.Tensor):
         down = _linear(node)

@@ -188,7 +188,7 @@ def _check_kind(given: dict[str, Any]) -> None:
 
 
 def _only_user(node: fx.Node) -> None:
-    """_UnfitError where others than the loss read logits."""
+    """Raise _UnfitError if the loss is not the only reader of the logits."""
     if len(node.users) < 2:
         return
     if any(user.op == "output" for user in node.users):
@@ -213,7 +213,7 @@ def _classes_last(node: fx.Node) -> fx.Node:
 
 
 def _memory(node: fx.Node, order: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Size and stride of each dim, in some order."""
+    """Return the size and stride of each dim, sorted."""
     found = list(zip(shape_of(node), value_of(node).stride(), strict=True))
     return [found[dim] for dim in order] or found
 

@@ -40,7 +40,7 @@ def generates(model: nn.Module) -> bool:
 
 
 def layers_of(model: Any) -> tuple[tuple[int, int], ...]:
-    """Heads and features of the keys of each layer; InputError for a model that has no cache of this kind."""
+    """Return the heads and features of each layer's keys; raise InputError for a model without such a cache."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
     other = next((each for each in kinds if each not in LAYERS_WITH_POSITIONS), None)
@@ -101,7 +101,7 @@ class _StateLayer(CacheLayerMixin):
         self.is_initialized, self.is_written = True, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: the cache is complete."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write, and say what attention takes: for one token all of the cache, for a prompt's beginning what is new."""

@@ -64,7 +64,7 @@ class InferenceModule(ParallelModule):
         return super().train(False)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """InputError."""
+        """Raise InputError: this module does not train."""
         raise InputError(f"train_step of a model that was compiled with training=False. {ANEW}")
 
     @torch.compiler.disable(recursive=False)
@@ -126,7 +126,7 @@ class InferenceModule(ParallelModule):
 
     @contextlib.contextmanager
     def _without_buckets(self) -> Iterator[None]:
-        """Generation brings prompts to buckets by itself."""
+        """Turn buckets of calls off, as generation pads prompts itself."""
         varying, self.varying = self.varying, None
         try:
             yield
@@ -144,7 +144,7 @@ class InferenceModule(ParallelModule):
         return arguments
 
     def _frozen(self) -> frozenset[str]:
-        """All parameters; InputError where one was made to need a gradient."""
+        """Return all parameters; raise InputError if one of them requires a gradient."""
         found = super()._frozen()
         slots = zip(self.tree.parameters, self._held.tensors, strict=True)
         learning = [slot.name for slot, each in slots if each is not None and slot.name not in found]

@@ -44,7 +44,7 @@ def plan_generation(
 
     >>> plan_generation(model, Mesh({"tp": 8}, hardware="h100"), batch=32, prompt=2048, tokens=256)  # doctest: +SKIP
     """
-    from autopar.compiler.inference.planning import Load, best_for, plan_for  # which needs transformers
+    from autopar.compiler.inference.planning import Load, best_for, plan_for  # this import needs transformers
 
     load, request = Load(batch, prompt, tokens), plan_request(model, **{**options, "training": False})
     check_planned_mesh(mesh, devices)

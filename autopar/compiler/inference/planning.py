@@ -149,7 +149,7 @@ def _dtype(model: nn.Module, request: PlanRequest) -> Any:
 def _stored(
     program: Program, plan: Plan, request: PlanRequest, mesh: Mesh, sizes: CacheSizes, layout: Layout
 ) -> dict[str, Layout]:
-    """Parameter → the layout in which a plan stores it."""
+    """Map each parameter to the layout in which a plan stores it."""
     arriving = dict.fromkeys(caches_of(program, sizes), layout)
     space = request.space(program, mesh, arriving, zigzag_axes=plan.zigzag_axes)
     choices = choices_of(plan, space)

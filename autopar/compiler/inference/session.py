@@ -55,7 +55,7 @@ class Ready:
     def of(
         cls, module: ParallelModule, executable: Executable, labels: Arguments, caches: Mapping[str, Tensor]
     ) -> Ready:
-        """`labels` are the arguments with their names in the place of tensors, of which caches stay where they are."""
+        """Return the arguments that are ready for a call; `labels` name their tensors, and caches stay in place."""
         leaves = zip(pytree.tree_leaves(labels), executable.program.inputs, strict=True)
         names = {label: placeholder for label, placeholder in leaves if placeholder is not None}
         held = {**executable.constants, **executable.weights_of(module), **executable.buffers_of(module)}

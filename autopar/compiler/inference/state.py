@@ -42,12 +42,12 @@ class CacheSizes:
         return tuple((self.batch, heads, self.length, features) for heads, features in self.layers)
 
     def num_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
-        """On one device."""
+        """Return the bytes on one device."""
         elements = sum(math.prod(layout.local_shape(shape, sizes)) for shape in self.shapes)
         return 2 * elements * self.dtype.itemsize
 
     def layouts(self, mesh: Mesh) -> Iterator[Layout]:
-        """Every way in which each axis of the mesh divides samples, heads or positions, or nothing."""
+        """Yield every layout in which each mesh axis splits samples, heads, positions, or nothing."""
         options = [(I, *map(S, DIMS.values())) if size > 1 else (I,) for size in mesh.sizes]
         for each in itertools.product(*options):
             layout = Layout(each)
@@ -59,7 +59,7 @@ class CacheSizes:
         return [torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes]
 
     def parts(self, layout: Layout, mesh: DeviceMesh) -> list[Tensor]:
-        """This rank's parts of one side, of zeros: what nobody has written nobody sees, but 0 times it is summed."""
+        """Return this rank's parts of one side, of zeros, since unwritten positions are multiplied by 0."""
         local = [layout.local_shape(shape, mesh.shape) for shape in self.shapes]
         return [torch.zeros(shape, dtype=self.dtype, device=mesh.device_type) for shape in local]
 

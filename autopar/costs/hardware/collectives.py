@@ -157,7 +157,7 @@ class Way(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def pieces(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[tuple[float, float], ...]:
-    """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency."""
+    """Return (latency in seconds, seconds per byte) of every way that is best for some size, by growing latency."""
     return tuple((way.latency, way.seconds_per_byte) for way in _best_ways(collective, mesh, axis, hardware))
 
 
@@ -255,7 +255,7 @@ def used_devices(links: Sequence[Link], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _lines(mesh: Mesh, positions: Sequence[int]) -> list[tuple[int, int]]:
-    """(stride, span) of some axes; of those that follow each other, together."""
+    """Return (stride, span) of some axes, consecutive ones joined."""
     found: list[tuple[int, int]] = []
     for position in positions:
         stride, span = math.prod(mesh.sizes[position + 1 :]), math.prod(mesh.sizes[position:])
@@ -271,7 +271,7 @@ def _members(used: int, stride: int, span: int) -> int:
 
 
 def steps_and_share(collective: str, algorithm: str, level: Level, size: int) -> tuple[int, float]:
-    """Steps over a level, and bytes that each member's port carries there per byte of the collective."""
+    """Return steps over a level, and bytes that each member's port carries there per byte of the collective."""
     if collective == "all_to_all":
         return level.outer - level.inner, (size - level.inner) / size
     if collective == "permute":
@@ -291,7 +291,7 @@ def _algorithms(collective: str) -> tuple[str, ...]:
 
 
 def _ways(collective: str, algorithm: str, levels: tuple[Level, ...], network: Sequence[Link]) -> list[Way]:
-    """One way for each protocol of the algorithm that all levels know; `network` are the links beyond a node."""
+    """Return one way per protocol of the algorithm that all levels support; `network` are the links beyond a node."""
     size = levels[-1].outer
     latency_name = "all_to_all" if collective in MESSAGES else collective
     found = []

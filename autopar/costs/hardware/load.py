@@ -167,7 +167,7 @@ def _path_of(name_or_path: str | Path) -> Path:
         raise PlanError(f"hardware is a {type(name_or_path).__name__}; give the name of a profile, or its path.")
     path = Path(name_or_path)
     if path.suffix == ".json":
-        if not os.path.isfile(path):  # of a path that cannot be one, too
+        if not os.path.isfile(path):  # also False for strings that are no valid path
             raise PlanError(f"the hardware profile {str(path)!r} does not exist; known names are {_known()}.")
     elif str(name_or_path) in known_profiles():
         path = PROFILES / f"{name_or_path}.json"

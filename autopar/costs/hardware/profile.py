@@ -280,7 +280,7 @@ class Hardware:
         return min(self.host_devices or num_devices, num_devices)
 
     def flops_of(self, dtype: object) -> float:
-        """Peak FLOP/s of a torch dtype or a dtype's name; those the profile does not list compute as float32."""
+        """Return peak FLOP/s of a torch dtype or a dtype's name; those the profile does not list compute as float32."""
         return self.flops.get(dtype_name(dtype), self.flops["float32"])
 
 

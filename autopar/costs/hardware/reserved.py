@@ -66,7 +66,7 @@ class Reserved:
     def tensors_within(self, limit: int) -> int:
         """Return the most bytes of tensors that stay within a limit on the device; negative if none do."""
         near = math.floor((limit - self.fixed_bytes) / self.allocator_factor)
-        return next(each for each in (near + 1, near, near - 1) if self.on_device(each) <= limit)  # as it is rounded
+        return next(each for each in (near + 1, near, near - 1) if self.on_device(each) <= limit)  # on_device rounds
 
     def parts(self, tensors: int) -> dict[str, int]:
         """Return what the bytes on the device beyond tensors are, leaving out parts of none."""

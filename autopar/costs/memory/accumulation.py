@@ -31,7 +31,7 @@ from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.costs.space.space import TensorEdge
 
-ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
+ACCUMULATED_BYTES = torch.float32.itemsize  # bytes per element, at least
 
 
 class Accumulation:
@@ -139,9 +139,7 @@ class Accumulation:
     def _accumulated(self, edge: TensorEdge) -> Bytes:
         size = edge.tensor.dtype.itemsize
         before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.bytes_at_ends(edge))
-        if (
-            self.space.decisions[edge.source].kind == "shared_reshard"
-        ):  # where it stays as it is, it was added up on its way there
+        if self.space.decisions[edge.source].kind == "shared_reshard":  # if it stays unchanged, it was added up before
             return np.where(self.tensors.changes(edge) | self.tensors.reduced(edge), after[None, :], 0)
         return np.where(self.reduced_each_time(edge), before[:, None], after[None, :])
 
@@ -198,7 +196,7 @@ class Accumulation:
         added_up = self.microbatches.several and number in self._with_edge
         return None if added_up else self.tensors.gradients(number)
 
-    # What passes between stages.
+    # Messages between stages.
 
     def arrives(self, number: int) -> int:
         """Return how many times a buffer or input is there: the inputs of all micro-batches are."""

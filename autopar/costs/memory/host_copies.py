@@ -73,7 +73,7 @@ class HostCopies:
         return 0 if found is None else int(found[choices[edge.source], choices[edge.target]])
 
     def total(self, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Bytes on the host under choices and modes once the forward of a micro-batch has run."""
+        """Return bytes on the host under choices and modes once the forward of a micro-batch has run."""
         if OFFLOAD not in modes.values():
             return 0
         own = sum(self.offloaded(number, choices, modes) for number in self.lifetimes.calls)

@@ -157,7 +157,7 @@ class MemoryModel(TensorBytes):
             given = self._own(decision, saved, outputs, True)
             held = [given if decision.node in e.rerun else array for e, array in zip(again, arrays, strict=True)]
             held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
-            if len(again) == len(MODES):  # what it saves leaves as that of any other
+            if len(again) == len(MODES):  # its saved tensors are offloaded like all others
                 held[-1] = arrays[-1]
             key = ("talks", id(decision.candidates), tuple(map(id, (*arrays, *held))))
             arrays = tuple(

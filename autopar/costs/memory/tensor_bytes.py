@@ -26,7 +26,7 @@ from autopar.ir.program.recompute_segments import MODES
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R
 from autopar.ir.sharding.rule import BoundRule
 
-SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor relates in memory to its source
+SAME, SLICED, COPIED, COMMUNICATED = range(4)  # relation of a resharded tensor's memory to its source
 Bytes = np.ndarray
 Modes = tuple[Bytes, ...]
 """An array per mode of recomputation; one array where the mode does not matter."""
@@ -44,7 +44,7 @@ class TensorBytes:
         self.space = space
         self._cache: dict[object, Bytes] = {}
 
-    # How tensors lie in memory.
+    # Memory layout of tensors.
 
     def reduced(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it
@@ -110,7 +110,7 @@ class TensorBytes:
         in_first_dim = (before - _FIRST_DIM) % _ZIGZAG == 0
         over = np.where((gathered <= in_first_dim[:, None, :]).all(axis=2), gathered @ (1 << np.arange(mesh.ndim)), 0)
         found = np.zeros(over.shape, dtype=bool)
-        for axes in filter(None, np.unique(over).tolist()):  # as the bits of a number
+        for axes in filter(None, np.unique(over).tolist()):  # `over` is a bit mask of axes
             some = [axis for axis in range(mesh.ndim) if axes >> axis & 1]
             found |= (over == axes) & worth_a_message(sizes, some, mesh, self.space.hardware)
         return found
@@ -230,7 +230,7 @@ class TensorBytes:
         return self.times(self.elements(info, decision), info.dtype.itemsize)
 
     def nothing(self, shape: tuple[int, ...]) -> Bytes:
-        """No bytes, whatever is chosen."""
+        """Return zero bytes for every choice."""
         return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
 
     def copies(self, modes: Modes, count: int) -> Modes:

@@ -160,7 +160,7 @@ class MovedWeights:
         _, after = self.tensors.bytes_at_ends(edge)
         moves, reduced = self.tensors.communicated(edge), edge.tensor.reduced
         if reduced is None:
-            return np.where(moves, after[None, :], 0)  # what is only summed lies where it is sent from
+            return np.where(moves, after[None, :], 0)  # a tensor that is only reduced stays in its send buffer
         sent = after // edge.tensor.dtype.itemsize * reduced.itemsize
         return np.where(moves | self.tensors.reduced(edge), sent[None, :], 0)
 

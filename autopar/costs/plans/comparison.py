@@ -160,7 +160,7 @@ _DEFAULTS = {each.name: each.default for each in fields(Contender) if each.name 
 
 
 def _to_json(each: Contender) -> dict[str, Any]:
-    """Fields that differ from their defaults."""
+    """Return fields that differ from their defaults."""
     values = {name: value for name, value in asdict(each).items() if name != "mesh" and value != _DEFAULTS[name]}
     values["mesh"] = dict(each.mesh.axes)
     if each.same_on:

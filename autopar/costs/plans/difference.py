@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from autopar.console.tables import fitted_table, wrapped
 from autopar.console.units import format_bytes, format_seconds
 
-MAX_LINES = 40  # of the table of choices
+MAX_LINES = 40  # lines in the table of choices
 MAX_SHARE = 9.0  # above which a difference is called a multiple
-TOLERANCE = 1e-9  # of a step: sums in another order may differ by so much
+TOLERANCE = 1e-9  # relative difference of seconds that are summed in another order
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from autopar.costs.plans.decision_rows import Moved, is_main
 from autopar.costs.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
 
 MAX_CHANGES = 8  # lines of a runner-up's table of choices
-MAX_PLACES = 3  # of a collective that a runner-up runs more or less
+MAX_PLACES = 3  # positions listed per collective that differs from the runner-up
 SHOWN_GAP = 5e-5  # a smaller one reads 0.00%
 
 
@@ -222,7 +222,7 @@ class Explanation(Generic[P]):
 
 
 def _place(change: Change) -> int:
-    """Calls that compute much come first, then how parameters are stored, then the rest."""
+    """Return the sort key of a decision: large calls first, then parameter storage, then the rest."""
     return 0 if is_main(change.operation) else 1 if change.operation == "(parameter)" else 2
 
 

@@ -281,7 +281,7 @@ class Plan:
         replace_text(path, view("Plan.to_trace")(self))
 
     def explain(self, name: str, alternatives: bool = True) -> Explanation[Plan]:
-        """Why the decision that a name means is as it is: its cost, the runner-up and what that would cost.
+        """Explain a decision by name: its cost, the runner-up and the cost of the runner-up.
 
         The name is that of a module, a parameter or an operation, with `*` where it means one alone. `alternatives`
         adds what every other role on every axis would take; under a memory limit some are lower bounds. Raises

@@ -85,7 +85,7 @@ PLAN = Record(
 
 @contextmanager
 def refusing(what: str, writer: str) -> Iterator[None]:
-    """Whatever is refused inside is a PlanError that says what it is not, and who writes such."""
+    """Turn errors inside the block into a PlanError that says what the file is not, and what writes such files."""
     try:
         yield
     except (Malformed, AutoparError) as error:

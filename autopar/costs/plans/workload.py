@@ -72,7 +72,7 @@ class Workload:
         return None if self.tokens is None else self._rate(self.tokens)
 
     def mfu(self, num_devices: int) -> float:
-        """Model FLOPs utilization: the share of the devices' peak FLOP/s that model FLOPs take of the step."""
+        """Return the model FLOPs utilization: the share of the devices' peak FLOP/s that model FLOPs take."""
         return self._rate(self.ideal_seconds) / num_devices
 
     def _rate(self, amount: float) -> float:

@@ -18,7 +18,7 @@ from autopar.strategies.roles import RoledCall, RoledProgram
 
 
 def model_flops(program: Program) -> Mapping[torch.dtype, float]:
-    """dtype in which products are computed → their FLOPs in one forward, and one backward where it trains."""
+    """Map each dtype of products to their FLOPs in one forward, plus one backward if the program trains."""
     found: Counter[torch.dtype] = Counter()
     for each in RoledProgram.of(program).calls.values():
         operands = _operands(each)
@@ -47,7 +47,7 @@ def _operands(each: RoledCall) -> list[TensorInfo]:
 
 
 def batch_of(program: Program) -> tuple[int, int | None]:
-    """Samples of a batch, and its tokens: elements of the first input of whole numbers with two dims or more."""
+    """Return the batch size and its tokens: elements of the first integer input with two dims or more."""
     tensors = [value for value in program.input_values if isinstance(value, TensorInfo) and value.shape]
     tokens = (x.num_elements for x in tensors if len(x.shape) > 1 and not x.dtype.is_floating_point)
     return (tensors[0].shape[0] if tensors else 1), next(tokens, None)

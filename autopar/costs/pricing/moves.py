@@ -116,7 +116,7 @@ class MovedTensor:
             return False
         if self.viewed and self.regather and self.requires_grad:
             return target is R or (source is I and target.is_split)
-        changes_order = source.is_split and source.dim == target.dim  # which goes by way of the whole
+        changes_order = source.is_split and source.dim == target.dim  # this resharding gathers the whole tensor
         return not (self.fixed or (self.ragged and S(0) in (source, target)) or changes_order)
 
 

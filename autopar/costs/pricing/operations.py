@@ -37,7 +37,7 @@ LINEAR, ADDED = "~", "+"
 
 
 def flops(call: Call, op: OpRule, bound: BoundRule) -> int:
-    """Floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
+    """Return floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
     if op.flops is not None:
         return op.flops
     if is_product(op, bound):

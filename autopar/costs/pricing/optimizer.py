@@ -32,7 +32,7 @@ BLOCK = 256  # elements that share a scale: bitsandbytes' and torchao's optimize
 SMALLEST = 4096  # elements on a device that these keep in 8 bits
 VALUES_BYTES = 256 * 4  # table of a byte's values, in float32, one per moment
 MASTER_BYTES = 4  # float32
-RANK = 128  # of GaLore's reference implementation
+RANK = 128  # default of GaLore's reference implementation
 
 
 @dataclass(frozen=True, slots=True)

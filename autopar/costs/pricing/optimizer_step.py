@@ -25,8 +25,8 @@ from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import I, Layout, P, Placement, S
 from autopar.ir.sharding.mesh import Mesh
 
-ITERATIONS = 5  # of Newton-Schulz: torch.optim.Muon's default
-ITERATED = torch.bfloat16  # what it iterates in, and gathers
+ITERATIONS = 5  # Newton-Schulz iterations: the default of torch.optim.Muon
+ITERATED = torch.bfloat16  # dtype of the iteration and of its gathers
 
 
 def step_seconds(
@@ -44,7 +44,7 @@ def step_seconds(
 
 
 def step_flops(info: TensorInfo, elements: int, optimizer: Optimizer, matrix: bool) -> int:
-    """FLOPs of a device that has so many elements of a parameter, elementwise ones left out."""
+    """Return the FLOPs of a device that stores so many elements of a parameter, without elementwise ones."""
     if not matrix:
         return 0
     if optimizer.name == "galore":

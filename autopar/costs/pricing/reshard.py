@@ -30,7 +30,7 @@ from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.ir.sharding.mesh import Mesh
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
-COPY_TIE = 1e-6  # of the seconds of copies: of paths with equal messages the one that copies less
+COPY_TIE = 1e-6  # weight of copies: breaks ties between paths with equal messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _layouts(tensor: MovedTensor, dims: frozenset[int], zigzag_dims: frozenset[i
 def _moves_among(
     layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[int, int, int, Move], ...]:
-    """Every move between two of the layouts: their places, a number for axes and placements, and the move."""
+    """Return every move between two of the layouts: their indices, a number for axes and placements, and the move."""
     index = {layout: i for i, layout in enumerate(layouts)}
     placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
     numbers: dict[tuple[tuple[int, ...], Placement, Placement], int] = {}
@@ -267,7 +267,7 @@ def _moves_among(
 
 
 def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[Placement]) -> list[Move]:
-    """Every single-axis change to one of `placements` that touches no dim which a later axis splits."""
+    """Return every single-axis change to one of `placements` that touches no dim which a later axis splits."""
     found = []
     for axis, source in enumerate(layout):
         split_later = {placement.dim for placement in layout[axis + 1 :] if placement.is_split}
@@ -285,7 +285,7 @@ def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[P
 
 
 def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequence[tuple[int, ...]]) -> list[Move]:
-    """Every change of joined axes at once: from the innermost that split a dim, or from I on all of them."""
+    """Return every change of joined axes at once: from the innermost that split a dim, or from I on all of them."""
     found = []
     for axes in joined:
         source = layout[axes[0]]
@@ -314,7 +314,7 @@ def _sum_along_paths(ways: _Ways, each: np.ndarray, last: bool = False) -> np.nd
 
 
 def _all_pairs(seconds: np.ndarray) -> _Ways:
-    """Floyd and Warshall."""
+    """Find the fastest path between all pairs of layouts (Floyd and Warshall)."""
     distance = seconds.copy()
     following = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
     through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)

@@ -107,7 +107,7 @@ def gathered_or_saved(candidates: Candidates) -> Candidates:
 def split_layouts(
     info: TensorInfo, mesh: Mesh, padded: bool = False, dims: frozenset[int] | None = None
 ) -> tuple[Layout, ...]:
-    """Every layout of I and S in which `info` divides, or is padded in a dim that one axis splits."""
+    """Return every layout of I and S in which `info` divides, or is padded in a dim that one axis splits."""
     options = (I, *(S(d) for d, size in enumerate(info.shape) if size > 1 and (dims is None or d in dims)))
     found = []
     for each in itertools.product(*(options if size > 1 else (I,) for size in mesh.sizes)):

@@ -17,7 +17,7 @@ ROWS, COUNTS, IDS = range(3)
 
 
 def rows_of_experts(space: Space) -> dict[int, ExpertRows]:
-    """Decision → the rows that it takes and gives."""
+    """Map each decision to the rows that it takes and gives."""
     found: dict[int, ExpertRows] = {}
     shared_reshards = {
         edge.source: edge.target for edge in space.edges if _brings_counts_to_shared_reshard(space, edge)
@@ -31,7 +31,7 @@ def rows_of_experts(space: Space) -> dict[int, ExpertRows]:
             continue
         sources = [(space.index[node.name], output) for node, output in map(source_of, tensor_inputs(decision.node))]
         arriving = {place: found[n] for place, (n, output) in enumerate(sources) if _gives_rows(found, n, output)}
-        for rows in arriving.values():  # of one block, which has one decision on its counts
+        for rows in arriving.values():  # of one block, which decides its counts once
             num_outputs = 0 if decision.node.target is COMBINE else len(decision.candidates.strategies[0].outputs)
             outputs = frozenset(range(num_outputs))
             found[number] = ExpertRows(frozenset(arriving), outputs, rows.counts, rows.position)

@@ -80,7 +80,7 @@ class _Member:
 
 
 def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
-    """Every bucket of a plan."""
+    """Return every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
     layers, first_use = _layers(space), _first_uses(space)
     for edge in sorted(space.edges, key=lambda edge: first_use(edge.target)):
@@ -156,7 +156,7 @@ def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
 
 
 def late_casts(space: Space, buckets: Sequence[Bucket]) -> dict[int, torch.dtype]:
-    """Weights' casts in buckets that wait for the first gather, or for the end of the bucket: decision → dtype.
+    """Map decisions to the dtypes of casts in buckets that wait for the first gather, or for the end of the bucket.
 
     They do where gradients are summed as the weight is stored: the sums are not rounded to the dtype of its use.
     """

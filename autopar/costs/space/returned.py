@@ -1,4 +1,4 @@
-"""In which layout a user gets the outputs of a program, and whether the plan must leave them so.
+"""Layouts of the outputs that a user gets, and which of them the plan must not change.
 
     outputs     a tensor with a row per sample       other tensors
     "plain"     this rank's samples, or all of them   whole on every rank
@@ -30,7 +30,7 @@ from autopar.ir.sharding.mesh import Mesh, joined_name
 from autopar.strategies.roles import RoledProgram, Value
 
 Outputs = Literal["plain", "dtensor", "full"]
-SUM_BYTES = 8  # of a loss, float64
+SUM_BYTES = 8  # bytes of a summed loss, float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def output_candidates(
 
 @functools.lru_cache(maxsize=256)
 def _loss_candidates(mesh: Mesh, hardware: Hardware) -> Candidates:
-    """Every layout of I and P, with the sum that makes it whole: once a step, in double precision."""
+    """Return every layout of I and P, with the sum that makes it whole: once per step, in float64."""
     layouts = tuple(map(Layout, itertools.product(*((I, P) if size > 1 else (I,) for size in mesh.sizes))))
     candidates, strategies = layout_candidates(layouts), []
     for layout, strategy in zip(layouts, candidates.strategies, strict=True):

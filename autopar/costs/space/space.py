@@ -190,7 +190,7 @@ class Space:
         return rows if rows is not None and edge.target_input in rows.inputs else None
 
     def ranks_by_expert(self, rows: ExpertRows, choice: int) -> int:
-        """Over how many ranks rows are divided by expert, by the strategy of the decision on their counts."""
+        """Return the number of ranks over which rows are divided by expert, given the strategy of the counts."""
         layout = self.decisions[rows.counts].candidates.strategies[choice].outputs[rows.position]
         return math.prod(size for size, each in zip(self.mesh.sizes, layout, strict=True) if each.is_split)
 
@@ -204,7 +204,7 @@ class Space:
         return 0.0 if rows is None or requested == 1 else self.uneven_share_at(rows, choices[rows.counts], requested)
 
     def uneven_share_at(self, rows: ExpertRows, choice: int, imbalance: float) -> float:
-        """The same by the strategy of the decision on the counts."""
+        """Return `uneven_share` by the strategy of the decision on the counts."""
         return min(imbalance, self.ranks_by_expert(rows, choice)) - 1.0
 
     def share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
@@ -233,7 +233,7 @@ class Space:
             seconds[saved] = other.seconds[np.ix_([rows[i] for i in saved], columns)]
         between_shared_reshards = (
             self.decisions[edge.target].kind == "shared_reshard"
-        )  # those of one kind may, whatever others do
+        )  # one kind may, regardless of the others
         if (
             edge.target_input == 0
             and self.decisions[edge.source].kind == "shared_reshard"
@@ -287,7 +287,7 @@ class Space:
         return self._kinds[end]
 
     def unruled(self) -> dict[str, str]:
-        """Calls that run replicated because no rule fits them, with the reason."""
+        """Map calls that run replicated because no rule fits them to the reason."""
         return {d.name: d.candidates.reason for d in self.decisions if d.candidates.reason}
 
 

@@ -112,7 +112,7 @@ class Strategy:
         return tuple(mesh.names[axis] for axis in axes)
 
     def num_parts(self, mesh: Mesh) -> int:
-        """Into how many equal parts the call's work is divided."""
+        """Return the number of equal parts into which the call's work is divided."""
         split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
         return math.prod(split)
 

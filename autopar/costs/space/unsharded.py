@@ -50,7 +50,7 @@ def seconds_alone(call: Call, op: OpRule, bound: BoundRule, hardware: Hardware) 
 
 
 def weights_of(program: Program) -> Iterator[tuple[int, torch.dtype, torch.dtype | None]]:
-    """Elements of each parameter, the dtype in which it is used, and that in which its gradient is summed, if any."""
+    """Yield each parameter's elements, its compute dtype, and the dtype in which its gradient is summed, if any."""
     parameters = set(program.parameters.values())
     for name, node in program.placeholders().items():
         if name in parameters:

@@ -42,20 +42,20 @@ class HostCopies:
                 self._whole[lifetimes.segment[number]] += num_bytes
 
     def enter(self, number: int) -> None:
-        """A call runs next: of a new segment, what the one before the last has sent must have left."""
+        """Start a call; a new segment first waits for the copies of the segment before the last one."""
         segment = self._memory.lifetimes.segment[number]
         if self._whole and not self._memory.accumulation.is_cast(number) and self._stretches[-1:] != [segment]:
             self._stretches.append(segment)
             self._tasks.wait(self._on_way.get(self._stretches[-3], ()) if len(self._stretches) > 2 else ())
 
     def send(self, number: int) -> None:
-        """A call has run, and what leaves of it is copied."""
+        """End a call, and copy its offloaded tensors."""
         if num_bytes := self._bytes.get(number):
             seconds, segment = num_bytes / self._memory.host_copies.bytes_per_s, self._memory.lifetimes.segment[number]
             self._on_way[segment] += self._copy(DOWN, seconds, self._memory.space.decisions[number].name)
 
     def enter_backward(self, number: int) -> None:
-        """The backward of a call runs next: with a new segment, what it has sent must be back, and more is fetched."""
+        """Start the backward of a call; a new segment waits for its own tensors, and fetches the next ones."""
         if not self._whole or self._memory.accumulation.is_cast(number):
             return
         row = self._memory.space.decisions[number].name

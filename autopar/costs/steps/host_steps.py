@@ -26,7 +26,7 @@ class HostSteps:
         """Parameter → the copy of its gradient, which has left in the backward."""
 
     def take(self, number: int) -> None:
-        """The gradient of a parameter is there, and leaves, where gradients do."""
+        """Take a parameter's gradient, and offload it if gradients are offloaded."""
         if not self._space.optimizer.sends_gradients:
             return
         row, (elements, step) = self._space.decisions[number].name, self._host_step_of(number)
@@ -38,7 +38,7 @@ class HostSteps:
             self._step(number)
 
     def step(self, number: int) -> None:
-        """The step of a parameter behind the backward, if it has not stepped there."""
+        """Run a parameter's optimizer step after the backward, unless it ran during it."""
         if not self._space.optimizer.in_backward:
             self._step(number)
 

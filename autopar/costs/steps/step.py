@@ -163,7 +163,7 @@ class _Step:
         return not more.is_weight(edge) or bool(more.each_time(edge)[ends])
 
     def _followed(self, entries: Iterable[Entry]) -> Iterator[tuple[int, Bucket]]:
-        """Every bucket of gathered weights, at the place of what follows it in each micro-batch."""
+        """Yield every bucket of gathered weights, with the call that follows it in each micro-batch."""
         place = 0
         for entry in entries:
             place += self._is_each_time(entry)

@@ -83,7 +83,7 @@ class Tasks:
         after: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> int:
-        """Something that takes nothing of the device, after these, or what is computed and waited for; its number.
+        """Add a task that takes no time of the device, after these ones, and return its number.
 
         It is `behind` others besides.
         """
@@ -99,7 +99,7 @@ class Tasks:
     def move(
         self, transfers: Sequence[Transfer], row: str, times: float = 1.0, exposed: float = 1.0, launches: int = 1
     ) -> None:
-        """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
+        """Add collectives that are exposed, one after the other; the host launches each of them last.
 
         The device's copies for them are computed before and behind each.
         `exposed` is their exposed share: collectives overlapped with compute also overlap their waits for hosts.

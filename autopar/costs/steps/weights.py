@@ -111,7 +111,8 @@ def first_gather(bucket: Bucket) -> int:
 def of_sums(
     space: Space, bucket: Bucket, casts: Container[int], reduce_each: bool
 ) -> Iterator[tuple[BucketMessages, bool]]:
-    """The messages of a bucket of which a step of several micro-batches gathers some weights once, or sums gradients.
+    """Yield the messages of a bucket that gathers some weights, or sums gradients, once per step of several
+    micro-batches.
 
     True if they are issued when the last backward is over: they are those of gradients that each backward reduces
     before. With `reduce_each` that are all that one message gathers.

@@ -78,14 +78,14 @@ def lies_in_input(node: fx.Node) -> bool:
 
 
 def changed_buffers(program: Program) -> frozenset[str]:
-    """Placeholders of the buffers that the forward changes, in place or by an output of the graph."""
+    """Return the placeholders of buffers that the forward changes, in place or by an output of the graph."""
     changed = {program.buffers[name] for name in program.mutations if name in program.buffers}
     changed.update(buffer.name for node in program.graph.nodes for buffer in writes(node))
     return frozenset(changed)
 
 
 def of_weights_alone(program: Program) -> frozenset[fx.Node]:
-    """Calls whose inputs are parameters, or computed from parameters alone, without random numbers."""
+    """Return calls whose inputs are parameters, or computed from parameters alone, without random numbers."""
     names = set(program.parameters.values())
     weights = {node for node in program.graph.nodes if node.name in names}
     found: set[fx.Node] = set()

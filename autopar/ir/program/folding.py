@@ -56,7 +56,7 @@ def _merged(group: Sequence[Fold[Item]], place: int) -> Fold[Item]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges.
+    """Join ascending numbers into ranges.
 
     >>> ranges([0, 1, 2, 5])
     '0-2,5'

@@ -35,7 +35,7 @@ def _hooked(x: Tensor, number: int) -> Tensor:
     return copied
 
 
-# As with `autopar.constrain`: the derivative is that of the copy, without an autograd.Function.
+# Like `autopar.constrain`, this needs no autograd.Function: it differentiates as a copy.
 torch.library.define("autopar::gradient_hook", "(Tensor x, int number) -> Tensor")
 torch.library.impl("autopar::gradient_hook", "CompositeExplicitAutograd", _hooked)
 torch.library.impl("autopar::gradient_hook", "Autograd", _hooked)

@@ -48,7 +48,7 @@ def is_below(path: str, module: str) -> bool:
 
 
 def ancestors(path: str) -> Iterator[str]:
-    """A module and every module around it, the root last."""
+    """Yield a module and every module around it, the root last."""
     while path:
         yield path
         path = path.rpartition(".")[0]

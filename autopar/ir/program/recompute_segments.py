@@ -64,7 +64,7 @@ class Recomputation:
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """Every run of calls with a number in its module path and a gradient somewhere, in the order of the graph."""
+    """Return every run of calls with a number in its module path and any gradient, in the order of the graph."""
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in program.graph.nodes:
         if node.op != "call_function":

@@ -149,7 +149,7 @@ def specified_of(value: object, where: str) -> Specified:
 
 
 def slices_of(value: object, where: str) -> Slices | None:
-    """Tuples of tuples from any nesting of tuples and lists of that depth."""
+    """Return tuples of tuples from any nesting of tuples and lists of that depth."""
     if value is None:
         return None
     if isinstance(value, tuple | list) and all(isinstance(each, tuple | list) for each in value):

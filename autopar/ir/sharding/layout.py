@@ -84,7 +84,7 @@ def Z(dim: int) -> Placement:
 
 
 def zigzag_in(placement: Placement, dims: Collection[int]) -> Placement:
-    """Z(d) in place of S(d) where d is one of the dims."""
+    """Return Z(d) in place of S(d) for each of the dims."""
     return Z(placement.dim) if placement.is_split and placement.dim in dims else placement
 
 
@@ -123,7 +123,7 @@ class Layout(tuple[Placement, ...]):
         return cls(map(parse_placement, text.split()))
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
-        """Mesh axes (by position) that split `dim`, outermost first."""
+        """Return mesh axes (by position) that split `dim`, outermost first."""
         return tuple(axis for axis, placement in enumerate(self) if placement.kind == "S" and placement.dim == dim)
 
     def replace(self, axis: int, placement: Placement) -> Layout:
@@ -146,7 +146,7 @@ class Layout(tuple[Placement, ...]):
         return Layout(placement.transposed for placement in self)
 
     def num_parts(self, dim: int, sizes: Sequence[int]) -> int:
-        """Into how many parts `dim` is split on a mesh of these axis sizes."""
+        """Return the number of parts into which `dim` is split on a mesh of these axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes_of(dim))
 
     def is_zigzag(self, dim: int) -> bool:
@@ -172,5 +172,5 @@ class Layout(tuple[Placement, ...]):
 
 @functools.cache
 def replicated(ndim: int) -> Layout:
-    """I on every one of `ndim` mesh axes."""
+    """Return I on every one of `ndim` mesh axes."""
     return Layout((I,) * ndim)

@@ -74,7 +74,7 @@ class Mesh:
         return self.sizes[self.index(axis)]
 
     def index(self, axis: str) -> int:
-        """Position of `axis` among the mesh's axes; MeshError if there is none of that name."""
+        """Return the position of `axis` among the mesh's axes; raise MeshError if no axis has that name."""
         if axis not in self.axes:
             raise MeshError(f"the mesh has no axis {axis!r}; its axes are {', '.join(map(repr, self.names))}.")
         return self.names.index(axis)

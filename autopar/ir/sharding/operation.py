@@ -51,7 +51,7 @@ Efficiency = Literal["matmul", "attention", "masked attention"]
 
 
 def read_and_written(inputs: int, outputs: int) -> int:
-    """Everything once."""
+    """Return the tensors that are read and written, each once."""
     return inputs + outputs
 
 
@@ -338,7 +338,7 @@ def _single(node: fx.Node) -> TensorInfo:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments by schema name with defaults; by position ("0", "1", …) for targets without a schema."""
+    """Return arguments by schema name with defaults; by position ("0", "1", …) for targets without a schema."""
     args = map_arg(node.args, lambda n: n.meta.get("tensor"))
     kwargs = map_arg(dict(node.kwargs), lambda n: n.meta.get("tensor"))
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -62,7 +62,7 @@ def bears_padding(call: Call) -> bool:
 def padded_factors(
     call: Call, op: OpRule, bound: BoundRule, padded: Sequence[frozenset[int]], left_out: frozenset[str]
 ) -> frozenset[str]:
-    """Factors that may be padded: alone on their dims, padded on every input that has them, and kept or left out.
+    """Return factors that may be padded: alone on their dims, padded on every input that has them.
 
     `padded` are the dims of each input that may be, `left_out` the factors whose padding an implementation leaves out.
     An implementation that does not say so of a factor that it serves may sum over it, though the factor is kept.

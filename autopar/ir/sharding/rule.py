@@ -146,7 +146,7 @@ class BoundRule:
     def choices(
         self, joined: frozenset[str] = frozenset(), weight_only: bool = False, stated: tuple[Choice, ...] = ()
     ) -> tuple[Choice, ...]:
-        """Everything one mesh axis may do, sizes aside; `joined` factors are summed by the implementation itself.
+        """Return every choice of one mesh axis, regardless of sizes; the implementation itself sums `joined` factors.
 
         `stated` are choices that the notation cannot say; one takes the place of the notation's own of its name.
 

@@ -81,7 +81,7 @@ def annotations_of(model: nn.Module) -> tuple[Annotation, ...]:
 
 
 def constrain(x: Tensor, /, **axes: Any) -> Tensor:
-    """`x` itself, which the planner will split along a dim per mesh axis; None keeps it whole. For use in a forward.
+    """Return `x` itself, which the planner will split along a dim per mesh axis (None: whole). For use in a forward.
 
     >>> constrain(torch.ones(2, 3), dp=0, tp=None).shape
     torch.Size([2, 3])

@@ -134,7 +134,7 @@ class Catalog:
 
 
 def placeholders_of(arguments: Iterable[object]) -> Iterator[str]:
-    """Names of the placeholders from which arguments of a call come."""
+    """Yield the names of the placeholders from which arguments of a call are computed."""
     left = [each for each in arguments if isinstance(each, fx.Node)]
     while left:
         node = left.pop()

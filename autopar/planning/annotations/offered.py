@@ -26,7 +26,7 @@ def is_weighted(decision: Decision) -> bool:
 
 
 def output_shapes(decision: Decision) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the tensors that a decision decides about."""
+    """Return shapes of the tensors that a decision decides about."""
     call = decision.candidates.call
     return tuple(info.shape for info in call.outputs) if call is not None else (info_of(decision.node).shape,)
 

@@ -95,7 +95,7 @@ class _Pins:
         self.known_masks: dict[object, Mask] = {}
 
     def annotate(self, annotation: Annotation, found: Matches) -> None:
-        """Everything an annotation says about what it matches."""
+        """Pin everything that an annotation says about the decisions it matches."""
         for axis, specified in annotation.axes:
             if self.space.mesh.size(axis) == 1:
                 continue  # an axis of one device splits nothing, whatever is requested
@@ -138,7 +138,7 @@ class _Pins:
         return "row"
 
     def _factor(self, annotation: Annotation, found: Matches, axis: str, factor: str) -> None:
-        """A factor of the rule that every operation found has."""
+        """Pin a factor that the rules of all matched operations have."""
         index = self.space.mesh.index(axis)
         if found.kind != "operation":
             raise AnnotationError(f"{annotation}: {refusals.why_no_operation_named(found, annotation.pattern, axis)}")
@@ -185,7 +185,7 @@ class _Pins:
             self._add(number, annotation, mask)
 
     def _storage(self, annotation: Annotation, found: Matches) -> None:
-        """Parameters too small for the axes stay free, unless none of those matched can be split."""
+        """Pin storage; parameters too small for the axes stay free, unless no matched one can be split."""
         axes = [self.space.mesh.index(axis) for axis in annotation.storage if self.space.mesh.size(axis) > 1]
         masks = {
             number: _mask(self._decision(number), lambda strategy: all(strategy.outputs[0][a].is_split for a in axes))
@@ -199,7 +199,7 @@ class _Pins:
                 self._add(number, annotation, mask)
 
     def regather(self, annotation: Annotation, found: Matches) -> None:
-        """Parameters whose weight the backward does not need have no such choice, nor those that several calls share.
+        """Pin regathering, except for parameters that the backward does not need or that several calls share.
 
         Unless all of these take views, such as the slices of a packed weight.
         """
@@ -231,7 +231,7 @@ class _Pins:
             self._add(cast, annotation, mask)
 
     def constrain(self, number: int) -> None:
-        """The pin that a call of `autopar.constrain` carries; every other call carries none."""
+        """Apply the pin of an `autopar.constrain` call; other calls carry none."""
         decision = self._decision(number)
         call = decision.candidates.call
         if call is None or not is_constraint(call.target):
@@ -284,7 +284,7 @@ class _Pins:
         return self.known_masks[id(candidates), *key]
 
     def _roles(self, number: int) -> np.ndarray:
-        """`offered_roles` of a decision, made once for the equal calls of all layers."""
+        """Return `offered_roles` of a decision, computed once for the equal calls of all layers."""
         decision = self._decision(number)
         key = (id(decision.candidates), frozenset(decision.roles.items()))
         if key not in self.known_roles:

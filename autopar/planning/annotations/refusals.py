@@ -29,7 +29,7 @@ _WHAT_A_ROLE_SPLITS = {
 
 
 def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str:
-    """Why none of the calls can be split by a role on an axis."""
+    """Return why none of the calls can be split by a role on an axis."""
     num_parts = space.mesh.size(axis)
     for number in calls:
         decision = space.decisions[number]
@@ -50,7 +50,7 @@ def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str
 
 
 def why_no_row_of_first_layer(decision: Decision) -> str:
-    """Why the first layers of an MLP in tiles cannot be split by their inputs."""
+    """Return why the first layers of an MLP in tiles cannot be split by their inputs."""
     return (
         f'{_place(decision)}: an MLP in tiles has the inputs of its first layers whole; give these "column", or leave '
         "mlp_tiles out."
@@ -58,7 +58,7 @@ def why_no_row_of_first_layer(decision: Decision) -> str:
 
 
 def why_no_operation_named(found: Matches, pattern: str, axis: str) -> str:
-    """Why what a pattern matches has no factors."""
+    """Return why what a pattern matches has no factors."""
     if found.kind == "parameter":
         return (
             f"{pattern} is a parameter, and only operations have factors; "
@@ -71,7 +71,7 @@ def why_no_operation_named(found: Matches, pattern: str, axis: str) -> str:
 
 
 def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> str:
-    """Why one operation cannot be split by a factor of its rule on an axis."""
+    """Return why one operation cannot be split by a factor of its rule on an axis."""
     index, bound, num_parts = space.mesh.index(axis), decision.candidates.bound, space.mesh.size(axis)
     assert bound is not None
     offered = dict.fromkeys(_named(strategy, index) for strategy in decision.candidates.strategies)
@@ -93,7 +93,7 @@ def _named(strategy: Strategy, axis: int) -> str:
 
 
 def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, specified: Specified) -> str:
-    """Why there is no tensor with such a dim."""
+    """Return why there is no tensor with such a dim."""
     if not numbers:
         return f'"{pattern}" gives no value that is used elsewhere; annotate the operation that makes the value.'
     shapes = dict.fromkeys(
@@ -103,7 +103,7 @@ def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, specified: Sp
 
 
 def why_no_split(space: Space, decision: Decision, axis: str, specified: Specified) -> str:
-    """Why a tensor cannot have a placement on one axis."""
+    """Return why a tensor cannot have a placement on one axis."""
     offered = dict.fromkeys(_placement_words(space, decision, axis))
     shape = next(
         (s for s in output_shapes(decision) if isinstance(specified, int) and -len(s) <= specified < len(s)), ()
@@ -120,7 +120,7 @@ def why_no_split(space: Space, decision: Decision, axis: str, specified: Specifi
 
 
 def why_no_operation(space: Space, calls: Sequence[int], wanted: Slices) -> str:
-    """Why slices fit no operation."""
+    """Return why slices fit no operation."""
     found = dict.fromkeys(_signature(space.decisions[number]) for number in calls)
     ranks = ", ".join(str(len(each)) for each in wanted)
     return (
@@ -130,7 +130,7 @@ def why_no_operation(space: Space, calls: Sequence[int], wanted: Slices) -> str:
 
 
 def why_no_slices(space: Space, decision: Decision, wanted: Slices) -> str:
-    """Why an operation cannot be sliced so."""
+    """Return why an operation cannot be sliced so."""
     offered = dict.fromkeys(str(e[: len(wanted)]) for e in offered_slices(decision, space.mesh.sizes) if e is not None)
     return (
         f"{_place(decision)}: {_signature(decision)} on the mesh {space.mesh} cannot be cut into {wanted}. "
@@ -139,7 +139,7 @@ def why_no_slices(space: Space, decision: Decision, wanted: Slices) -> str:
 
 
 def why_no_storage(space: Space, found: Matches, axes: Sequence[str]) -> str:
-    """Why no parameter can be stored split."""
+    """Return why no parameter can be stored split."""
     if not found.parameters:
         return f"it matches {found.kind}s without parameters, and storage is about parameters; name some."
     shapes = dict.fromkeys(
@@ -154,7 +154,7 @@ def why_no_storage(space: Space, found: Matches, axes: Sequence[str]) -> str:
 
 
 def why_no_layout(space: Space, decision: Decision, dims: Mapping[str, int | None]) -> str:
-    """Why the output of a call cannot be split along dims, one per axis."""
+    """Return why the output of a call cannot be split along dims, one per axis."""
     shape = output_shapes(decision)[0]
     for dim, size in enumerate(shape):
         axes = [axis for axis, each in dims.items() if each == dim]

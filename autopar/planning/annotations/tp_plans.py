@@ -58,7 +58,7 @@ _OTHER_WAY: dict[Specified, Specified] = {"column": "row", "row": "column"}
 
 
 def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Specified]]:
-    """The patterns of a plan with what each says about the axis of the plan.
+    """Yield the patterns of a plan with what each says about the axis of the plan.
 
     Raises AnnotationError for a style that is not known, and for "auto" and "ep" where the model brings no plan along.
     """

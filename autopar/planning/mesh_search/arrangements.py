@@ -15,7 +15,7 @@ MAX_DEVICES = 10**6
 def meshes_of(
     mesh: str, devices: int | None, hardware: str | Hardware | None, max_axes: int, pipeline: str | None = None
 ) -> tuple[Mesh, ...]:
-    """Every mesh of so many devices, those of fewer axes first; MeshError where the arguments do not say which.
+    """Return every mesh of so many devices, fewer axes first; raise MeshError for contradictory arguments.
 
     The axes are named dp, tp and sp, outermost first; before them lies the `pipeline` axis, where one is offered, which
     does not count among them.
@@ -53,7 +53,7 @@ def meshes_of(
 
 
 def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as an ordered product of `count` factors above 1; 1 is the factor of 1.
+    """Yield every way to write a number as an ordered product of `count` factors above 1; 1 is the factor of 1.
 
     >>> list(factorizations(8, 2))
     [(2, 4), (4, 2)]

@@ -302,7 +302,7 @@ def no_better(seconds: float) -> str:
 
 
 def merged(tried: Sequence[Tried[P]]) -> tuple[tuple[Tried[P], ...], ...]:
-    """Meshes with a plan, equal ones together: each group's fastest decides its place, its simplest mesh stands first.
+    """Join meshes with equal plans: the fastest decides a group's rank, and its simplest mesh comes first.
 
     Pipelines are equal to none but those of the same length, schedule and micro-batches.
     """

@@ -110,7 +110,7 @@ def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
 
 
 def crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int, int]]:
-    """Every value that goes from one block to later ones: the block that makes it, and the last that takes it."""
+    """Return every value that a block passes to later ones, with that block and the last one that takes it."""
     place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     end = len(blocks) - 1
     weights = of_weights_alone(space.program)

@@ -207,7 +207,7 @@ def _budgets_of_cut(search: StageSearch, starts: Sequence[int], memory: int) -> 
 
 
 def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
-    """Cuts, the fastest without a limit first: all of them where there are few, else that one alone."""
+    """Return the cuts, the fastest without a limit first: all if they are few, else only the fastest."""
     num_blocks, num_stages = len(problem.blocks), problem.schedule.num_stages
     if math.comb(num_blocks - 1, num_stages - 1) > MOST_CUTS:
         return [best_cuts(problem).starts]
@@ -253,7 +253,7 @@ def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:
 
 
 def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
-    """Parameter → the layout in which a stage's plan stores it."""
+    """Map each parameter to the layout in which a stage's plan stores it."""
     return {name: plan.layout_of(placeholder) for name, placeholder in program.parameters.items()}
 
 

@@ -145,7 +145,7 @@ def _interpolated(
 
 
 def most_microbatches(batch_size: int, mesh: Mesh, axis: str) -> int:
-    """Into how many a batch may be split: as small as all devices of a stage can share, else of one sample each."""
+    """Return the most micro-batches of a batch: as small as a stage's devices can share, else of one sample each."""
     share = mesh.num_devices // mesh.size(axis)
     return batch_size // share if batch_size % share == 0 else batch_size
 

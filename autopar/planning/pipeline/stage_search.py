@@ -302,7 +302,7 @@ class StageSearch:
             forward, backward = microbatch_seconds(memory, choices, modes)
             seconds = max(forward + backward + once, own)
             least = max((1 - share(made.answer)) * seconds, own)
-        elif (fits := self.best_searched(first, end, stage)) is not None:  # that nothing else was found proves nothing
+        elif (fits := self.best_searched(first, end, stage)) is not None:  # an unsuccessful search proves nothing
             made, seconds, least = fits.made, fits.seconds, own
         if before is not None and before.made is not None:
             least = max(min(least, seconds), before.least)

@@ -43,7 +43,7 @@ class Baseline:
 
 
 def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
-    """DistributedDataParallel with gradients as views of its buckets."""
+    """Wrap the model in DistributedDataParallel with gradients as views of its buckets."""
     if dist.get_backend() == "fake":
         raise InapplicableError(
             "DistributedDataParallel waits for the results of its collectives; a fake world has none"
@@ -56,14 +56,14 @@ def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Basel
 def fsdp2(
     model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], policy: MixedPrecisionPolicy = AS_IT_IS
 ) -> Baseline:
-    """`fully_shard` of every layer and of the root, with one policy."""
+    """Apply `fully_shard` to every layer and to the root, with one policy."""
     flat = flattened(mesh)
     part = own_samples(inputs, flat)
     return Baseline(_sharded(model, flat, policy), part)
 
 
 def dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
-    """Tensor parallelism with the loss split over the vocabulary."""
+    """Apply tensor parallelism with the loss split over the vocabulary."""
     return _dtensor(model, mesh, inputs, sequence=False)
 
 
@@ -90,12 +90,12 @@ def _dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], seq
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All axes of the mesh as one."""
+    """Return all axes of the mesh as one."""
     return mesh if mesh.ndim == 1 else mesh._flatten(FLAT)
 
 
 def own_samples(inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    """This rank's part of the global batch; InapplicableError where they do not divide."""
+    """Return this rank's part of the global batch; raise InapplicableError if samples do not divide."""
     num_parts = mesh.size()
     uneven = sorted({x.shape[0] for x in inputs if x.shape[0] % num_parts})
     if uneven:
@@ -104,7 +104,7 @@ def own_samples(inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, .
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = AS_IT_IS) -> nn.Module:
-    """`fully_shard` of the layers, which are the members of outermost lists of modules, and of the root."""
+    """Apply `fully_shard` to the layers (members of outermost module lists) and to the root."""
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

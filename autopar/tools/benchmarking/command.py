@@ -54,7 +54,7 @@ SUITES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `autopar bench`."""
+    """Add the arguments of `autopar bench`."""
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a built-in model, or MODULE:FUNCTION, as for plan")
     parser.add_argument("--suite", choices=SUITES, help="a built-in choice of models and meshes")
     parser.add_argument("--mesh", nargs="+", help='one mesh or several: "2", "4", "2x2", "dp=2,tp=2"')

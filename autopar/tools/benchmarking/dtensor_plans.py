@@ -141,7 +141,7 @@ def _layers(names: set[str], projection: str) -> list[str]:
 
 
 def _split(layer: str, columns: Sequence[str], rows: Sequence[str], sequence: bool) -> Styles:
-    """Matrices of a layer by columns, then by rows."""
+    """Return the styles that split a layer's matrices by columns, then by rows."""
     styles: Styles = {f"{layer}.{name}": ColwiseParallel() for name in columns}
     for name in rows:
         styles[f"{layer}.{name}"] = RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
@@ -159,12 +159,12 @@ def _whole_sequence(module: str, keyword: str | None = None) -> Styles:
 
 
 def _parts_of_sequence() -> PrepareModuleInput:
-    """The first layer takes its part of embeddings that are whole."""
+    """Return the style by which the first layer shards whole embeddings along the sequence."""
     return PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
 
 
 def _indivisible(num_parts: int, counts: Mapping[str, int]) -> str | None:
-    """Why the first of the counts that does not divide cannot be split."""
+    """Return why the first of the counts that does not divide cannot be split."""
     for what, count in counts.items():
         if count % num_parts:
             return f"{count} {what} do not divide over {num_parts} ranks"

@@ -31,19 +31,19 @@ Inputs = tuple[Tensor, ...]
 
 
 def transformers_ep(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> Baseline:
-    """Every rank has its own samples; transformers send tokens by all-to-all."""
+    """Have transformers send tokens by all-to-all; every rank has its own samples."""
     return _with_own_samples(model, flattened(mesh), inputs, send_to_experts)
 
 
 def transformers_ep_reduce(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> Baseline:
-    """Every rank has the whole batch; transformers sum what the experts of all ranks give."""
+    """Have transformers sum the outputs of all ranks' experts; every rank has the whole batch."""
     flat = flattened(mesh)
     sum_of_experts(_stacked(model, flat), flat)
     return Baseline(model, inputs)
 
 
 def ep_by_hand(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> Baseline:
-    """Every rank has its own samples; a dispatch of torchtitan's kind sends tokens."""
+    """Send tokens by a dispatch of torchtitan's kind; every rank has its own samples."""
     return _with_own_samples(model, flattened(mesh), inputs, dispatch_by_hand)
 
 
@@ -106,7 +106,7 @@ def _with_own_samples(
     split(stacked, mesh)
 
     def mean_of_ranks(parameter: Tensor) -> None:
-        """Tokens of all ranks are in the gradient, and each rank's loss is the mean of its own."""
+        """Divide gradients by the number of ranks, as each rank's loss is the mean of its own tokens."""
         assert parameter.grad is not None
         parameter.grad.div_(num_ranks)
 

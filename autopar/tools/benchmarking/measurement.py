@@ -122,7 +122,7 @@ def _measurement(row: Mapping[str, Any]) -> Measurement:
 
 
 def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
-    """A line per measurement; what is by collective is JSON in its column, and what is not known is empty."""
+    """Write a line per measurement; counts by collective are JSON in one column, unknown values are empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, _COLUMNS)
     writer.writeheader()

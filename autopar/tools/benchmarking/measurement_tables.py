@@ -20,7 +20,7 @@ ALIGNED = ("left", *("right",) * 7, "left", "right", "right", "left")
 
 
 def report(measurements: Sequence[Measurement], about: Mapping[str, str]) -> str:
-    """All tables with what they were measured on above, and the summary below."""
+    """Return all tables, the setup above and the summary below."""
     known = tabulate(list(about.items()), tablefmt="plain", disable_numparse=True)
     cells = dict.fromkeys(each.cell for each in measurements)
     tables = [cell_table([each for each in measurements if each.cell == cell]) for cell in cells]

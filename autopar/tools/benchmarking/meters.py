@@ -63,7 +63,7 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; count it where it is a collective between ranks."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what the DTensor does with its parts comes here again
+            return NotImplemented  # the DTensor's operations on its local tensors come here again
         name = f"{func.namespace}.{func._opname}"
         if name in OPERATIONS:
             self._count(name, args)
@@ -130,7 +130,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, meet its outputs, and look."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what the DTensor does with its parts comes here again
+            return NotImplemented  # the DTensor's operations on its local tensors come here again
         result = func(*args, **(kwargs or {}))
         self._register(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
         self.look()
@@ -163,7 +163,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def held_in_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters, buffers, gradients and optimizer state."""
+    """Return parameters, buffers, gradients and optimizer state."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]

@@ -46,7 +46,7 @@ def save_plots(measurements: Sequence[Measurement], folder: str | Path) -> list[
 
 
 def require_pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files; InputError where it is not installed."""
+    """Return matplotlib's pyplot, drawing to files; raise InputError if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """1 where both are in the same order, −1 in opposite ones; nan for fewer than two pairs, or where all are equal.
+    """Return the rank correlation, from −1 to 1; NaN for fewer than two pairs, or if all values are equal.
 
     >>> spearman([1, 2, 3], [10, 20, 15])
     0.5

@@ -191,7 +191,7 @@ def _axes_by_group(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _same_programs(entries: list[_Entry]) -> dict[str, str]:
-    """Strategy → another one with the same program, which runs for both; a preset rather than autopar's plan."""
+    """Map strategies to others with the same program, which run for both; presets are preferred to plans."""
     found: dict[str, str] = {}
     first: dict[str, str] = {}
     for entry in sorted(entries, key=lambda entry: entry.name == AUTO):
@@ -249,5 +249,5 @@ def _prediction(plan: Plan) -> Costs:
 
 
 def _by_name(counts: Any) -> dict[str, int]:
-    """(collective, axis) → a count, without zeros, by names as JSON has them."""
+    """Map (collective, axis) to a count, without zeros, by the names of JSON."""
     return {f"{collective}/{axis}": count for (collective, axis), count in sorted(counts.items()) if count}

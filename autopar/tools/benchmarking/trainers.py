@@ -50,7 +50,7 @@ class Terms:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """All that can take part: autopar's plan, its presets, and the peers."""
+    """Return all names: autopar's plan, its presets, and the peers."""
     return (AUTO, *PRESETS, *PEERS)
 
 
@@ -116,7 +116,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def held(self) -> list[Tensor]:
-        """Parameters, buffers, gradients and optimizer state."""
+        """Return parameters, buffers, gradients and optimizer state."""
         return held_in_training(self.model, self.optimizer)
 
 

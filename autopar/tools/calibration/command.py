@@ -24,7 +24,7 @@ PER_COLLECTIVE = {"efficiencies": "bandwidth reached", "latencies": "latency", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `autopar calibrate`."""
+    """Add the arguments of `autopar calibrate`."""
     parser.add_argument("output", metavar="FILE", help="the profile to write, a .json file")
     parser.add_argument("--device", default="cpu", help="cpu with gloo, or cuda with NCCL (cpu)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start here, if torchrun has not (2)")

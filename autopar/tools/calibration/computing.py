@@ -96,7 +96,7 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
 
 
 def product_wave(rates: Mapping[int, float]) -> float:
-    """`Hardware.product_wave` from the FLOP/s of square matmuls by their rows: what the smallest lack of the best.
+    """Return `Hardware.product_wave`, fitted to the FLOP/s of square matmuls by their rows.
 
     A square one of n rows takes 2n³ + n · wave FLOPs at the full rate (see `costs.pricing.product_efficiency`).
     """

@@ -105,7 +105,7 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
 
 def relative_error(predict: Callable[[Sample], float], samples: Sequence[Sample]) -> float:
-    """Root mean square of (predicted - measured) / measured."""
+    """Return the root mean square of (predicted - measured) / measured."""
     return math.sqrt(sum((predict(s) / s.seconds - 1) ** 2 for s in samples) / len(samples))
 
 
@@ -178,7 +178,8 @@ def _with_latencies(samples: Sequence[Sample], plain: Fit) -> Fit:
 
 
 def _coefficients(samples: Sequence[Sample], num_bytes: Sequence[Sequence[float]]) -> list[float]:
-    """Base latency, step latency and a slope for each column of bytes: non-negative least squares in relative error.
+    """Return base latency, step latency and a slope for each column of bytes: non-negative least squares in relative
+    error.
 
     Of the subsets of latencies whose solution has nothing negative, the best. There are only four, and a larger one
     must be better by more than rounding: with one number of steps, base and step latency are the same column.

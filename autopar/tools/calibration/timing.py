@@ -40,9 +40,9 @@ from autopar.strategies.rules.layers.attention import FUSED_BACKWARD
 from autopar.tools.calibration.medians import standard_error
 from autopar.tools.calibration.norms import FEATURES, counted_bytes, norm
 
-MOST_CALLS = 20_000  # of one timing
-ENOUGH_SECONDS = 0.1  # of a matmul: one that would take longer says no more
-PIECE_SECONDS = 4e-3  # of computation before a collective: about what lies between two in a step of a small model
+MOST_CALLS = 20_000  # calls per timing
+ENOUGH_SECONDS = 0.1  # seconds of the longest matmul that is timed
+PIECE_SECONDS = 4e-3  # seconds of computation before a collective, as in a step of a small model
 COMPUTE_SECONDS = 5e-2  # a timing repeats short calls until about here: ranks that share a core take turns of ms
 SHORTEST = 1e-6  # seconds of a collective: it cannot be measured to cost less than nothing
 FEW_BYTES = 16  # sum and count of a mean loss: too few for every step of a ring to have something to send
@@ -58,11 +58,11 @@ class Effort:
     message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
     matmul_sizes: tuple[int, ...] = (512, 1024, 2048)
     repetitions: int = 20
-    elementwise_bytes: int = 1 << 20  # of one tensor, as the hidden states of a small model
+    elementwise_bytes: int = 1 << 20  # one tensor, as large as the hidden states of a small model
     product: tuple[int, int] = (8, 1024)  # rows of a product that is bound by its matrix, and those of the matrix,
-    # which are the parameters of the optimizer's step, too
+    # also the parameters of the optimizer step
     attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
-    dtype: torch.dtype = torch.float32  # of training: of that attention, and of the parameters of the optimizer's step
+    dtype: torch.dtype = torch.float32  # training dtype: of attention and of the optimizer step's parameters
     causal: bool = False  # attention
     fused: bool = False  # AdamW on DTensors; else it is torch's default of the device
 
@@ -101,7 +101,7 @@ class Timer:
     def _repeated(
         self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
     ) -> Tensor:
-        """[repetitions, calls]: the seconds of each call on the rank that took longest."""
+        """Return [repetitions, calls]: the seconds of each call on the rank that took longest."""
         for call in calls:
             call()
         inner = [
@@ -129,7 +129,7 @@ class Timer:
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            call()  # what is set up by a first call is no part of a graph
+            call()  # a graph must not contain the first call's setup
         # Another thread may ask for events meanwhile, as the one that watches NCCL does.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             call()
@@ -137,7 +137,7 @@ class Timer:
         return graph.replay
 
     def matmul_flops(self, dtype: torch.dtype) -> dict[int, float]:
-        """FLOP/s of square matmuls by their rows, until one takes long."""
+        """Measure the FLOP/s of square matmuls by their rows, until one takes long."""
         found: dict[int, float] = {}
         for size in self.effort.matmul_sizes:
             if found and 2 * size**3 / max(found.values()) > ENOUGH_SECONDS:
@@ -189,7 +189,7 @@ class Timer:
         return LAYERS * 3 * 4 * (size * size + 2 * rows * size) / seconds
 
     def attention_flops(self) -> dict[int, float]:
-        """FLOP/s of fused attention by its queries, forward and backward, counted as its rule does; of as many in all.
+        """Measure the FLOP/s of fused attention by its queries, forward and backward, at equal total work.
 
         They are those of the effort, and SHORTER times as few.
         """
@@ -265,7 +265,7 @@ class Timer:
         return seconds[0], seconds[-1]
 
     def collectives(self, axis: Axis, others: Axis | None = None) -> dict[tuple[str, int], float]:
-        """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.
+        """Measure seconds by (collective, bytes in NCCL's convention), on the groups of all ranks at once.
 
         Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the other axes
         of the mesh.
@@ -318,7 +318,7 @@ class Timer:
 
 
 def _in_order(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One call that makes them all."""
+    """Return one call that makes all of these calls in order."""
 
     def run() -> None:
         for call in calls:
@@ -333,7 +333,7 @@ def _fitting(num_bytes: int, size: int) -> int:
 
 
 def _trained(leaves: Sequence[Tensor], calls: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[], object]:
-    """Each call on the first of the leaves, forward, and then backward.
+    """Return a call that runs forward and backward of each of these on the first of the leaves.
 
     Not one call on what another made: numbers that grow or vanish take a processor longer than others.
     """

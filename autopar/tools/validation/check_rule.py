@@ -40,7 +40,7 @@ def check_rule(operation: Operation, *args: Any, num_ranks: int = 2, **kwargs: A
         op = rule_of(whole.call)
         if op is None:
             raise RuleError(f"{whole} has no rule; give it one with autopar.register_rule.")
-        # What an implementation runs is no matter of the operation alone.
+        # An implementation's collectives do not follow from the operation alone.
         choices = [each for each in whole.bind(op).choices() if ATEN in op.ways((each.name,))]
         undivided = [choice.name for choice in choices if choice.factors and not possible(whole, choice, num_ranks)]
         if undivided:

@@ -125,7 +125,7 @@ def fault_of(
                 return f"rank {rank} has {len(found)} outputs instead of {len(whole.outputs)}"
             local_outputs.append(found)
             local_gradients.append(gradients_of(local, found, [parts[rank] for parts in cotangents]))
-        except Exception as error:  # of the operation, whatever it is
+        except Exception as error:  # any error of the operation
             return f"rank {rank} raises {(str(error) or type(error).__name__).splitlines()[0]}"
     return joined_fault(whole, inputs, outputs, local_outputs, local_gradients)
 

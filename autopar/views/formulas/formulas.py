@@ -62,7 +62,7 @@ from autopar.views.formulas.symbols import LAYERS, Polynomial, Size, axis_symbol
 def formulas_of(
     space: Space, choices: Sequence[int], memory: MemoryModel | None = None, modes: Mapping[str, str] | None = None
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Symbol → its value now, and name → formula of a choice per decision.
+    """Map symbols to their current values, and names to the formulas of one choice per decision.
 
     `modes` says how segments are computed again; with a model of the memory there are formulas of that, too.
     """
@@ -250,7 +250,7 @@ class _Ledger:
     def _own_waits(
         self, work: _Work, again: Sequence[Transfer], passes: Fraction, count: Polynomial, share: str
     ) -> None:
-        """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
+        """Add the exposed seconds of an implementation's own collectives."""
         if not work.hidden:
             for transfer in (*work.transfers, *again):
                 self.seconds.add(count, multiplied(share, self._seconds_of(transfer)))

@@ -207,7 +207,7 @@ class Offloaded:
 def offloaded_tensors(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
 ) -> Iterator[Offloaded]:
-    """All that leaves for the host."""
+    """Yield every tensor that is offloaded."""
     if OFFLOAD not in modes.values():
         return
     symbolic, copies, segment = SymbolicMemory(memory, choices, sizes), memory.host_copies, memory.lifetimes.segment

@@ -47,7 +47,7 @@ def rate(collective: str, axis: str, mesh: Mesh, hardware: Hardware) -> str:
 
 
 def exposed_share(collective: str, axis: str, together: int, passes: int, mesh: Mesh, hardware: Hardware) -> str:
-    """`Message.exposed` in the `part` of parameters that moves, and in what computes and moves (`OVERLAPPED`)."""
+    """Return `Message.exposed` in terms of the moved `part` of parameters and of hidden computing (`OVERLAPPED`)."""
     computing, latency, size = SIDES[collective == GATHERING]
     found = pieces(collective, mesh, axis, hardware)
     if not any(map(any, found)):

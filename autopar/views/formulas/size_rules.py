@@ -18,19 +18,19 @@ SizeRule = Callable[[Equations, Call, Dims, Dims, str], None]
 
 
 def _shifted(equations: Equations, whole: int, part: int, where: str) -> None:
-    """`whole` is `part` and the difference that they have now."""
+    """State that `whole` is `part` plus their current difference."""
     difference = equations.numbers[whole] - equations.numbers[part]
     equations.add(Equation(whole, (part,), False, difference, where))
 
 
 def padded(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """Stated margins are added."""
+    """Add stated margins."""
     for before, after in zip(inputs[0], outputs[0], strict=True):
         _shifted(equations, after, before, where)
 
 
 def joined(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """The sizes along one dim are added."""
+    """Add the sizes along one dim."""
     dim = call["dim"] % len(outputs[0])
     equal_rank = [dims for dims in inputs if len(dims) == len(outputs[0])]
     equations.add(Equation(outputs[0][dim], tuple(dims[dim] for dims in equal_rank), False, 0, where))
@@ -45,7 +45,7 @@ def cut(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: st
 
 
 def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """Queries (s, d), keys (t, d), values (t, e), a mask (s, t) and outputs (s, e)."""
+    """Relate queries (s, d), keys (t, d), values (t, e), a mask (s, t) and outputs (s, e)."""
     query, key, value, *masks = inputs
     pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
     mask = call["attn_mask"]
@@ -72,7 +72,7 @@ def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Di
 
 
 def unrelated(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """Whole dims that happen to have one size are not the same."""
+    """Relate nothing: whole dims of one size need not be the same dim."""
 
 
 SIZE_RULES: dict[str, SizeRule] = {

@@ -155,7 +155,7 @@ class _Walk:
             special(self._equations, call, inputs, outputs, name)
 
     def _factors(self, bound: BoundRule, tensors: Sequence[list[int]], where: str) -> None:
-        """Dims of one factor are equal; a group is the product of its factors."""
+        """Equate the dims of one factor; a group is the product of its factors."""
         factors: dict[str, int] = {}
         groups: list[tuple[int, tuple[str, ...]]] = []
         for term, variables in zip((*bound.rule.inputs, *bound.rule.outputs), tensors, strict=True):
@@ -172,7 +172,7 @@ class _Walk:
             self._equations.add(Equation(whole, tuple(factors[name] for name in dim), True, where=where))
 
     def _aligned(self, bound: BoundRule, tensors: Sequence[list[int]], where: str) -> None:
-        """Whole dims at the same place from the right, of the same size, are the same dim."""
+        """Equate whole dims of one size at the same position from the right."""
         first: dict[tuple[int, int], int] = {}
         for term, variables in zip((*bound.rule.inputs, *bound.rule.outputs), tensors, strict=True):
             for place, (dim, variable) in enumerate(zip(reversed(term.dims), reversed(variables), strict=True)):
@@ -181,7 +181,7 @@ class _Walk:
                     self._equations.equal(first.setdefault(key, variable), variable, where)
 
     def _relate_slices(self) -> None:
-        """Slices that tile a dim make it up (packed queries, keys and values); others take what a margin leaves."""
+        """Add up slices that tile a dim (packed queries, keys and values); other slices take what a margin leaves."""
         numbers = self._equations.numbers
         for whole, slices in self._slices.items():
             pieces = sorted({start: piece for start, _, piece in slices}.items())

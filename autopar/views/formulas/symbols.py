@@ -57,7 +57,7 @@ class Polynomial:
 
     def __mul__(self, other: Polynomial | Number) -> Polynomial:
         other = Polynomial.of(other)
-        if len(self.terms) == len(other.terms) == 1:  # what nearly all sizes are
+        if len(self.terms) == len(other.terms) == 1:  # nearly all sizes are single terms
             (left, a), (right, b) = self.terms[0], other.terms[0]
             return Polynomial(((_product(left, right), _plain(a * b)),))
         found: dict[Monomial, Number] = {}

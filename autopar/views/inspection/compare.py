@@ -33,7 +33,7 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 
 def _changes(before: Plan, after: Plan, axes: Sequence[str]) -> Iterable[Change]:
-    """The choices that differ; a shared reshard is no choice of its own to a reader, and stands for no call."""
+    """Yield the choices that differ, without shared reshards, which are not calls of the model."""
     rows = {row.name: row for row in after.rows}
     found: list[tuple[str, tuple[str, str, str], tuple[PlanRow, PlanRow]]] = []
     for row in before.rows:

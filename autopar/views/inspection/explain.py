@@ -102,7 +102,7 @@ def label(space: Space, number: int) -> str:
     return module_of(decision.node) or decision.name if decision.kind == "call" else decision.name
 
 
-# What it costs.
+# Costs.
 
 
 def _tensor(space: Space, edge: TensorEdge) -> str:
@@ -129,7 +129,7 @@ def _inbound(context: PlanContext, number: int) -> Iterator[Reshard]:
 
 
 def _outbound(context: PlanContext, number: int) -> Iterator[Reshard]:
-    """The reshards on the way to whatever takes its outputs."""
+    """Yield the reshards between a call and the consumers of its outputs."""
     space = context.space
     for edge in space.edges:
         if edge.source == number:
@@ -173,7 +173,7 @@ def _reshard(context: PlanContext, edge: TensorEdge, inbound: bool, num_consumer
         yield Reshard(_tensor(space, edge), before, after, seconds, moved, inbound, num_consumers, copied)
 
 
-# What else there is.
+# Alternatives.
 
 
 def _allowed(context: PlanContext, number: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.problem import Problem
 
-TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much
+TOLERANCE = 1e-9  # relative difference of seconds that are summed in another order
 DERIVED = (
     "mesh",
     "host_seconds",
@@ -98,7 +98,7 @@ def _against_pins(plan: Plan, context: PlanContext, choices: tuple[int, ...]) ->
 
 
 def _differences(plan: Plan, again: Plan) -> Iterator[str]:
-    """Claims that do not follow from the choices."""
+    """Yield claims that do not follow from the choices."""
     if not _close(plan.seconds, again.seconds):
         yield f"it says {format_seconds(plan.seconds)}, its choices take {format_seconds(again.seconds)}"
     if plan.peak_bytes != again.peak_bytes:
@@ -128,12 +128,12 @@ def _bounds(plan: Plan, problem: Problem, seconds: float, proven: float) -> Iter
 
 
 def _lower_bound(plan: Plan, problem: Problem) -> float:
-    """L(λ) at the plan's multiplier; 0 where the graph is too wide for elimination."""
+    """Return L(λ) at the plan's multiplier; 0 if the treewidth is too high for elimination."""
     return max(lower_bound(problem, max(plan.multiplier, 0.0)), 0.0)
 
 
 def _is_equal(claimed: Any, derived: Any) -> bool:
-    """Equality of plain values, numbers with a fraction up to rounding."""
+    """Compare plain values, floats up to rounding."""
     if isinstance(claimed, float) and isinstance(derived, float):
         return _close(claimed, derived)
     if isinstance(claimed, tuple) and isinstance(derived, tuple):

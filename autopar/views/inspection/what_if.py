@@ -53,7 +53,7 @@ def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
 
 
 def annotations_from(specified: Sequence[str | Annotation], options: Mapping[str, Any]) -> tuple[Annotation, ...]:
-    """Annotations as they are given, or one made of a pattern and the options that `annotate` takes."""
+    """Return the given annotations, or one made of a pattern and the options of `annotate`."""
     if specified and all(isinstance(each, Annotation) for each in specified) and not options:
         return tuple(each for each in specified if isinstance(each, Annotation))
     if len(specified) == 1 and isinstance(specified[0], str):

@@ -28,7 +28,7 @@ SOLVERS = {
 """Words for the parts of `Plan.solver`."""
 
 
-SMALL = 0.005  # of a step: differences that are less are not told
+SMALL = 0.005  # share of a step below which differences are not reported
 MOST = 4
 """Differences that are told."""
 OF_SECONDS = ("speed", "one device")

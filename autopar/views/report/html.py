@@ -25,8 +25,8 @@ from autopar.views.report.html_parts import html_table
 from autopar.views.report.table import KEPT_WHOLE_HEADERS, KEPT_WHOLE_TITLE, kept_whole_row, kind_words
 
 TEMPLATE = Path(__file__).with_name("plan.html")
-WIDTH, HEIGHT = 1000, 220  # of a drawing, in its own units
-MAX_POINTS = 1000  # of the curve; of the instants that share a point, the highest is drawn
+WIDTH, HEIGHT = 1000, 220  # drawing size, in SVG units
+MAX_POINTS = 1000  # points of the curve; each is the maximum of its instants
 MAX_KINDS = 24  # operations with a bar of their own
 NUM_COLOURS = 8
 
@@ -59,7 +59,7 @@ def _header(plan: Plan) -> str:
 
 
 def fact_items(facts: Iterable[Fact]) -> str:
-    """Facts as entries of a list of definitions."""
+    """Return facts as entries of a list of definitions."""
     return "".join(f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.text)}</dd></div>" for fact in facts)
 
 
@@ -106,7 +106,7 @@ def memory_section(plan: Plan) -> str:
 
 
 def _timeline(timeline: Sequence[Instant], limit: int | None) -> str:
-    """Live bytes over the calls of a step, the limit as a dashed line."""
+    """Draw live bytes over the calls of a step, the limit as a dashed line."""
     highest = max(max(each.num_bytes for each in timeline), limit or 0, 1)
     scale = 0.95 * HEIGHT / highest
     stride = -(-len(timeline) // MAX_POINTS)
@@ -244,6 +244,6 @@ def _short(seconds: float) -> float:
 
 
 def _embedded(values: Mapping[str, Any]) -> str:
-    """JSON that may stand in a script element: nothing in it opens or closes a tag."""
+    """Return JSON that may stand in a script element: nothing in it opens or closes a tag."""
     text = json.dumps(values, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -52,7 +52,7 @@ def _forward(rows: Sequence[PlanRow], rests: dict[str, float]) -> list[Task]:
 
 
 def _backward(rows: Sequence[PlanRow]) -> list[Task]:
-    """Calls in reverse; a segment is computed again, in its order, ahead of its first backward."""
+    """Return the calls in reverse; a segment is recomputed, in its order, ahead of its first backward."""
     found: list[Task] = []
     segments: dict[str, list[PlanRow]] = defaultdict(list)
     for row in rows:

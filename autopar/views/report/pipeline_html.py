@@ -27,9 +27,9 @@ from autopar.views.report.pipeline_table import HEADERS, facts, stage_rows
 from autopar.views.report.pipeline_trace import KINDS, slice_label
 
 TEMPLATE = Path(__file__).with_name("pipeline.html")
-WIDTH, LANE, GAP, LEFT, BOTTOM = 1000, 26, 6, 60, 22  # of the chart, in its own units
+WIDTH, LANE, GAP, LEFT, BOTTOM = 1000, 26, 6, 60, 22  # chart geometry, in SVG units
 NUM_TICKS = 6
-LETTER_WIDTH = 6.0  # of a slice's label
+LETTER_WIDTH = 6.0  # per character of a slice's label, in SVG units
 LIGHTEST = 0.5  # opacity of the last stage of a rank
 
 

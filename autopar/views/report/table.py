@@ -83,7 +83,7 @@ def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
             first_call.setdefault(row.module, position[row.name])
 
     def place(row: PlanRow) -> int:
-        """A shared reshard, "linear_3/hub", stands behind the call that made its tensor."""
+        """Return the sort key of a line; a shared reshard follows the call that made its tensor."""
         return position.get(row.name.split("/")[0], position[row.name])
 
     storages = _storages(plan)
@@ -142,7 +142,7 @@ def _storage(layout: str, axes: Sequence[str]) -> str:
 
 
 def _folded(lines: Iterable[_Line]) -> list[_Line]:
-    """Lines that differ only in numbers of their module path become one, with the sums of their columns."""
+    """Join lines that differ only in numbers of their module path, and sum their columns."""
     kinds = (
         (".".join(line.module), (line.operation, line.roles, line.layout, line.storage, line.pinned), line)
         for line in lines

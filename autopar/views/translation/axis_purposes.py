@@ -20,7 +20,7 @@ WORDS: Mapping[str, str] = {"column": TENSOR, "row": TENSOR, "replicated": NOTHI
 
 
 def purposes(plan: Plan) -> dict[str, str]:
-    """Mesh axis → what it is for, by the seconds of the main calls; other factors go by their own names."""
+    """Map each mesh axis to its purpose, by the seconds of the main calls; other factors keep their own names."""
     found = {}
     for position, axis in enumerate(plan.mesh.names):
         seconds: dict[str, float] = defaultdict(float)

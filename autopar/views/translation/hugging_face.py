@@ -52,7 +52,7 @@ def _notes_on_other_axes(plan: Plan, axis: str | None) -> tuple[str, ...]:
 
 
 def folded_styles(styles: Mapping[str, str]) -> dict[str, str]:
-    """Numbered modules of one style under one pattern with `*`; those of several styles stay apart."""
+    """Join numbered modules of one style in a pattern with `*`; those of several styles stay apart."""
     groups: dict[str, set[str]] = defaultdict(set)
     for module, style in styles.items():
         groups[starred(module)].add(style)

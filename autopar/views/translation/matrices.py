@@ -131,7 +131,7 @@ class _Walk:
         return frozenset().union(*(each for each in made if each is not None))
 
     def modules(self) -> tuple[dict[int, Matrix], tuple[str, ...]]:
-        """Calls of modules with one matrix, and the modules whose matrix no style may split."""
+        """Return calls of modules with one matrix, and the modules whose matrix no style may split."""
         found: dict[int, Matrix] = {}
         owners: dict[str, set[str]] = defaultdict(set)
         for number, decision in enumerate(self.space.decisions):

@@ -66,7 +66,7 @@ def parallelize_plan(plan: Plan, axis: str | None = None) -> ParallelizePlan:
 
 
 def _shards(plan: Plan) -> tuple[dict[str, bool], tuple[str, ...]]:
-    """Layers, and the root, with whether their weights are freed behind the forward; and where weights differ in it."""
+    """Map layers, and the root, to whether their weights are freed after the forward; list weights that differ."""
     freed: dict[str, list[bool]] = defaultdict(list)
     for row in plan.rows:
         if row.kind == "parameter":

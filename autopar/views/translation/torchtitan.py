@@ -76,7 +76,7 @@ def _recomputation(plan: Plan, lost: list[str]) -> list[str]:
 
 
 def _deviating_products(plan: Plan, purpose: dict[str, str]) -> list[str]:
-    """Products that share their work on an axis in another way than most; a degree says one thing for all."""
+    """Return products that are split on an axis unlike most, which a degree per axis cannot express."""
     found = []
     for position, axis in enumerate(plan.mesh.names):
         others = Counter(

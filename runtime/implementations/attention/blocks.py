@@ -111,7 +111,7 @@ def add_blocks(total: Sum, pairs: Sequence[Pair], q: Tensor, k: Tensor, v: Tenso
 
 
 def add_gradients(sums: Gradients, pairs: Sequence[Pair], grad: Tensor, *given: Tensor, block: Block) -> None:
-    """The part of some blocks more; `given` are queries, keys, values, and result and log-sum-exp of whole rows."""
+    """Add the part of some blocks; `given` are queries, keys, values, and result and log-sum-exp of whole rows."""
     way = attend_backward if block.dropout is None else gradients_in_tiles
     for each in pairs:
         sums.add(each.queries, each.keys, grad, *given, block=_part(each, block), way=way)  # type: ignore[misc]

@@ -68,7 +68,7 @@ def attention(
         Split.of(axes, zigzag, sizes[KEYS]),
         is_causal,
         scale if scale is not None else 1 / math.sqrt(query.shape[-1]),
-        # Where queries are padded there are more of them than the whole has.
+        # Padded blocks have more queries than the whole tensor.
         q.shape[-2] * num_parts_of(axes_of(axes.get(QUERIES, ()))),
         dropout_p,
     )
@@ -81,7 +81,7 @@ def attention(
 
 
 def four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys, values and a mask with one leading dim, and a dim of heads."""
+    """Return queries, keys, values and a mask with one leading dim, and a dim of heads."""
     if q.ndim == 4:
         return q, k.expand(q.shape[0], *k.shape[1:]), v.expand(q.shape[0], *v.shape[1:]), mask
     leading = q.shape[:-3]
@@ -123,7 +123,7 @@ class _ByPositions:
         return self.split.queries.pieces(self.num_queries, ranks[: len(self.split.queries.axes)])
 
     def _block(self, ranks: Ranks, step: int, device: torch.device, mask: Tensor | None, drawn: Tensor | None) -> Block:
-        """All that a rank computes with these keys."""
+        """Return the block that a rank computes with these keys."""
         if drawn is None:
             return Block(self.scale, mask_BHST=mask)
         keys = self.split.keys_at(ranks, step)

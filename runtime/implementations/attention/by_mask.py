@@ -86,7 +86,7 @@ class _ByMask:
     def _dropout(
         self, ranks: Ranks, step: int, q: Tensor, drawn: Tensor | None
     ) -> tuple[float, Tensor | None, Tensor | None]:
-        """Its probability, and what tells apart the queries and keys that are here."""
+        """Return the dropout probability, and the positions of the queries and keys on this rank."""
         if drawn is None:
             return 0.0, None, None
         split = self.split.queries

@@ -49,7 +49,7 @@ def drawn(
     whole, split = lines(query, axes, sizes)
     if randomness().deterministic:
         whole |= {QUERIES: sizes[QUERIES], KEYS: num_keys}
-        # Of keys all are drawn, and blocks take theirs.
+        # Draw the masks of all keys; blocks take theirs.
         over = [axes_of(split.get(factor, ()) if factor != KEYS else ()) for factor in whole]
         wide = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
         kept = kept_of_whole(wide, [*whole.values()], p, over, [zigzag.get(factor, ()) for factor in whole])

@@ -124,7 +124,7 @@ class Split:
 
 
 def _pieces_from(pieces: Sequence[Piece], begin: int, length: int) -> tuple[Piece, ...]:
-    """So many of a rank's positions from a place on, and where they lie in a tensor of these alone."""
+    """Return so many of a rank's positions from a place on, and where they lie in a tensor of these alone."""
     found = _cut([(piece.first, piece.size) for piece in pieces], begin, length)
     return tuple(Piece(first, sum(size for _, size in found[:at]), size) for at, (first, size) in enumerate(found))
 

@@ -76,7 +76,7 @@ class _Rows:
     """Number of heads of this rank's queries."""
 
     def columns(self, ranks: Ranks, step: int) -> Iterator[tuple[slice, slice]]:
-        """The columns of the keys that a rank has after so many steps, and where these keys lie."""
+        """Yield the columns of the keys that a rank has after so many steps, and their range in the whole."""
         for piece in self.split.keys_at(ranks, step):
             yield slice(piece.first, piece.end), slice(piece.at, piece.at + piece.size)
 
@@ -134,7 +134,7 @@ class _RingSelfAttention(autograd.Function):
 
 
 def _products(x_BND: Tensor, own: Tensor, rows: _Rows) -> Tensor:
-    """[B, N, T]: each row by all keys, or values, of which a rank has its `own`."""
+    """Return [B, N, T]: each row by all keys, or values, of which a rank has its `own`."""
 
     def multiply(ranks: Ranks, step: int, here: Tensor, found: Tensor, x: Tensor) -> Sequence[Tensor]:
         for columns, place in rows.columns(ranks, step):
@@ -146,7 +146,7 @@ def _products(x_BND: Tensor, own: Tensor, rows: _Rows) -> Tensor:
 
 
 def _sums(x_BNT: Tensor, own: Tensor, rows: _Rows) -> Tensor:
-    """[B, N, D], in float32 at least: all keys, or values, by the weights of each row."""
+    """Return [B, N, D], in float32 at least: all keys, or values, by the weights of each row."""
 
     def add(ranks: Ranks, step: int, here: Tensor, found: Tensor, x: Tensor) -> Sequence[Tensor]:
         for columns, place in rows.columns(ranks, step):

@@ -70,7 +70,7 @@ class _InSteps(autograd.Function):
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # a query that attends to nothing weighs all scores by zero
         ctx.save_for_backward(q, k, v, out, lse, sinks, *masks)
         ctx.call = call
         return out

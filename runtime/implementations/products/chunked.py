@@ -59,7 +59,7 @@ def linears(
     again: int = 0,
     whole: int = 0,
 ) -> tuple[Tensor, ...]:
-    """`linear` of one input with several weights, each followed by its bias or None, gathered once for all."""
+    """Compute `linear` of one input with several weights, each followed by its bias or None, in one gather."""
     return _of_gathered(x, f"...{x.ndim - 2}", axes, zigzag, again, whole, operands)
 
 
@@ -92,7 +92,7 @@ def matmuls(
     again: int = 0,
     whole: int = 0,
 ) -> tuple[Tensor, ...]:
-    """`matmul` of one input with several matrices, gathered once for all."""
+    """Compute `matmul` of one input with several matrices, in one gather."""
     return _of_gathered(x, "m", axes, zigzag, again, whole, [each for other in others for each in (other.mT, None)])
 
 
@@ -149,7 +149,7 @@ def _product(
 
 
 def _gathered(part: Tensor, way: _Way) -> Iterator[Tensor]:
-    """The chunks of all ranks, as `Chunks.of_whole` has them, while those behind them are on their way."""
+    """Yield the chunks of all ranks, in the order of `Chunks.of_whole`, while later ones are in flight."""
     travelling = [start_gather(chunk, way.axis) for chunk in way.chunks.of_part(part)]
     while travelling:
         yield way.chunks.of_ranks(arrived(travelling.pop(0)))
@@ -164,13 +164,13 @@ class _Reduced:
         self._parts: list[Tensor] = []
 
     def add(self, product: Tensor) -> None:
-        """The next chunk, as `Chunks.of_whole` has it."""
+        """Add the next chunk, in the order of `Chunks.of_whole`."""
         self._travelling.append(start_reduce_scatter(self._way.chunks.by_rank(product), self._way.axis))
         if len(self._travelling) > 1:
             self._parts.append(arrived(self._travelling.pop(0)).squeeze(0))
 
     def arrived(self) -> Tensor:
-        """This rank's rows of the sum."""
+        """Return this rank's rows of the sum."""
         self._parts += [arrived(each).squeeze(0) for each in self._travelling]
         return self._way.chunks.joined(self._parts)
 
@@ -219,7 +219,7 @@ def _sum_of_products(parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Ten
 
 
 def _reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way: _Way) -> Tensor:
-    """This rank's rows of the sum over ranks of all parts [n·M, O], each by its matrix [O, K]."""
+    """Return this rank's rows of the sum over ranks of all parts [n·M, O], each by its matrix [O, K]."""
     reduced = _Reduced(way)
     for chunks in zip(*map(way.chunks.of_whole, parts), strict=True):
         reduced.add(_sum_of_products(chunks, matrices))
@@ -240,7 +240,7 @@ def _is_requested(ctx: Any) -> list[bool]:
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[O, K] of rows [..., O] and [..., K]."""
+    """Return the gradient [O, K] from rows [..., O] and [..., K]."""
     return grad.flatten(0, -2).mT @ x.flatten(0, -2)
 
 

@@ -36,7 +36,9 @@ def is_fused(x: Tensor, axis: Axis, zigzag: bool) -> bool:
 def gather_and_multiply(
     x: Tensor, matrices: Sequence[Tensor], axis: Axis, dim: int, keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """x [M, K] of this rank, matrices [K, O] → all rows along `dim` [n·M, K], if to be saved, and [n·M, O] of each."""
+    """Gather x [M, K] along `dim` to [n·M, K] and multiply by matrices [K, O]; return it, if saved, and [n·M, O] of
+    each.
+    """
     count("all_gather", axis, x.numel() * x.itemsize * axis.size)
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, list(matrices), dim, axis.group, return_A=keep)
     # They lie in memory as their ranks come one after the other, which a graph of contiguous products does not expect.
@@ -44,6 +46,6 @@ def gather_and_multiply(
 
 
 def multiply_and_scatter(x: Tensor, matrix: Tensor, axis: Axis, dim: int) -> Tensor:
-    """x [n·M, K] and matrix [K, O], of this rank's features → this rank's rows along `dim` of the sum [M, O]."""
+    """Multiply x [n·M, K] by matrix [K, O], and return this rank's rows along `dim` of the sum over ranks [M, O]."""
     count("reduce_scatter", axis, x.numel() // x.shape[-1] * matrix.shape[1] * x.itemsize)
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, axis.group).contiguous()

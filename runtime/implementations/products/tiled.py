@@ -60,7 +60,7 @@ class _Way:
     pieces: tuple[int, ...]
 
     def parts_of(self, rows: Tensor) -> Sequence[Tensor]:
-        """Views [..., n, C] of rows whose last dim goes with the split one, tile by tile."""
+        """Return views [..., n, C] of rows whose last dim goes with the split one, tile by tile."""
         return rows.unflatten(-1, (self.axis.size, -1)).split(self.pieces, -1)
 
 
@@ -73,7 +73,7 @@ def _way(w_OK: Tensor, axes: Axes) -> _Way:
 
 
 def _tiles(part: Tensor, way: _Way) -> Iterator[Tensor]:
-    """Each tile [O, K] of all ranks, its split dim by rank (n·C), while the next one is on its way."""
+    """Yield each tile [O, K] of all ranks, its split dim by rank (n·C), while the next one is in flight."""
     pieces = part.split(way.pieces, way.dim)
     coming = start_gather(pieces[0], way.axis)
     for number in range(len(pieces)):
@@ -84,7 +84,7 @@ def _tiles(part: Tensor, way: _Way) -> Iterator[Tensor]:
 
 
 def _placed(x: Tensor, tiles: Iterable[Tensor], way: _Way, size: int) -> Tensor:
-    """x [..., K] by tiles [n·C, K] of a matrix with so many rows → [..., O]."""
+    """Multiply x [..., K] by tiles [n·C, K] of a matrix with so many rows; return [..., O]."""
     out = x.new_empty(*x.shape[:-1], size)
     for columns, tile in zip(way.parts_of(out), tiles, strict=True):
         columns.copy_((x @ tile.mT).view(columns.shape))
@@ -92,7 +92,7 @@ def _placed(x: Tensor, tiles: Iterable[Tensor], way: _Way, size: int) -> Tensor:
 
 
 def _summed(x: Tensor, tiles: Iterable[Tensor], way: _Way) -> Tensor:
-    """x [..., K] by tiles [O, n·C] of a matrix → [..., O]."""
+    """Multiply x [..., K] by tiles [O, n·C] of a matrix; return [..., O]."""
     total: Tensor | None = None
     for features, tile in zip(way.parts_of(x), tiles, strict=True):
         rows = features.flatten(-2)
@@ -105,7 +105,7 @@ def _summed(x: Tensor, tiles: Iterable[Tensor], way: _Way) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, like: Tensor, way: _Way) -> Tensor:
-    """This rank's part of the sum over ranks of [O, K], of rows [..., O] and [..., K]."""
+    """Return this rank's part of the sum over ranks of [O, K], from rows [..., O] and [..., K]."""
     found = torch.empty_like(like)
     waiting: tuple[Tensor, Tensor] | None = None
     for piece, part in zip(found.split(way.pieces, way.dim), way.parts_of(x if way.dim else grad), strict=True):

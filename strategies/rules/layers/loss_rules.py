@@ -35,9 +35,9 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
 CLASSES = frozenset({"v"})
-COPIES_OF_PARTS = 3  # of its logits, that `runtime.implementations.loss` has at once
+COPIES_OF_PARTS = 3  # copies of its logits that `runtime.implementations.loss` has at once
 FLOAT32_BYTES = 4
-DIVISOR_BYTES = 8  # of a mean, float64
+DIVISOR_BYTES = 8  # bytes of a mean's divisor, float64
 
 
 def cross_entropy(call: Call) -> Answer:
@@ -178,7 +178,7 @@ def of_vectors(function: str) -> Callable[[Call], Answer]:
         free = names(len(shape) - 1)
         terms = []
         for name, info in tensor_arguments(call):
-            if name == "weight":  # of classes; a mean counts samples alone
+            if name == "weight":  # class weights; an unweighted mean counts samples
                 terms.append(term([WHOLE], "~"))
             elif info.shape in (shape, shape[:-1]):
                 terms.append(term([*free, WHOLE] if info.shape == shape else free))

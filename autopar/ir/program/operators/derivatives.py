@@ -59,5 +59,5 @@ def is_requested(ctx: Any, position: int) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient was requested from torch.autograd.grad
+    except RuntimeError:  # raised for a leaf that torch.autograd.grad differentiates
         return True

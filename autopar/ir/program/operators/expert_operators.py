@@ -37,7 +37,7 @@ ROW_BYTES = 16
 
 
 def sorted_slots(expert_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Expert of every row, and which of all T · K slots it fills."""
+    """Return the expert of every row, and which of all T · K slots it fills."""
     ids_R, slots_R = torch.sort(expert_TK.reshape(-1), stable=True)
     return ids_R, slots_R
 
@@ -191,7 +191,7 @@ def _combine(
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows (R, K) times their expert's matrix (E, K, N), the first counts[0] rows by the first matrix and so on."""
+    """Multiply rows (R, K) by their expert's matrix (E, K, N), the first counts[0] rows by the first one and so on."""
     if _is_fast(rows, weight):
         return torch.ops.aten._grouped_mm(rows, weight, counts.cumsum(0, dtype=torch.int32))
     found = rows.new_empty(rows.shape[0], weight.shape[-1])

@@ -66,7 +66,7 @@ class Alone:
     """Communication with ranks that have other classes, or other rows, for the case that there are none."""
 
     def columns(self, target_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor | None]:
-        """Column of every target, and whether it is on this rank; None where all are."""
+        """Return the column of every target and a mask of targets on this rank; no mask if all are."""
         return target_T, None
 
     def without_padding(self, logits_TV: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _loss_of_rows(
 
 
 def tiles_of_rows(num_rows: int, tiles: int) -> Iterator[tuple[int, int]]:
-    """First row of each tile, and the row behind its last."""
+    """Yield the first row of each tile, and the row behind its last."""
     start = 0
     for count in rows_of_tiles(num_rows, tiles):
         yield start, start + count
@@ -199,7 +199,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden_ND, weight_VD, bias_V, count = ctx.saved_tensors
         scale = grad.to(wide(grad.dtype))
-        if ctx.mean:  # where all rows are ignored the loss is no number, and the gradients are zero
+        if ctx.mean:  # if all rows are ignored, the loss is NaN and the gradients are zero
             scale = torch.where(count > 0, scale / count.clamp(min=1).to(scale.dtype), torch.zeros_like(scale))
         of_hidden, of_weight = ctx.dtypes
         return (

@@ -95,7 +95,7 @@ class _Gradients:
             bias_O.add_(grad_TO.sum(0, dtype=bias_O.dtype))
 
     def taken(self) -> Iterator[Tensor | None]:
-        """Each in the dtype of its weight; the wide one is let go."""
+        """Yield each gradient in the dtype of its weight, and release the wider one."""
         for position, dtype in enumerate(self.dtypes):
             found, self.sums[position] = self.sums[position], None
             yield None if found is None else found.to(dtype)
@@ -131,7 +131,7 @@ class MlpInTiles(torch.autograd.Function):
 
 
 def _add_tile(mlp: _Mlp, found: _Gradients, x_TD: Tensor, dy_TD: Tensor, dx_TD: Tensor | None) -> None:
-    """The gradients by some rows. At most four tensors of hidden features are there at once, three without a gate."""
+    """Add the gradients of some rows. At most four tensors of hidden features exist at once, three without a gate."""
     up_TK = F.linear(x_TD, mlp.up_KD, mlp.up_bias_K)
     if mlp.gate_KD is None:
         found.add(DOWN, dy_TD, mlp.activation.of(up_TK))

@@ -47,7 +47,7 @@ def recommend(
     microbatches: int | None = None,
     chunks: int | None = None,
 ) -> tuple[Option, ...]:
-    """Every schedule that can run, best first.
+    """Return every schedule that can run, best first.
 
     `batch_size` is that of one replica of the pipeline. Left open, `microbatches` are the divisors of the batch size
     up to four per stage, and `chunks` is 2 where a schedule has several stages per rank.
@@ -109,7 +109,7 @@ def _option(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Option:
 
 
 def _rank(option: Option) -> tuple[float, Fraction, int, int]:
-    """Fastest first; what float sums call different is not; then what saves less, and what is simpler."""
+    """Return the sort key: seconds, up to rounding, then saved bytes, then simplicity."""
     schedule = option.schedule
     seconds = float(f"{option.seconds:.9g}")
     return seconds, _resident(schedule, option.in_flight), NAMES.index(schedule.name), schedule.num_microbatches

@@ -115,7 +115,7 @@ class Schedule:
         name = _CLASSES[self.name]
         if name is None:
             return None
-        from torch.distributed.pipelining import schedules  # which imports torch._dynamo
+        from torch.distributed.pipelining import schedules  # this imports torch._dynamo
 
         return getattr(schedules, name)
 
@@ -278,7 +278,7 @@ def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
 
 
 def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
-    """PyTorch's actions of one rank as steps: computations and receives, overlapped pairs one after the other.
+    """Return PyTorch's actions of one rank as steps: computations and receives, overlapped pairs one after the other.
 
     Micro-batches are counted anew: every class runs them in order, but the order that 1F1B prints begins the last
     rank's forwards at 1 (torch 2.13; what it runs begins at 0).
@@ -302,7 +302,7 @@ def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
 
 
 def _one_forward_one_backward(schedule: Schedule, rank: int) -> tuple[Action, ...]:
-    """1F1B of one rank: `ranks - rank` forwards, then a backward and a forward in turn, then the other backwards."""
+    """Return 1F1B of one rank: `ranks - rank` forwards, alternating backwards and forwards, the other backwards."""
     num_microbatches = schedule.num_microbatches
     ahead = min(num_microbatches, schedule.num_ranks - rank)
     steps = [Action("F", rank, each) for each in range(ahead)]

@@ -153,7 +153,7 @@ def _by_kind(forward: Seconds, inputs: Seconds, weights: Seconds) -> dict[str, S
 
 @lru_cache(maxsize=KEPT)
 def _in_order(schedule: Schedule) -> tuple[_Step, ...]:
-    """Every computation, behind what its rank computes before it, and behind all that it reads."""
+    """Sort computations behind their rank's earlier ones and behind their inputs."""
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     found: list[_Step] = []
     made: set[Key] = set()

@@ -28,7 +28,7 @@ def raise_alike(
 
 
 def _spans_with(span: tuple[int, int], kinds: Sequence[int]) -> np.ndarray:
-    """[first block, end block]: whether blocks of the kinds of a span lie between them, one after the other."""
+    """Return [first block, end block]: True if blocks of the kinds of a span lie between them, in order."""
     first, end = span
     num_blocks, length, wanted = len(kinds), end - first, tuple(kinds[first:end])
     next_start = np.full(num_blocks + 1, 2 * num_blocks)

@@ -133,7 +133,7 @@ def _runs(calls: Sequence[Call], label: Callable[[fx.Node], str]) -> list[Run]:
 
 
 def _with_parameters(runs: Sequence[Run], parameters: set[str]) -> list[Run]:
-    """Runs without parameters joined to the run before, at the start to the one after; then equal neighbours joined."""
+    """Join runs without parameters to the previous run (at the start, to the next), then equal neighbours."""
     joined: list[Run] = []
     before: list[fx.Node] = []
     for label, nodes in runs:
@@ -151,7 +151,7 @@ def _with_parameters(runs: Sequence[Run], parameters: set[str]) -> list[Run]:
 
 
 def _whole(runs: Sequence[Run], groups: Sequence[set[fx.Node]]) -> list[Run]:
-    """Runs joined until no two of them hold calls of one group."""
+    """Join runs until no two of them hold calls of one group."""
     spans = []
     for group in groups:
         places = [place for place, (_, nodes) in enumerate(runs) if not group.isdisjoint(nodes)]

@@ -142,7 +142,7 @@ def _undominated(cost: Floats, slowest: Floats, equal: float) -> Integers:
 
 
 def _joined(found: Sequence[_Pairs]) -> _Pairs:
-    """The pairs of all ends of one stage."""
+    """Return the pairs of all ends of one stage."""
     return _Pairs(
         np.concatenate([each.cost for each in found]),
         np.concatenate([each.slowest for each in found]),
@@ -152,7 +152,7 @@ def _joined(found: Sequence[_Pairs]) -> _Pairs:
 
 
 def _starts(pairs: Sequence[_Pairs]) -> tuple[int, ...]:
-    """Back from the cheapest pair that has all blocks to the first blocks of its stages."""
+    """Trace the first blocks of stages back from the cheapest pair that has all blocks."""
     rows = np.flatnonzero(pairs[-1].block == pairs[-1].block.max())
     row, starts = int(rows[pairs[-1].cost[rows].argmin()]), []
     for now, before in zip(reversed(pairs), reversed(pairs[:-1]), strict=False):

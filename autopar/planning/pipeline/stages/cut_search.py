@@ -275,10 +275,10 @@ class _Search:
             fuller = [other for other, held in enumerate(self.in_flight) if held >= self.in_flight[stage]]
             fuller = self.costs.fuller(stage) if self.costs.fuller else fuller
             raise_alike(self.table, self.least, max(least - own, 0.0), (first, end), self.kinds, fuller)
-        for known, each in self.at_least.items():  # that is known, whatever other stages say of it
+        for known, each in self.at_least.items():  # holds for every stage
             self.table[known] = each + self.transfers[known]
         if np.isinf(seconds):
-            self.table[stage, : first + 1, end:] = np.inf  # what has more blocks does not fit either
+            self.table[stage, : first + 1, end:] = np.inf  # more blocks do not fit either
         return seconds
 
     def _why_none_fits(self) -> str:

@@ -178,12 +178,12 @@ def stages_of(starts: Sequence[int], num_blocks: int) -> list[Place]:
 
 
 def least_seconds(problem: CutProblem) -> Floats:
-    """[stage, first block, end block]: seconds of the blocks and of transfers, which no plan of a stage is below."""
+    """Return [stage, first block, end block]: a lower bound on the seconds of blocks and transfers."""
     return own_seconds(problem) + transfers(problem)
 
 
 def own_seconds(problem: CutProblem) -> Floats:
-    """[stage, first block, end block]: seconds of the blocks for one micro-batch, infinite where a place forbids it."""
+    """Return [stage, first block, end block]: seconds of the blocks for one micro-batch, infinite if pins forbid it."""
     num_blocks = len(problem.blocks)
     until = np.concatenate([[0.0], np.cumsum(problem.own_seconds)])
     positions = np.arange(num_blocks + 1)
@@ -209,7 +209,7 @@ def _spans(problem: CutProblem) -> tuple[Integers, Integers, Integers, Integers]
 
 
 def transfers(problem: CutProblem) -> Floats:
-    """[stage, first block, end block]: half of the transfers at both ends, none to a stage of the same rank."""
+    """Return [stage, first block, end block]: half of the transfers at both ends, none to a stage of the same rank."""
     num_stages, num_blocks = problem.schedule.num_stages, len(problem.blocks)
     ranks = [problem.schedule.rank_of(stage) for stage in range(num_stages)]
     half = np.array([0.0, *problem.cut_seconds[1:], 0.0]) / 2

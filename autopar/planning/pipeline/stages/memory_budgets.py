@@ -68,7 +68,7 @@ class Sample:
         return Sample(size * self.seconds, size * self.lasting, self.running, size * self.saved)
 
     def towards(self, other: Sample, share: float) -> Sample:
-        """So much of the way to another."""
+        """Interpolate towards another."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Sample(*((1 - share) * one + share * each for one, each in pairs))
 
@@ -80,7 +80,7 @@ SamplesOf = Callable[[int], Sequence[Sample]]
 def estimates_in_budgets(
     problem: CutProblem, memory: int, samples: SamplesOf, sampled: float, num_blocks: int = MOST_PARTS
 ) -> tuple[Floats, tuple[MemoryBudget, ...]]:
-    """Rooms, and what stages are thought to take in them, by samples of a stage of so many seconds and blocks.
+    """Return per-rank memory budgets and estimates of stages in them, from samples of one stage's seconds and blocks.
 
     That is [stage, first block, end block], with transfers; infinite where nothing fits.
     """
@@ -187,7 +187,7 @@ def _room(limits: Sequence[Limit], in_flight: int) -> MemoryBudget:
 
 
 def _filled_in(samples: Sequence[Sample], in_flight: int, num_blocks: int) -> list[Sample]:
-    """Samples, of which none is slower and keeps more than another, with mixtures of two where blocks are several."""
+    """Return samples on the Pareto front, with mixtures of two for several blocks."""
     found: list[Sample] = []
     for each in sorted(samples, key=lambda sample: (sample.resident(in_flight), sample.seconds)):
         if not found or each.seconds < found[-1].seconds:

@@ -73,7 +73,7 @@ def _annotated(blocks: Sequence[Block], annotation: Annotation, num_stages: int)
 
 
 def _begun(blocks: Sequence[Block], stages: Sequence[str], num_stages: int) -> list[_Pin]:
-    """Pins for both sides of every cut that is named."""
+    """Return pins for both sides of every cut that is named."""
     specified = f"Pipeline(split_points={list(stages)})"
     if isinstance(stages, str) or len(stages) != num_stages - 1:
         raise PipelineError(
@@ -171,7 +171,7 @@ def _check_order(blocks: Sequence[Block], pins: dict[int, _Pin], num_stages: int
 
 
 def _scattered(blocks: Sequence[Block], pin: _Pin) -> str:
-    """The calls of a module stand apart, and something between them, or the other stages, cannot give way."""
+    """Return the refusal if a module's calls are apart and a pin fixes something between them."""
     runs = [blocks[number] for number in pin.whole if number - 1 not in pin.whole]
     return (
         f"{pin.specified}: its calls stand in {len(runs)} runs of the graph, at {', '.join(run.name for run in runs)}. "
@@ -182,7 +182,7 @@ def _scattered(blocks: Sequence[Block], pin: _Pin) -> str:
 
 
 def _crowded(blocks: Sequence[Block], before: _Pin, after: _Pin) -> str:
-    """Fewer blocks between two pins than stages."""
+    """Return the refusal if there are fewer blocks between two pins than stages."""
     first = f"{blocks[before.block].name} on stage {before.stage}" if before.specified else "the beginning of the model"
     last = f"{blocks[after.block].name} on stage {after.stage}" if after.specified else "the end of the model"
     specified = " and ".join(dict.fromkeys(pin.specified for pin in (before, after) if pin.specified))

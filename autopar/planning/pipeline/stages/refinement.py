@@ -29,7 +29,7 @@ Beyond = Callable[[int, int, int], float]
 
 
 def nothing(stage: int, first: int, end: int) -> float:
-    """Stages take what their blocks take."""
+    """Return the estimate in which stages take the seconds of their blocks."""
     return 0.0
 
 
@@ -106,7 +106,7 @@ def stages_of_blocks(
 
 
 def _moves(starts: tuple[int, ...], num_blocks: int) -> Iterator[tuple[int, ...]]:
-    """Every run of cuts, short ones first, one block to the left and to the right."""
+    """Yield every run of cuts, short ones first, one block to the left and to the right."""
     for length in range(1, len(starts)):
         for first in range(1, len(starts) - length + 1):
             for step in (-1, 1):

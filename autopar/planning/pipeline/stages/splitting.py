@@ -64,7 +64,7 @@ class _Placed:
 
 
 def split(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Program, ...]:
-    """One program per stage; stage i begins with block `starts[i]`.
+    """Return one program per stage; stage i begins with block `starts[i]`.
 
     Raises PipelineError where a buffer that the forward changes is read on one stage and changed on another.
     """
@@ -117,7 +117,7 @@ class _Parts:
 
 
 def _parts(placed: _Placed) -> Iterator[_Parts]:
-    """The parts of every stage, the last one first: a stage sends what those behind it receive."""
+    """Yield the parts of every stage, the last one first: a stage sends what those behind it receive."""
     sent: tuple[fx.Node, ...] = ()
     for stage in reversed(range(placed.last + 1)):
         program = placed.whole.program

@@ -115,7 +115,7 @@ def stage_bytes_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[s
     without_first = each + sent + full - without_one
     ending = sum(moments.at(0, END, 0).values()) + waiting - (without_first if runs.in_flight == runs.count else 0)
     resting = max(peak - running, min(max(standing, ending), peak))
-    # Where no micro-batch follows the first backward, it may be fullest with one less of them.
+    # If no forward follows the first backward, the peak may be later, with one micro-batch fewer.
     lasting = resting - min(runs.in_flight, runs.count - 1) * each
     return StageBytes(min(resting, peak), peak, lasting, each, working)
 

@@ -76,7 +76,7 @@ def _blocks(
     dropout: Dropout | None,
     window: int | None,
 ) -> Iterator[tuple[Range, Range, Block]]:
-    """Queries, keys and what is computed of them, of every block that is not hidden."""
+    """Yield the queries, keys and scores of every block that is not hidden."""
     q, k, v = tensors
     all_queries, all_keys = (0, q.shape[-2]), (0, k.shape[-2])
     if window is not None and dropout is None and (window >= q.shape[-2] or takes_windows(q, v)):
@@ -148,7 +148,7 @@ def _attend_backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = Gradients.empty(q, k, v)
-    lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # a query that attends to nothing weighs all scores by zero
     for queries, keys, block in _blocks(mask, vectors, (q, k, v), scale, _dropout(p, rows, columns), window):
         sums.add(queries, keys, grad, q, k, v, out, lse, block)
     return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD

@@ -28,7 +28,7 @@ _FIRST_32, _SECOND_32 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 
 
 def mix(x: Tensor) -> Tensor:
-    """Numbers of 64 bits as others that look random."""
+    """Hash 64-bit numbers (splitmix64)."""
     x = x * _STEP
     x = (x ^ (x >> 30)) * _FIRST
     x = (x ^ (x >> 27)) * _SECOND
@@ -70,7 +70,7 @@ class Dropout:
         return Dropout(self.p, self.rows_BHS[:, :, slice(*queries)], self.columns_T[slice(*keys)])
 
     def dropped(self) -> Tensor:
-        """Truth values [B, H, S, T]."""
+        """Return a bool mask [B, H, S, T]."""
         if self.rows_BHS.dtype is torch.bool:
             return ~self.rows_BHS.index_select(-1, self.columns_T)
         a, b = self.rows_BHS.to(torch.int32), (self.rows_BHS >> 32).to(torch.int32)

@@ -273,7 +273,7 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); zeros in rows that see no key."""
+    """Return exp(scores - lse); zeros in rows that see no key."""
     return (scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp()
 
 

@@ -97,7 +97,7 @@ def places(number: int, size: int) -> list[Range]:
 
 
 def _joined(blocks: Sequence[tuple[Range, bool]]) -> Iterator[tuple[Range, bool]]:
-    """Consecutive blocks without a mask as one."""
+    """Yield consecutive blocks without a mask as one."""
     first: Range | None = None
     for keys, seen in blocks:
         if first is not None and seen and first[1] == keys[0]:

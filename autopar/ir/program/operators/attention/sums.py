@@ -27,7 +27,7 @@ class Sum:
     def empty(cls, q_BHSD: Tensor, v_BGTD: Tensor) -> Sum:
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
         batch, heads, queries, _ = q_BHSD.shape
-        # As the kernels lay out what they give: heads of one position lie together.
+        # Same memory layout as the kernels' outputs: (batch, position, head).
         out = q_BHSD.new_zeros((batch, queries, heads, v_BGTD.shape[-1]), dtype=wide).transpose(1, 2)
         return cls(out, q_BHSD.new_full(q_BHSD.shape[:-1], -math.inf, dtype=wide))
 
@@ -83,7 +83,7 @@ class Gradients:
         block: Block,
         way: Callable[..., tuple[Tensor, Tensor, Tensor]] = attend_backward,
     ) -> None:
-        """The part of one block more; `out` and `lse` are of whole rows."""
+        """Add the part of one block; `out` and `lse` are those of whole rows."""
         mine, theirs = slice(*queries), slice(*keys)
         grad, q, out = (x[:, :, mine] for x in (grad, q, out))
         lse = lse[:, :, mine].contiguous()  # kernels of a GPU read it as if it were

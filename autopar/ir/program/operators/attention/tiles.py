@@ -23,7 +23,7 @@ SMALLEST = 64
 
 
 def tiles(queries: Range, keys: Range, block: Block, q: Tensor) -> Iterator[tuple[Range, Range, Block]]:
-    """The tiles of a block that lies there, of queries [B, H, S, D]; itself, where a kernel computes it."""
+    """Yield the tiles of a block of queries [B, H, S, D], or the block itself if a kernel computes it."""
     if block.dropout is None and block.modified is None:
         yield queries, keys, block
         return
