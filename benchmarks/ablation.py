@@ -8,6 +8,7 @@ kinds: dense, with experts, encoder and decoder, vision, hybrid, U-Net, tiny.
     python -m benchmarks.ablation --only labels contraction  some heuristics
     python -m benchmarks.ablation --cells 0 3              some cells of the grid
     python -m benchmarks.ablation --all-on                 the grid alone, each question on a line
+    python -m benchmarks.ablation --all-on --random 16 --seed 7       cells drawn at random in place of the grid
 
 seconds: processor seconds without the heuristic, by those with all (geometric mean of the questions).
 gap: the same of optimality gaps, none taken to be below a ten-thousandth; steps: of the seconds of the plans.
@@ -19,13 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,7 +50,6 @@ from benchmarks.ablation_heuristics import HEURISTICS
 from benchmarks.unet import unet
 
 SHARES = (0.9, 0.7, 0.55)
-"""Limits, as shares of the memory of the fastest plan."""
 TIME_LIMIT = 60.0
 LEAST_GAP = 1e-4
 ROOT = Path(__file__).parent.parent
@@ -159,6 +160,8 @@ class Cell:
     sequence: int
     dtype: str
     hardware: str = "h100"
+    shares: tuple[float, ...] = SHARES
+    """Limits, as shares of the memory of the fastest plan."""
 
     def __str__(self) -> str:
         return f"{self.model} {'×'.join(map(str, self.mesh))} {self.dtype}"
@@ -181,6 +184,23 @@ GRID = (
     Cell("tiny-neox", (2, 2), 8, 64, "float32", "cpu"),
     Cell("tiny-neox", (2, 2, 2), 8, 64, "float32", "cpu"),
 )
+MESHES = (
+    (4,),
+    (8,),
+    (16,),
+    (2, 4),
+    (4, 4),
+    (8, 4),
+    (4, 8),
+    (8, 8),
+    (16, 8),
+    (32, 8),
+    (128, 8),
+    (2, 2, 4),
+    (4, 2, 8),
+    (16, 4, 8),
+)
+"""Meshes of random cells: 4 to 1,024 devices."""
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 
 
@@ -196,6 +216,21 @@ class Answered:
     step: float | None = None
     gap: float | None = None
     failure: str = ""
+
+
+def random_cells(count: int, seed: int) -> Iterator[Cell]:
+    """Yield cells drawn at random: model, number of layers, mesh, batch, sequence, dtype, hardware and limits."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        model = draw.choice([*MODELS, "unet"])
+        mesh, dtype = draw.choice(MESHES), draw.choice(("float32", "bfloat16"))
+        is_image = model == "unet" or MODELS[model].wrapper is ImageClassifier
+        is_tiny = model.startswith("tiny")
+        sequence = 0 if is_image else draw.choice((64, 512) if is_tiny else (512, 1024, 2048))
+        samples = draw.choice((8, 32, 64) if is_image else (1, 2, 4))
+        hardware = "cpu" if is_tiny else draw.choice(("a100", "h100", "gb200"))
+        shares = tuple(round(draw.uniform(0.5, 1.0), 2) for _ in SHARES)
+        yield Cell(model, mesh, samples * math.prod(mesh), sequence, dtype, hardware, shares)
 
 
 def model_of(cell: Cell) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -240,7 +275,7 @@ def answered(cell: Cell, space: Space, share: float, limit: int | None, without:
     return Answered(*own, found.seconds, gap)
 
 
-def answers_of(cell: Cell, heuristics: Sequence[str], shares: Sequence[float]) -> Iterator[Answered]:
+def answers_of(cell: Cell, heuristics: Sequence[str]) -> Iterator[Answered]:
     """Yield the answers of a cell: without a limit, and within each with all heuristics and without each."""
     space = space_of(cell)
     formulation = Statements(space).of(Settings())[-1]
@@ -249,16 +284,16 @@ def answers_of(cell: Cell, heuristics: Sequence[str], shares: Sequence[float]) -
         free = best_within(formulation, {}, None, Settings(search=Search(time_limit=TIME_LIMIT)))
     for without in ("", *heuristics):
         yield answered(cell, space, 1.0, None, without)
-    for share in shares:
+    for share in cell.shares:
         for without in ("", *heuristics):
             yield answered(cell, space, share, int(share * free.peak_bytes), without)
 
 
-def run(cells: Iterable[int], heuristics: Sequence[str], shares: Sequence[float]) -> list[Answered]:
+def run(cells: Iterable[Cell], heuristics: Sequence[str]) -> list[Answered]:
     """Return all answers, each cell's from a process of its own."""
     found = []
-    for number in cells:
-        request = json.dumps([number, list(heuristics), list(shares)])
+    for cell in cells:
+        request = json.dumps([asdict(cell), list(heuristics)])
         command = [sys.executable, "-m", "benchmarks.ablation", "--cell", request]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -266,7 +301,7 @@ def run(cells: Iterable[int], heuristics: Sequence[str], shares: Sequence[float]
                 found.append(Answered(**json.loads(line)))
                 print(line, end="", file=sys.stderr, flush=True)
         if process.returncode:
-            print(f"{GRID[number]}: status {process.returncode}", file=sys.stderr, flush=True)
+            print(f"{cell}: status {process.returncode}", file=sys.stderr, flush=True)
     return found
 
 
@@ -298,20 +333,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(HEURISTICS), metavar="NAME", help=f"{', '.join(HEURISTICS)}")
     parser.add_argument("--cells", nargs="+", type=int, default=range(len(GRID)), metavar="N")
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, metavar="X")
+    parser.add_argument("--shares", nargs="+", type=float, metavar="X", help="limits in place of those of the cells")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="cells drawn at random in place of the grid")
+    parser.add_argument("--seed", type=int, default=0, help="of the random cells")
     parser.add_argument("--all-on", action="store_true", help="leave no heuristic out")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.cell:
-        number, heuristics, shares = json.loads(options.cell)
-        for each in answers_of(GRID[number], heuristics, shares):
+        cell, heuristics = json.loads(options.cell)
+        for each in answers_of(Cell(**cell), heuristics):
             print(json.dumps(asdict(each)), flush=True)
         return
     heuristics = [] if options.all_on else options.only
-    found = run(options.cells, heuristics, options.shares)
+    cells = list(random_cells(options.random, options.seed)) or [GRID[number] for number in options.cells]
+    if options.shares:
+        cells = [replace(cell, shares=tuple(options.shares)) for cell in cells]
+    found = run(cells, heuristics)
     if options.all_on:
-        rows = [(e.cell, e.share, e.cpu, e.step, e.gap, e.failure) for e in found]
-        print(tabulate(rows, ("question", "share", "seconds", "step", "gap", ""), floatfmt=".4g"))
+        rows = [(e.cell, e.share, e.wall, e.cpu, e.step, e.gap, e.failure) for e in found]
+        print(tabulate(rows, ("question", "share", "wall s", "CPU s", "step", "gap", ""), floatfmt=".4g"))
     else:
         print(table(found, heuristics))
 
