@@ -28,7 +28,7 @@ from autopar.capture.passes.hooks import hooks_on_all_uses
 from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
-from autopar.capture.passes.views import split_before_permuting, state_sizes
+from autopar.capture.passes.views import batch_and_heads_apart, split_before_permuting, state_sizes
 from autopar.capture.rows.class_losses import joined_cross_entropies
 from autopar.capture.rows.labels import ignored_positions
 from autopar.capture.rows.samples import tokens_in_samples
@@ -160,6 +160,7 @@ PASSES: tuple[Pass, ...] = (
     real_signs,
     state_sizes,
     split_before_permuting,
+    batch_and_heads_apart,
     flat_projections_to_batched,
     drop_dead_calls,
     sorted_experts,

@@ -270,6 +270,45 @@ def test_attention_heads_are_split_before_they_are_moved() -> None:
     assert all(shape[0] not in (6, 15) for shape in _shapes(program)), "batch is merged with heads or with sequence"
 
 
+def _merged(x: Tensor, heads: int) -> Tensor:
+    """Return [batch * heads, positions, features] of hidden states [batch, positions, heads * features]."""
+    batch, positions, hidden = x.shape
+    return x.view(batch, positions, heads, hidden // heads).transpose(1, 2).reshape(batch * heads, positions, -1)
+
+
+def _by_baddbmm(self: Any, x: Tensor) -> Tensor:
+    """Compute attention as BLOOM does."""
+    q, k, v = (_merged(each, 2) for each in (x @ self.weight).chunk(3, -1))
+    bias = torch.arange(10.0).view(2, 1, 5).repeat(3, 1, 1)
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=0.5, alpha=0.7).view(3, 2, 5, 5)
+    weights = (scores + torch.ones(5, 5).triu()).softmax(-1).view(6, 5, 5)
+    return torch.bmm(weights, v).view(3, 2, 5, 2).transpose(1, 2).reshape(3, 5, 4)
+
+
+def _by_bmm(self: Any, x: Tensor) -> Tensor:
+    """Compute attention as BART did before it used scaled_dot_product_attention."""
+    q, k, v = (_merged(each, 2) for each in (x @ self.weight).chunk(3, -1))
+    scores = torch.bmm(q * 0.7, k.transpose(1, 2)).view(3, 2, 5, 5) + torch.ones(5, 5).triu()
+    weights = F.dropout(scores.view(6, 5, 5).softmax(-1), p=0.0, training=self.training)
+    return torch.bmm(weights, v).view(3, 2, 5, 2).transpose(1, 2).reshape(3, 5, 4)
+
+
+@pytest.mark.parametrize("forward", [_by_baddbmm, _by_bmm])
+def test_batch_and_heads_are_apart_in_attention_by_bmm(forward: Any) -> None:
+    program = assert_as_eager(Function(forward, weight=(4, 12)), (_x(3, 5, 4),))
+    assert all(shape[:1] != (6,) for shape in _shapes(program)), "batch is merged with heads"
+    assert len(calls(program, aten.matmul.default)) == 5
+
+
+def test_scores_that_others_read_stay_merged() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scores = torch.bmm(_merged(x, 2), _merged(x, 2).transpose(1, 2))
+        return scores.view(3, 2, 5, 5).sum() + scores.cumsum(0).sum() + self.weight.sum()
+
+    program = assert_as_eager(Function(forward), (_x(3, 5, 4),))
+    assert len(calls(program, aten.bmm.default)) == 1
+
+
 def _shapes(program: Program) -> list[tuple[int, ...]]:
     return [node.meta["tensor"].shape for node in calls(program)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def _inputs(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 PINS: dict[str, Annotations] = {
-    "bloom": (),
+    "bloom": (("query_key_value", {"tp": "column"}), ("self_attention.dense", {"tp": "row"})),
     "recurrent_gemma": (
         ("*", {"dp": "data", "sp": "data"}),
         ("linear", {"tp": "column"}),
@@ -78,6 +79,16 @@ def test_a_family_with_functions_trains_as_one_process_does(name: str, monkeypat
     program = capture(FAMILIES[name].build(), *_inputs(0))
     calls = [call for call in RoledProgram.of(program).calls.values() if isinstance(call.call.target, FunctionCall)]
     assert calls and all(call.bound.splittable and not call.ruled.reason for call in calls)
+
+
+def test_heads_of_bloom_are_split() -> None:
+    model, (_, inputs) = _bloom(), _inputs(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # megatron warns of attention that stays whole
+        plan = autopar.plan(model, autopar.Mesh({"tp": 4}, hardware="cpu"), inputs, strategy="megatron")
+    products = [row for row in plan.rows if row.name.startswith("matmul")]
+    assert len(products) == 4
+    assert all(row.layout == "S(1)" for row in products), products
 
 
 def _positive(*shape: int) -> Tensor:

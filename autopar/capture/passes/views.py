@@ -6,9 +6,11 @@ convolutions give other strides on other devices and for other sizes); elsewhere
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
-from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, set_call, shape_of, value_of
 
 VIEWS = (aten.view.default, aten.reshape.default)
 """The two forms that `state_sizes` leaves."""
@@ -39,6 +41,10 @@ OWN_STRIDES = (
     aten.layer_norm.default,
 )
 """Operations that give contiguous tensors whatever they are given."""
+
+
+MERGED_DIMS = 3
+"""Dims of a batch of matrices: batch and heads as one, rows, columns."""
 
 
 def state_sizes(draft: TracedGraph) -> None:
@@ -80,6 +86,77 @@ def split_before_permuting(draft: TracedGraph) -> None:
             sizes = [size for group in groups_before for size in group]
             apart = draft.call(aten.reshape.default, merged.args[0], sizes, module=module)
             draft.replace(node, draft.call(aten.permute.default, apart, dims, module=module))
+
+
+def batch_and_heads_apart(draft: TracedGraph) -> None:
+    """Replace products of matrices, batched over merged batch and heads, by products of unmerged tensors.
+
+    Attention that is written with bmm or baddbmm (as BLOOM's) merges batch and heads before a product and splits them
+    after it; while they are one dim, heads cannot be sharded.
+    """
+    for node in draft.calls(aten.bmm.default, aten.baddbmm.default):
+        given = arguments(node)
+        first, second = (
+            (given["self"], given["mat2"]) if node.target is aten.bmm.default else (given["batch1"], given["batch2"])
+        )
+        shape, users = shape_of(node), list(node.users)
+        splits = {shape_of(user) if user.target in VIEWS else () for user in users}
+        wanted = splits.pop() if len(splits) == 1 else ()
+        is_split = len(wanted) > len(shape) and wanted[-2:] == shape[-2:]
+        if not (is_split and _is_merged(first, wanted[:-2]) and _is_merged(second, wanted[:-2])):
+            continue
+        module = node.meta["module"]
+        with draft.graph.inserting_before(node):
+            left, right = (_unmerged(draft, each, wanted[:-2]) for each in (first, second))
+            if given.get("alpha", 1) != 1:
+                left = draft.call(aten.mul.Tensor, left, given["alpha"], module=module)
+            product = draft.call(aten.matmul.default, left, right, module=module)
+            if node.target is aten.baddbmm.default and given["beta"] != 0:
+                added = _unmerged(draft, given["self"], wanted[:-2])
+                if given["beta"] != 1:
+                    added = draft.call(aten.mul.Tensor, added, given["beta"], module=module)
+                product = draft.call(aten.add.Tensor, product, added, module=module)
+        for user in users:
+            draft.replace(user, product)
+
+
+def _is_merged(node: fx.Node, leading: tuple[int, ...]) -> bool:
+    """Return whether a tensor comes from one with these leading dims, which a view merged into its first dim."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    if node.target in VIEWS:
+        return shape_of(source) == (*leading, *shape_of(node)[1:])
+    return _keeps_batch(node) and _is_merged(source, leading)
+
+
+def _keeps_batch(node: fx.Node) -> bool:
+    """Return whether a call treats the entries of its input's first dim alike, and nothing else reads its result."""
+    if len(node.users) > 1 or len(shape_of(node)) != MERGED_DIMS:
+        return False
+    if node.target is aten.transpose.int:
+        return all(dim % MERGED_DIMS for dim in node.args[1:])  # type: ignore[operator]
+    if node.target is aten.softmax.int:
+        return node.args[1] % MERGED_DIMS == MERGED_DIMS - 1  # type: ignore[operator]
+    is_scaled = node.target in (aten.mul.Tensor, aten.div.Tensor) and not isinstance(node.args[1], fx.Node)
+    return is_scaled or node.target in (aten.to.dtype, aten.dropout.default)
+
+
+def _unmerged(draft: TracedGraph, node: fx.Node, leading: tuple[int, ...]) -> fx.Node:
+    """Return a tensor with these leading dims in place of its first one, where that has as many entries."""
+    shape, module = shape_of(node), node.meta.get("module", "")
+    if len(shape) < MERGED_DIMS or shape[0] != math.prod(leading):
+        return node  # broadcast
+    source = node.args[0] if node.args else None
+    if not _is_merged(node, leading) or not isinstance(source, fx.Node):
+        return draft.call(aten.reshape.default, node, [*leading, *shape[1:]], module=module)
+    if node.target in VIEWS:
+        return source
+    inner = _unmerged(draft, source, leading)
+    if node.target is aten.transpose.int:
+        return draft.call(aten.transpose.int, inner, -1, -2, module=module)
+    rest = (-1, *node.args[2:]) if node.target is aten.softmax.int else node.args[1:]
+    return draft.call(node.target, inner, *rest, module=module, **node.kwargs)  # type: ignore[arg-type]
 
 
 def _unsure_strides(draft: TracedGraph) -> set[fx.Node]:

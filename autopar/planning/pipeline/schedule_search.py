@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.errors import CutOffError, InfeasibleError, PipelineError
+from autopar.errors import CutOffError, InfeasibleError, PipelineError, StrategyError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.planned_blocks import PlannedBlocks, planned_blocks
@@ -63,23 +63,32 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
 
     Raises PipelineError where none can run.
     """
+    most = 2 * MICROBATCHES_PER_STAGE * num_ranks
     if wish.name is not None:
-        Schedule(
-            wish.name, num_ranks, 2 * MICROBATCHES_PER_STAGE * num_ranks, chunks_of(wish.name, wish.chunks)
-        )  # is there such a one?
+        Schedule(wish.name, num_ranks, most, chunks_of(wish.name, wish.chunks))  # is there such a one?
     requested = wish.num_microbatches
-    counts = [
-        n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= 2 * MICROBATCHES_PER_STAGE * num_ranks
-    ]
-    ends = sorted({counts[0], counts[-1]}) if requested is None else [requested]
+    counts = (
+        [n for n in range(1, min(batch_size, most) + 1) if batch_size % n == 0] if requested is None else [requested]
+    )
     measured: dict[int, tuple[list[BlockCost], list[float]]] = {}
     refused: list[PipelineError] = []
     planned: PlannedBlocks | None = None
-    for count in ends:
+
+    def measure(count: int) -> None:
+        nonlocal planned
         # For its costs alone: a schedule that any number of micro-batches fits.
         request = request_of(Schedule("gpipe", num_ranks, count))
         planned = planned_blocks(request, num_ranks * max(wish.chunks or 1, 1))
         measured[count] = list(planned.costs), list(planned.cut_seconds)
+
+    measure(counts[0])
+    while counts[-1] not in measured:
+        try:
+            measure(counts[-1])
+        except StrategyError:  # its micro-batches have too few samples for the axes of a preset
+            counts.pop()
+            batch_size = counts[-1]
+    ends = sorted(measured)
     num_blocks = len(measured[ends[0]][0])
     if any(len(costs) != num_blocks for costs, _ in measured.values()):
         raise PipelineError(
@@ -169,7 +178,7 @@ def best_schedule(
 ) -> Chosen:
     """Return the schedule that is wished for, or the best that goes with the wish; `limited` by memory, it is tried.
 
-    Micro-batches stay as large as all devices of a stage can share, where the batch is.
+    Unless their number is specified, micro-batches stay as large as all devices of a stage can share, if the batch is.
 
     Raises PipelineError where none can run, or none that is recommended fits into memory, and CutOffError where those
     that may fit take longer than the cut-off even without a limit.
@@ -178,7 +187,8 @@ def best_schedule(
     known, deadline = wish.schedule(num_ranks), after(time_limit)
     if known is not None:
         return Chosen(known)
-    options = recommended(wish, most_microbatches(batch_size, mesh, axis), num_ranks, request_of)
+    most = most_microbatches(batch_size, mesh, axis) if wish.num_microbatches is None else batch_size
+    options = recommended(wish, most, num_ranks, request_of)
     if not limited:
         if options[0].seconds >= cutoff:
             raise CutOffError(options[0].seconds)

@@ -130,3 +130,19 @@ def test_as_many_stages_and_micro_batches_are_planned_as_are_requested(chunks: i
         microbatches,
         2 * chunks,
     )
+
+
+def test_micro_batches_may_be_smaller_than_all_devices_of_a_stage_can_share() -> None:
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), (torch.zeros(16, 8),)
+    mesh = autopar.Mesh({"pp": 2, "dp": 2, "tp": 2}, hardware="cpu")
+    plan = autopar.plan(model, mesh, batch, microbatches=8)
+    assert isinstance(plan, PipelinePlan)
+    assert plan.schedule.num_microbatches == 8
+
+
+def test_micro_batches_have_samples_for_the_axes_of_a_preset() -> None:
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), (torch.zeros(8, 8),)
+    mesh = autopar.Mesh({"pp": 2, "dp": 4, "tp": 4}, hardware="cpu")  # 8 samples do not divide over 16 devices
+    plan = autopar.plan(model, mesh, batch, strategy="zero1+megatron")
+    assert isinstance(plan, PipelinePlan)
+    assert plan.schedule.num_microbatches in (1, 2)
