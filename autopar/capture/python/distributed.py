@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, FunctionType
 from typing import Any
@@ -99,18 +100,20 @@ def _is_collective(name: str, function: FunctionType, module: str) -> bool:
     return not helper and function.__module__ == module
 
 
-def _caller() -> FrameType | None:
-    """Return the frame that called torch.distributed, if it is the forward's: of a user or a library."""
-    frame: FrameType | None = sys._getframe(2)
+def _caller(thread: int) -> FrameType | None:
+    """Return the frame that called torch.distributed if it is the forward's: in its thread, of a user or a library."""
+    frame: FrameType | None = sys._getframe(2) if threading.get_ident() == thread else None
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed"):
         frame = frame.f_back
     return frame if frame is not None and is_users(frame.f_globals.get("__name__")) else None
 
 
 def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    own = threading.get_ident()
+
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        caller = _caller()
+        caller = _caller(own)
         if caller is not None:
             raise CaptureError(
                 f"the forward calls {name}() ({where(caller)}), and a captured forward calls no collectives of its "
@@ -122,9 +125,11 @@ def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _stand_in(function: Callable[..., Any], name: str, alone: int | None) -> Callable[..., Any]:
+    own = threading.get_ident()
+
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        caller = _caller()
+        caller = _caller(own)
         if caller is None:
             return function(*args, **kwargs)
         if is_installed(caller.f_code) and alone is not None:

@@ -11,6 +11,7 @@ import os
 import random
 import secrets
 import sys
+import threading
 import time
 import types
 import uuid
@@ -50,11 +51,13 @@ def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionT
 
     `functions` are those of the user that the model calls, in whose files the sources may be globals.
     """
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    packages, own = {type(module).__module__.partition(".")[0] for module in model.modules()}, threading.get_ident()
 
     def check(frame: types.FrameType, name: str, advice: str) -> None:
-        """Raise CaptureError where a frame runs code of the user, or of a package that the modules come from."""
+        """Raise CaptureError if a frame of this thread runs code of the user, or of a package with model classes."""
         of = frame.f_globals.get("__name__")
+        if threading.get_ident() != own:
+            return
         if is_users(of) and (not is_installed(frame.f_code) or str(of).partition(".")[0] in packages):
             raise CaptureError(
                 f"the forward calls {name}() ({where(frame)}): a graph would keep this one answer for all calls; "

@@ -8,6 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from random import uniform
 from types import SimpleNamespace
@@ -362,6 +363,15 @@ def test_random_numbers_that_are_not_torchs_clocks_and_seeds_are_refused(draw: A
     )
     with pytest.raises(CaptureError, match=message):
         _captured(model)
+
+
+def test_other_threads_may_ask_while_a_forward_is_captured() -> None:
+    def ask(self: Any) -> int:
+        with ThreadPoolExecutor(1) as others:
+            assert others.submit(lambda: time.time() + random.random() + datetime.now().year).result() > 2000
+        return 1
+
+    _captured(_model(lambda self, x: x * self.w * ask(self)))
 
 
 def test_sources_are_as_they_were_after_a_refusal() -> None:
