@@ -270,9 +270,45 @@ def test_docstrings_name_their_subject() -> None:
         f"{file.relative_to(ROOT)}:{each.lineno}"
         for file in PEOPLE_READ
         for each in _docstrings(_tree(file))
-        if str(each.value).split()[0].strip(",.;:") in FRONTED
+        if _first_word(str(each.value)) in FRONTED
     ]
     assert not found, f"{found}: begin with a verb (Return, Build …) or with a noun; see CONTRIBUTING.md."
+
+
+def test_comments_name_their_subject() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in FILES
+        for line, comment in _comments(file.read_text())
+        if _first_word(comment.strip("# ")).capitalize() in FRONTED
+    ]
+    assert not found, f"{found}: say what it is, with its unit (seconds per …, share of …); see CONTRIBUTING.md."
+
+
+ARTICLES = {"A", "All", "An", "Each", "Every", "Its", "Nothing", "One", "Such", "The", "This"}
+"""First words of noun phrases."""
+NAMED_FOR_USERS = ("strategies/rules/", "strategies/presets/")
+"""Packages whose functions are rules and presets: their docstrings describe an operator or a strategy."""
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{each.lineno}"
+        for file in FILES
+        if not str(file.relative_to(ROOT)).startswith(NAMED_FOR_USERS)
+        for each in ast.walk(_tree(file))
+        if isinstance(each, ast.FunctionDef) and not _is_property(each)
+        if _first_word(ast.get_docstring(each) or "") in ARTICLES
+    ]
+    assert not found, f"{found}: begin with a verb (Return, Yield, Build …); see CONTRIBUTING.md."
+
+
+def _is_property(function: ast.FunctionDef) -> bool:
+    return any("property" in ast.unparse(each) for each in function.decorator_list)
+
+
+def _first_word(text: str) -> str:
+    return text.split()[0].strip(",.;:") if text.strip() else ""
 
 
 TERMS: Mapping[str, str] = {
