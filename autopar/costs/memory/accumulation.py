@@ -9,7 +9,7 @@
     in flight    all that a micro-batch saves for its backward, for each that waits
     buffers      for what micro-batches in flight receive: tensors from the stage before, until their backward, and
                  gradients of those sent, while it runs
-    sent         tensors stay resident on the sender until their backward
+    sent         tensors stay resident on the sender until it sends the next micro-batch's
 
 Approximations: A shared reshard holds its weight once and accumulates its gradient once; so does each consumer for
 which the weight is moved again. A cast is resident in the layout in which it is used. The tensor it was made from is
@@ -223,7 +223,7 @@ class Accumulation:
         return self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
 
     def sent(self, edge: TensorEdge) -> Modes | None:
-        """Return the bytes that one micro-batch has sent, until its backward, by mode; None if saved elsewhere."""
+        """Return the bytes that one micro-batch sends and no backward saves, by mode; None for what is not sent."""
         if not self.is_sent(edge.target):
             return None
         return self.tensors.modes(
