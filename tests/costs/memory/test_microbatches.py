@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar import Precision
 from autopar.capture.export import capture
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
@@ -364,11 +366,13 @@ class _Mlp(nn.Module):
         return x_BD.mean()
 
 
-def _predicted_and_real(strategy: str, batch: int, num_microbatches: int, in_flight: int) -> tuple[int, int]:
+def _predicted_and_real(
+    strategy: str, batch: int, num_microbatches: int, in_flight: int, precision: Any = None
+) -> tuple[int, int]:
     """Peak bytes of a step on this rank as predicted, and as its tensors are; predicted 0 where this rank plans not."""
     x_BD = torch.randn(batch * num_microbatches, 64)
     on = mesh((2,), ("dp",))
-    model = autopar.compile(_Mlp(), on, (x_BD,), strategy=strategy, microbatches=num_microbatches)
+    model = autopar.compile(_Mlp(), on, (x_BD,), strategy=strategy, precision=precision, microbatches=num_microbatches)
     assert isinstance(model, ParallelModule)
     optimizer = torch.optim.AdamW(model.parameters())
     microbatches = [((each,), {}) for each in x_BD.split(batch)]
@@ -407,3 +411,14 @@ def test_the_prediction_is_what_a_step_of_many_microbatches_holds(strategy: str,
     for batch, in_flight in ((8, 1), (256, 1), (256, 3), (256, 4)):
         predicted, real = ranks.run(_predicted_and_real, strategy, batch, 4, in_flight, world_size=2)[0]
         assert predicted == pytest.approx(real, rel=0.1), f"{batch} samples, {in_flight} in flight"
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero2"])
+def test_sums_of_micro_batches_take_the_bytes_of_the_dtype_they_are_reduced_in(strategy: str, ranks: Ranks) -> None:
+    wide, narrow = (
+        ranks.run(_predicted_and_real, strategy, 8, 4, 1, Precision(torch.float32, torch.bfloat16, reduce))[0]
+        for reduce in (torch.float32, torch.bfloat16)
+    )
+    for predicted, real in (wide, narrow):
+        assert predicted == pytest.approx(real, rel=0.1)
+    assert (narrow[1] < 0.95 * wide[1]) == (strategy != "zero2")  # whose sums are parts, in float32
