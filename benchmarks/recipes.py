@@ -43,7 +43,7 @@ from tabulate import tabulate
 import autopar
 from autopar.console.units import parse_bytes
 from autopar.costs.plans.plan import Plan
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TimeLimitError
 from autopar.models.catalogue import BUILT_IN, LanguageModel, built_in
 from autopar.planning.options.groups import Recompute
 from autopar.planning.pipeline.plan import PipelinePlan
@@ -268,7 +268,8 @@ def requested(recipe: Recipe, time_limit: float) -> Found:
     try:
         plan = planned(recipe, parse_bytes(recipe.memory), time_limit)
     except AutoparError as error:
-        verdict, reason = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
+        verdict = NO_ANSWER if isinstance(error, TimeLimitError) else REFUSED
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         try:
             plan = planned(recipe, None, time_limit)
         except AutoparError as further:

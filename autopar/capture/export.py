@@ -74,7 +74,8 @@ class Traced:
         if self.device is not None:
             rehome(draft.graph, self.device)
         program = finished(draft, self.form)
-        program.reduced, program.assumed, program.python = self.precision.reduced, self.assumed, self.python
+        program.reduced, program.accumulated = self.precision.reduced, self.precision.reduce
+        program.assumed, program.python = self.assumed, self.python
         program.tileable, program.mlp_tileable = tileable, mlp_tileable
         return program
 

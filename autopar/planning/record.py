@@ -234,6 +234,8 @@ def _row(
     waits = (sum(each for _, each in rerun) + sum(running.waits) - sum(strategy.waits)) * share
     recomputed = model.second_forward.at(number, answer.choices, answer.modes) * share - waits + again
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
+    if model.accumulation.is_received(number):
+        kept += int(buffer[choice]) if (buffer := model.accumulation.buffer(number)) is not None else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())
     return PlanRow(
         name=decision.name,

@@ -34,7 +34,9 @@ from autopar.runtime.collectives.regather import Regather
 
 _c10d = torch.ops._c10d_functional
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
-QUIET = frozenset(("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0"))
+QUIET = frozenset(
+    ("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0", "_CastWeightBackward")
+)
 """Nodes of the autograd graph that a parameter passes on its way to the first bucket; none of them communicates."""
 
 
@@ -174,7 +176,8 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, pending: _Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.pending = pending
-        return parameters
+        # As it is, a leaf gives `grad_dtype` to its output: gradients in transit would be cast before the wait.
+        return tuple(each.view_as(each) for each in parameters)
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,7 @@ from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.outputs.sums import Arriving, Sums
 from autopar.runtime.recompute.graph import called_below
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.runtime.rewrite.hoist import first_uses, hoist
+from autopar.runtime.rewrite.hoist import adds_parts, first_uses, hoist
 
 
 class Stage(nn.Module):
@@ -38,7 +38,7 @@ class Stage(nn.Module):
         self._hoisted = hoist(
             executable.local.module.graph, executable.program.parameters.values(), executable.plan.reduce_each
         )
-        self._first_uses = first_uses(self._hoisted)
+        self._first_uses, self._adds_parts = first_uses(self._hoisted), adds_parts(self._hoisted)
         self._graph = graph_of(self._hoisted.body, executable.program, executable.plan)
         self._moved: tuple[Tensor, ...] = ()
         self._gradients: MovedGradients | None = None
@@ -56,8 +56,10 @@ class Stage(nn.Module):
         given = self.executable.weights_of(self._root[0])
         with self._surroundings(0):
             self._moved = self._hoisted.weights(*(given[name] for name in self._hoisted.parameters))
-        leaves = (moved if _is_leaf(moved) else leaf_of(moved.detach(), moved.requires_grad) for moved in self._moved)
-        self._parameters.update((f"weight{number}", leaf) for number, leaf in enumerate(leaves))
+        for number, (moved, is_part) in enumerate(zip(self._moved, self._adds_parts, strict=True)):
+            dtype = self.executable.program.accumulates(moved.dtype, is_part)
+            leaf = moved if _is_leaf(moved, dtype) else leaf_of(moved.detach(), moved.requires_grad, dtype)
+            self._parameters[f"weight{number}"] = leaf
 
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
         """Run the forward of a micro-batch; return the tensors that it sends, and the user's outputs."""
@@ -104,21 +106,21 @@ class Stage(nn.Module):
         return self.executable.surroundings(self._random_state.at(self._first_step + microbatch))
 
 
-def _is_leaf(moved: Tensor) -> TypeGuard[nn.Parameter]:
+def _is_leaf(moved: Tensor, dtype: torch.dtype) -> TypeGuard[nn.Parameter]:
     """Return whether a weight is used as stored, and its gradient adds up, without hooks, as in a leaf of its own."""
     return (
         isinstance(moved, nn.Parameter)
         and not moved._backward_hooks
         and not moved._post_accumulate_grad_hooks
-        and (not moved.requires_grad or moved.dtype.itemsize >= torch.float32.itemsize)
+        and (not moved.requires_grad or moved.dtype == dtype)
     )
 
 
-def leaf_of(values: Tensor, learns: bool) -> nn.Parameter:
-    """Return a weight as micro-batches take it, whose gradient adds up over them."""
+def leaf_of(values: Tensor, learns: bool, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return a weight as micro-batches take it, whose gradient adds up over them in a dtype."""
     leaf = nn.Parameter(values, requires_grad=learns)
-    if learns and values.dtype.itemsize < torch.float32.itemsize:
-        leaf.grad_dtype = torch.float32
+    if learns and dtype != values.dtype:
+        leaf.grad_dtype = dtype
     return leaf
 
 

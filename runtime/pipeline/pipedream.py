@@ -53,7 +53,7 @@ class StashingStage(Stage):
         for name, leaf in self._parameters.items():
             if leaf is not None and _memory(leaf) in stored:
                 # A leaf of its own: one that only gets other memory counts the changes of the stored weight as its own.
-                self._parameters[name] = leaf_of(leaf.detach().clone(), leaf.requires_grad)
+                self._parameters[name] = leaf_of(leaf.detach().clone(), leaf.requires_grad, leaf.grad_dtype)
         self.microbatch = number
         outputs = self(*received)
         self._stash[number] = self._moved, dict(self._parameters)

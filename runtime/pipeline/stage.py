@@ -3,8 +3,8 @@
 PyTorch allocates a buffer for every micro-batch of a step, for each tensor that a stage receives, and most of its
 schedules hold what was sent up to the end of the step. Here a buffer is allocated when its receive is posted, and freed
 with the micro-batch's backward, so that there are as many as `planning.pipeline.schedules.receive_buffers` counts along
-the schedule's order; outputs stay resident up to their backward, gradients until the next ones are sent. The schedules
-stay PyTorch's.
+the schedule's order. Outputs and gradients are freed when the next ones are sent, as Megatron-LM does with
+`deallocate_pipeline_outputs`: a backward begins at an output, and needs its shape alone. The schedules stay PyTorch's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from autopar.ir.program.operators.derivatives import once_differentiable
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import Layout
 from autopar.runtime.module.executable import Executable
@@ -66,7 +67,8 @@ class ScheduledStage(PipelineStage):
         self.stage = stage
         self._fuses = fuses
         self._fused: list[dist.P2POp] = []
-        self._outputs_sent: dict[int, list[dist.Work]] = {}
+        self._outputs_sent: list[dist.Work] = []
+        self._last_sent: int | None = None
         self._gradients_sent: list[dist.Work] = []
 
     # Receive buffers. PyTorch's methods of these names allocate them all, or expect that.
@@ -124,11 +126,22 @@ class ScheduledStage(PipelineStage):
     # Sends. All schedules but 1F1B hold what was sent up to the end of the step, so it is sent here for them.
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of outputs that the schedule is to post; none if they are in transit already."""
+        """Return the sends of outputs that the schedule is to post; none if they are in transit already.
+
+        The outputs before have arrived by then, and are freed: a schedule that posts them has waited for them.
+        """
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         if not self._fuses:
-            self._outputs_sent[fwd_chunk_id] = _posted(operations)
+            _wait(self._outputs_sent)
+            self._outputs_sent = _posted(operations)
+        self._free_last_sent()
+        self._last_sent = None if self.is_last else fwd_chunk_id
         return self._left_to_schedule(operations)
+
+    def _free_last_sent(self) -> None:
+        sent: Sequence[Tensor] = () if self._last_sent is None else self.fwd_cache.get(self._last_sent, ((),))[0]
+        for tensor in sent:
+            tensor.data = tensor.new_empty(()).expand(tensor.shape)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of gradients that the schedule is to post; none if they are in transit already.
@@ -153,10 +166,8 @@ class ScheduledStage(PipelineStage):
 
     def finish_sends(self) -> None:
         """Wait until all is sent."""
-        for works in (self._gradients_sent, *self._outputs_sent.values()):
-            _wait(works)
-        self._gradients_sent = []
-        self._outputs_sent.clear()
+        _wait(self._gradients_sent + self._outputs_sent)
+        self._gradients_sent, self._outputs_sent, self._last_sent = [], [], None
 
     # Computations.
 
@@ -171,7 +182,6 @@ class ScheduledStage(PipelineStage):
         contiguous.
         """
         self._let_go_of_sent()
-        _wait(self._outputs_sent.pop(bwd_chunk_id, []))  # their gradients are there, so it has arrived
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         loss = kwargs.get("loss")
         if loss is not None and (not self.is_first or kwargs.get("full_backward", True)):
@@ -225,7 +235,20 @@ class _Handed(nn.Module):
         sent = outputs[: self.stage.executable.program.num_sent]
         copied = (x._is_view() or id(x) in known or not x.is_contiguous() for x in sent)
         pairs = zip(sent, copied, strict=True)
-        return tuple(x.clone(memory_format=torch.contiguous_format) if copy else x for x, copy in pairs)
+        return tuple(x.clone(memory_format=torch.contiguous_format) if copy else _Sent.apply(x) for x, copy in pairs)
+
+
+class _Sent(torch.autograd.Function):
+    """A tensor that shares memory with an output, and may let go of it: a backward may have saved the output."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
 
 
 def received_tensors(executable: Executable) -> tuple[Tensor, ...]:

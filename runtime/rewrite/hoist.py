@@ -79,6 +79,13 @@ def first_uses(hoisted: Hoisted) -> tuple[int, ...]:
     return tuple(min(map(place.__getitem__, weight.users)) for weight in weights)
 
 
+def adds_parts(hoisted: Hoisted) -> tuple[bool, ...]:
+    """Return whether each micro-batch reduces the gradient of each weight of `body`, so that reduced ones add up."""
+    placeholders = [node for node in hoisted.body.graph.nodes if node.op == "placeholder"]
+    weights = placeholders[: len(placeholders) - len(hoisted.others)]
+    return tuple(any(getattr(user.target, "__module__", "") in MODULES for user in each.users) for each in weights)
+
+
 def _done_once(graph: fx.Graph, parameters: frozenset[str]) -> set[fx.Node]:
     """Return parameters, their moves and casts, and views of them."""
     once = {node for node in graph.nodes if node.op == "placeholder" and node.name in parameters}

@@ -194,7 +194,7 @@ class _Rewriter:
                 self.next_key += 1
             if "op" in named:
                 kwargs["op"] = node.target
-        if node.name in self.space.weight_casts and self.space.program.reduced is not None:
+        if node.name in self.space.weight_casts and self.space.program.accumulated is not None:
             target = cast_weight
         layout = strategy.outputs[0] if strategy.outputs else None
         new = self._emit(target, args, kwargs, layout, name=node.name)

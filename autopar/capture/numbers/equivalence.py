@@ -90,7 +90,7 @@ class _Comparison:
         return (
             (program.parameters, program.buffers, program.tied),
             (inputs, program.mutations, program.num_outputs, str(program.out_spec)),
-            (program.training, program.assumed, program.reduced, len(program.python.hooks)),
+            (program.training, program.assumed, program.reduced, program.accumulated, len(program.python.hooks)),
         )
 
     def _evaluated(self, num_computed: int) -> Iterator[str]:

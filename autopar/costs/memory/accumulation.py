@@ -2,14 +2,15 @@
 
     weights      moved (gathered, cast) once a step, and resident so all the time, unless gathered again in the
                  backward: those are moved for each micro-batch
-    gradients    added up in the layout in which the calls use the weight, in float32 or wider, and reduced once at the
-                 end of the step, when they are there as they are stored, too; of weights that are gathered again for
-                 the backward, and with `reduce_each` of all that one message gathers from where they are stored, in the
-                 layout from which they are gathered, and besides those that one backward has reduced, until it ends
+    gradients    added up in the layout in which the calls use the weight, in the dtype that `Program.accumulates` says,
+                 and reduced once at the end of the step, when they are there as they are stored, too; of weights that
+                 are gathered again for the backward, and with `reduce_each` of all that one message gathers from where
+                 they are stored, in float32 or wider, in the layout from which they are gathered, and besides those
+                 that one backward has reduced, until it ends
     in flight    all that a micro-batch saves for its backward, for each that waits
     buffers      for what micro-batches in flight receive: tensors from the stage before, until their backward, and
                  gradients of those sent, while it runs
-    sent         tensors stay resident on the sender until their backward
+    sent         tensors stay resident on the sender until it sends the next micro-batch's
 
 Approximations: A shared reshard holds its weight once and accumulates its gradient once; so does each consumer for
 which the weight is moved again. A cast is resident in the layout in which it is used. The tensor it was made from is
@@ -24,14 +25,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.costs.space.space import TensorEdge
-
-ACCUMULATED_BYTES = torch.float32.itemsize  # bytes per element, at least
 
 
 class Accumulation:
@@ -137,8 +135,10 @@ class Accumulation:
         return self.tensors.cached(("accumulated", self._kind(edge)), lambda: self._accumulated(edge))
 
     def _accumulated(self, edge: TensorEdge) -> Bytes:
-        size = edge.tensor.dtype.itemsize
-        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.bytes_at_ends(edge))
+        dtype = edge.tensor.dtype
+        whole, parts = (self.space.program.accumulates(dtype, is_reduced) for is_reduced in (False, True))
+        before, after = (each // dtype.itemsize for each in self.tensors.bytes_at_ends(edge))
+        before, after = before * parts.itemsize, after * whole.itemsize
         if self.space.decisions[edge.source].kind == "shared_reshard":  # if it stays unchanged, it was added up before
             return np.where(self.tensors.changes(edge) | self.tensors.reduced(edge), after[None, :], 0)
         return np.where(self.reduced_each_time(edge), before[:, None], after[None, :])
@@ -156,9 +156,11 @@ class Accumulation:
 
     def _reduced(self, edge: TensorEdge) -> Bytes:
         before, _ = self.tensors.bytes_at_ends(edge)
-        cast = self.is_cast(edge.target) or edge.tensor.dtype.itemsize < ACCUMULATED_BYTES
+        dtype, each_time = edge.tensor.dtype, self.reduced_each_time(edge)
+        whole, parts = (self.space.program.accumulates(dtype, is_reduced) != dtype for is_reduced in (False, True))
+        cast = self.is_cast(edge.target) or np.where(each_time, parts, whole)
         moved = self.tensors.changes(edge) | self.tensors.reduced(edge)
-        return np.where(cast | (moved & ~self.reduced_each_time(edge)), before[:, None], 0)
+        return np.where(cast | (moved & ~each_time), before[:, None], 0)
 
     def fresh(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of the gradient that a call's backward has made, and that is yet to be added."""
@@ -221,7 +223,7 @@ class Accumulation:
         return self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
 
     def sent(self, edge: TensorEdge) -> Modes | None:
-        """Return the bytes that one micro-batch has sent, until its backward, by mode; None if saved elsewhere."""
+        """Return the bytes that one micro-batch sends and no backward saves, by mode; None for what is not sent."""
         if not self.is_sent(edge.target):
             return None
         return self.tensors.modes(

@@ -14,7 +14,7 @@ updates the weights after its backward (PipeDream), every backward is a first on
 
 A pipeline stage has buffers for the inputs that its micro-batches in flight receive, and for the gradients of the
 tensors they have sent. A schedule may receive ahead of computing; `inputs` and `gradients` are the most buffers at once
-in its order.
+in its order. What a stage sends is freed when it sends the next micro-batch's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.errors import PipelineError
+
+SENT_AT_ONCE = 2
+"""Micro-batches whose sent tensors a stage holds at most: one on its way, and the one that is computed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,11 @@ class Microbatches:
         if phase.end:
             return min(phase.others, inputs), 0
         return max(0, inputs - (self.in_flight - 1 - phase.others)), self.gradients
+
+    def sent(self, phase: Phase) -> int:
+        """Return of how many micro-batches sent tensors are there in a phase."""
+        waiting = phase.others + (not phase.end)
+        return waiting if self.stashes else min(waiting, SENT_AT_ONCE)
 
     def holds_no_more(self, other: Microbatches) -> bool:
         """Return whether equal choices hold no more than with the micro-batches of `other`."""

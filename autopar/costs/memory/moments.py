@@ -106,7 +106,7 @@ class Role(enum.Enum):
 
     STORED = "parameters, optimizer state, buffers and inputs"
     MOVED = "a weight as it was moved, once for all micro-batches"
-    SENT = "a tensor that was sent to the next stage, until its backward"
+    SENT = "a tensor that goes to the next stage, until the next one goes there"
     RECEIVED = "a buffer for a tensor from the previous stage"
     RETURNED = "a buffer for a gradient from the next stage"
     GRADIENT = "a gradient as it is stored, or as micro-batches add to it"
@@ -222,7 +222,7 @@ class Presence:
         if role is Role.WAITING:
             return phase.others
         if role is Role.SENT:
-            return phase.others + (not phase.end)
+            return self.memory.microbatches.sent(phase)
         if role in (Role.RECEIVED, Role.RETURNED):
             return self.memory.microbatches.received(phase)[role is Role.RETURNED]
         return 1

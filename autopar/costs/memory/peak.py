@@ -100,7 +100,7 @@ class PlanMoments:
         """Return the bytes, by what they are, that are resident at every moment of a phase, whatever calls do."""
         found: dict[str, int] = defaultdict(int)
         for (role, name), num_bytes in self.sums.items():
-            if role in (Role.STORED, Role.MOVED, Role.RECEIVED, Role.RETURNED):
+            if role in (Role.STORED, Role.MOVED, Role.RECEIVED, Role.RETURNED, Role.SENT):
                 found[name] += self.presence.times(role, phase) * int(num_bytes.sum())
         return dict(found)
 

@@ -14,12 +14,12 @@ from autopar.costs.memory.live import Interval
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Presence, Role, moment_of, presence_of
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
-from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
+from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS, RECEIVED
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
 GRADIENTS, GATHERED, WORKING = "gradients", "gathered weights", "working set"
-BUFFERS, MOVED, SENT = "receive buffers", "moved weights", "sent tensors"
+RETURNED, MOVED, SENT = "received gradients", "moved weights", "sent tensors"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,10 +76,10 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     more, used, ends = memory.accumulation, memory.lifetimes.position[number], (number,)
     for name, array in memory.stored(number).items():
         yield Part(Role.STORED, name, used, (array,), ends)
-    received = Role.RECEIVED if more.is_received(number) else Role.RETURNED
+    role, name = (Role.RECEIVED, RECEIVED) if more.is_received(number) else (Role.RETURNED, RETURNED)
     works = memory.microbatches.works
     found: list[tuple[Role, str, Bytes | None]] = [
-        (received, BUFFERS, more.buffer(number)),
+        (role, name, more.buffer(number)),
         (Role.GRADIENT, GRADIENTS, more.gradients(number)),
         (Role.STEPPED, GRADIENTS, memory.gradients(number) if works else None),
         (Role.UPDATING, WORKING, memory.works_on(number)),

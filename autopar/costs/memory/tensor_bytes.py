@@ -77,7 +77,7 @@ class TensorBytes:
 
     def kinds(self, edge: TensorEdge) -> np.ndarray:
         """Return how the tensor lies in memory after the edge (`SAME` … `COMMUNICATED`), for every pair of layouts."""
-        return self.cached(("kinds", self.space.kind(edge)), lambda: self._kinds(edge))
+        return self.space.of_layouts("kinds", edge, lambda: self._kinds(edge))
 
     def _kinds(self, edge: TensorEdge) -> np.ndarray:
         before, after = self._codes(edge)
@@ -92,6 +92,9 @@ class TensorBytes:
         """Return the pairs of layouts between which nothing happens but gathers, slices and the reduction of
         gradients.
         """
+        return self.space.of_layouts("only gathers", edge, lambda: self._only_gathers(edge))
+
+    def _only_gathers(self, edge: TensorEdge) -> np.ndarray:
         before, after = self._codes(edge)
         before, after = before[:, None, :], after[None, :, :]
         exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)

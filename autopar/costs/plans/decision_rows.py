@@ -162,7 +162,8 @@ def _words(role: str, placement: str) -> str:
 
 ACTIVATIONS = "activations"
 KEPT_WEIGHTS = "gathered weights saved for the backward"
-SAVED = (ACTIVATIONS, KEPT_WEIGHTS)
+RECEIVED = "received inputs"
+SAVED = (ACTIVATIONS, KEPT_WEIGHTS, RECEIVED)
 """The parts of memory that wait for a backward."""
 
 

@@ -110,6 +110,14 @@ class Space:
     """Lays the space out anew with other zigzag-sharding axes."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
+    _of_layouts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+
+    def of_layouts(self, name: str, edge: TensorEdge, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return an array that follows from the layouts at the ends of an edge; `make` is called once per kind."""
+        key = name, self.kind(edge)
+        if key not in self._of_layouts:
+            self._of_layouts[key] = make()
+        return self._of_layouts[key]
 
     def add(self, decision: Decision) -> int:
         assert decision.name not in self.index, f"two decisions named {decision.name}"

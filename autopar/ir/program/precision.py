@@ -2,11 +2,11 @@
 
     parameters   as parameters are stored and optimized, and as their gradients are added up
     compute      as weights are gathered and used, and as floating-point inputs are given to the forward
-    reduce       as gradients are summed over devices
+    reduce       as gradients are summed over devices, and over micro-batches before that
     outputs      as floating-point outputs are returned
 
 None is what is there: the model's own parameters, parameters as they are stored, gradients and outputs as the forward
-makes them. Buffers keep their dtype, as with FSDP2.
+makes them. Without `reduce`, micro-batches are summed in float32, or wider. Buffers keep their dtype, as with FSDP2.
 """
 
 from __future__ import annotations

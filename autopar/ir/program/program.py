@@ -78,6 +78,8 @@ class Program:
     """Number of entries of a pipeline stage's output, before the user's, that go to the next stage."""
     reduced: torch.dtype | None = None
     """Dtype in which gradients of parameters are summed over devices; None: that in which they are made."""
+    accumulated: torch.dtype | None = None
+    """Dtype in which micro-batches add up gradients before they are reduced; None: see `accumulates`."""
     assumed: tuple[str, ...] = ()
     """Branches on the values of tensors that were not followed but assumed, with their place and outcome."""
     tileable: bool = False
@@ -147,7 +149,17 @@ class Program:
         digest.update(repr(sorted(self.parameters.items())).encode())
         if self.reduced is not None:
             digest.update(str(self.reduced).encode())
+        if self.accumulated != self.reduced:
+            digest.update(f"accumulated in {self.accumulated}".encode())
         return digest.hexdigest()[:16]
+
+    def accumulates(self, used: torch.dtype, is_reduced: bool = False) -> torch.dtype:
+        """Return the dtype in which micro-batches add up gradients of weights that are used in this one.
+
+        If each micro-batch reduces its own (`is_reduced`), the sums are small parts, and stay in float32, or wider.
+        """
+        wide = torch.promote_types(used, torch.float32)
+        return wide if is_reduced else self.accumulated or wide
 
 
 def _named(leaf: Any, index: Mapping[fx.Node, int]) -> Any:

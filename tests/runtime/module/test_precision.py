@@ -259,10 +259,10 @@ class _Squared(nn.Module):
         return self.layer(x).float().square().mean()
 
 
-def _added_up(strategy: str) -> Tensor:
+def _added_up(strategy: str, precision: Any = "bf16-mixed") -> Tensor:
     torch.manual_seed(1)
     x = torch.randn(16, 64)
-    options: dict[str, Any] = {"strategy": strategy, "microbatches": 4, "precision": "bf16-mixed"}
+    options: dict[str, Any] = {"strategy": strategy, "microbatches": 4, "precision": precision}
     model = autopar.compile(_Squared(), mesh((2,), ("dp",)), (x,), **by_flag(**options))
     model.train_step(x)
     return pipeline_training.whole(model.get_parameter("layer.weight").grad)  # type: ignore[return-value]
@@ -277,14 +277,46 @@ def test_sums_of_gradients_are_not_rounded(ranks: Ranks, strategy: str) -> None:
     parts = x.chunk(4 if strategy == "fully_replicated" else 8)
     expected = torch.zeros(64, 64)
     for part in parts:
-        weight = model.layer.weight.detach().bfloat16().requires_grad_()
-        loss = (part.bfloat16() @ weight.T).float().square().sum() / (x.numel() / 4) / 4
-        loss.backward()
-        assert weight.grad is not None
-        expected += weight.grad.float()
+        expected += _gradient(model, part, x).float()
     assert (expected - expected.bfloat16().float()).norm() > 1e-3 * expected.norm()
     for gradient in found:
         assert (gradient - expected).norm() < 1e-6 * expected.norm()
+
+
+def _gradient(model: _Squared, part: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient in bfloat16 that one device computes at once of a part of the batch."""
+    weight = model.layer.weight.detach().bfloat16().requires_grad_()
+    loss = (part.bfloat16() @ weight.T).float().square().sum() / (x.numel() / 4) / 4
+    loss.backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "data_parallel", "fully_replicated"])
+def test_micro_batches_add_up_gradients_as_they_are_reduced(ranks: Ranks, strategy: str) -> None:
+    """As FSDP2 and Megatron's `grad_reduce_in_bf16`: whole gradients add up in `reduce`, reduced parts as stored."""
+    found = ranks.run(_added_up, strategy, Precision(torch.float32, torch.bfloat16, torch.bfloat16))
+    torch.manual_seed(1)
+    x, model = torch.randn(16, 64), _Squared()
+    if strategy == "fully_replicated":
+        expected = _in_turn([_gradient(model, part, x) for part in x.chunk(4)])
+    else:
+        pairs = [[_gradient(model, half, x) for half in part.chunk(2)] for part in x.chunk(4)]
+        if strategy == "zero2":  # each micro-batch reduces; one layer alone is not gathered again, and zero3 is zero1
+            expected = _in_turn([(first + second).float() for first, second in pairs])
+        else:
+            expected = _in_turn([gradient for gradient, _ in pairs]) + _in_turn([gradient for _, gradient in pairs])
+    for gradient in found:
+        assert gradient.dtype is torch.float32
+        torch.testing.assert_close(gradient, expected.float(), rtol=0, atol=0)
+
+
+def _in_turn(gradients: list[Tensor]) -> Tensor:
+    """Return the sum, rounded after each gradient."""
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total
 
 
 def _checkpointed(folder: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autopar
 from autopar.costs.plans.plan import Plan
+from autopar.errors import TimeLimitError
 from autopar.models.catalogue import BUILT_IN, built_in
 from autopar.planning.pipeline.stage_seconds import stage_seconds
 from autopar.strategies.presets import preset_named
@@ -72,6 +74,19 @@ def test_a_recipe_that_fits_is_accepted_and_one_that_does_not_is_priced_without_
     assert accepted.ratio and accepted.memory_ratio and accepted.measured_seconds
     text = recipes.line(TINY, accepted)
     assert "tiny (pp2 dp2; zero1; 2 micro-batches); accepted; " in text and "GB of 1.1 measured" in text
+
+
+def test_a_recipe_whose_time_ran_out_has_no_answer_and_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = recipes.planned
+
+    def late(recipe: recipes.Recipe, memory: int | None, time_limit: float) -> Any:
+        if memory is not None:
+            raise TimeLimitError("the time limit passed")
+        return planned(recipe, memory, time_limit)
+
+    monkeypatch.setattr(recipes, "planned", late)
+    found = recipes.requested(replace(TINY, memory="4GB"), 10.0)
+    assert found.verdict == recipes.NO_ANSWER and found.reason.startswith("TimeLimitError") and found.seconds
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 A buffer is allocated when its receive is posted. It is freed after the backward of its micro-batch, weights included: a
 forward input is saved for that backward, and a gradient is what the backward starts from.
 
-Between two stages of one rank nothing is received. The later stage reads the tensor that the earlier one sent, which
-the earlier one holds as long as its own micro-batch is in flight. Only what the later stage saves beyond that counts
-here. The gradient that the later stage hands back counts as a received one.
+Between two stages of one rank nothing is received. The tensor that the earlier stage hands over counts as a received
+one, and so does the gradient that the later stage hands back.
 """
 
 from __future__ import annotations
@@ -30,17 +29,16 @@ def receive_buffers(schedule: Schedule, stage: int) -> ReceiveBuffers:
     rank, last = schedule.rank_of(stage), schedule.num_stages - 1
     before = stage - 1 if stage and schedule.rank_of(stage - 1) == rank else None
     after = stage + 1 if stage < last and schedule.rank_of(stage + 1) == rank else None
-    inputs, gradients, done = set[int](), set[int](), set[int]()
+    inputs, gradients = set[int](), set[int]()
     most_inputs = most_gradients = 0
     for step in schedule.orders_with_receives[rank]:
-        number, ends = step.microbatch, step.kind in ("B", "W")
-        if (step.stage == stage and step.kind == "RECV_F") or (step.stage == before and ends and number not in done):
+        number = step.microbatch
+        if (step.stage == stage and step.kind == "RECV_F") or (step.stage == before and step.kind == "F"):
             inputs.add(number)
         if (step.stage == stage and step.kind == "RECV_B") or (step.stage == after and step.kind in ("B", "I")):
             gradients.add(number)
         most_inputs, most_gradients = max(most_inputs, len(inputs)), max(most_gradients, len(gradients))
-        if step.stage == stage and ends:
+        if step.stage == stage and step.kind in ("B", "W"):
             inputs.discard(number)
             gradients.discard(number)
-            done.add(number)
     return ReceiveBuffers(most_inputs, most_gradients)

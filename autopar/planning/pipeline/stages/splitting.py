@@ -163,6 +163,7 @@ def _program(program: Program, parts: _Parts) -> Program:
         received=tuple(node.name for node in received),
         num_sent=len(parts.sent),
         reduced=program.reduced,
+        accumulated=program.accumulated,
         assumed=program.assumed,
         model=program.model,
         python=program.python,

@@ -95,24 +95,25 @@ def is_at_least(budget: MemoryBudget | None, other: MemoryBudget | None) -> bool
 def stage_bytes_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> StageBytes:
     """Return the bytes that a stage holds by its choices.
 
-    While other stages run, all that its micro-batches in flight have saved, received and sent is resident. So are all
-    gradients, both those that accumulate and those that are being reduced. If no micro-batch follows the first
-    backward, gradients exist next to one micro-batch fewer. The resident bytes are at most the peak. They are at least
-    the part of the peak that does not end with the stage's run, as `PipelinePlan.rank_bytes` counts.
+    While other stages run, all that its micro-batches in flight have saved and received is resident, and what it sent
+    last. So are all gradients, both those that accumulate and those that are being reduced. If no micro-batch follows
+    the first backward, gradients exist next to one micro-batch fewer. The resident bytes are at most the peak. They are
+    at least the part of the peak that does not end with the stage's run, as `PipelinePlan.rank_bytes` counts.
     """
     peak, use, _ = memory_use(memory, choices, modes)
     runs = memory.microbatches
     if not runs.several or runs.stashes:
         return StageBytes(peak, peak, peak)
     moments = PlanMoments(memory, choices, modes)
-    each, sent = (int(moments.of(role).sum()) for role in (Role.SAVED, Role.SENT))
+    each = int(moments.of(Role.SAVED, Role.RECEIVED).sum())
     running, working = running_bytes(use.parts, each, runs.in_flight)
     full, without_one = (
         sum(moments.standing(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
     )
-    standing = full + runs.in_flight * (each + sent)
+    saved = int(moments.of(Role.SAVED).sum())
+    standing = full + runs.in_flight * saved
     waiting = standing - int(moments.of(Role.STORED, Role.MOVED).sum())
-    without_first = each + sent + full - without_one
+    without_first = saved + full - without_one
     ending = sum(moments.at(0, END, 0).values()) + waiting - (without_first if runs.in_flight == runs.count else 0)
     resting = max(peak - running, min(max(standing, ending), peak))
     # If no forward follows the first backward, the peak may be later, with one micro-batch fewer.
