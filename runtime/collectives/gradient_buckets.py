@@ -265,6 +265,13 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return _CastWeight.apply(weight, dtype)
 
 
+def cast_weights(dtypes: tuple[torch.dtype, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return `cast_weight` of several weights that are used together, all cast by one kernel."""
+    if len(weights) == 1:
+        return (cast_weight(weights[0], dtypes[0]),)
+    return _CastWeights.apply(dtypes, *weights)
+
+
 class _CastWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,3 +282,33 @@ class _CastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.exact.pop(0, grad).to(ctx.dtype), None
+
+
+class _CastWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtypes: Sequence[torch.dtype], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes, ctx.exact = [weight.dtype for weight in weights], {}
+        return tuple(_cast_together(weights, dtypes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        positions = [i for i, grad in enumerate(grads) if grad is not None]
+        given = [ctx.exact.pop(i, grads[i]) for i in positions]
+        found: list[Tensor | None] = [None] * len(grads)
+        for i, grad in zip(positions, _cast_together(given, [ctx.dtypes[i] for i in positions]), strict=True):
+            found[i] = grad
+        return None, *found
+
+
+def _cast_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return tensors in other dtypes; those that have theirs as they are."""
+    found = [
+        x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x, dtype in zip(tensors, dtypes, strict=True)
+    ]
+    new = [i for i, x in enumerate(tensors) if found[i] is not x]
+    if new:
+        targets, sources = [found[i] for i in new], [tensors[i] for i in new]
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    return found
