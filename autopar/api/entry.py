@@ -142,6 +142,7 @@ def plan(
     example_inputs: ExampleInputs,
     *,
     devices: int | None = None,
+    run: Run | None = None,
     **options: Unpack[InStages],
 ) -> PipelinePlan: ...
 @overload
@@ -151,6 +152,7 @@ def plan(
     example_inputs: ExampleInputs,
     *,
     devices: int | None = None,
+    run: Run | None = None,
     **options: Unpack[InOnePiece],
 ) -> Plan: ...
 @overload
@@ -160,6 +162,7 @@ def plan(
     example_inputs: ExampleInputs,
     *,
     devices: int | None,
+    run: Run | None = None,
     **options: Unpack[OnAnyMesh],
 ) -> Plan | PipelinePlan: ...
 def plan(
@@ -168,9 +171,12 @@ def plan(
     example_inputs: ExampleInputs,
     *,
     devices: int | None = None,
+    run: Run | None = None,
     **options: Any,
 ) -> Plan | PipelinePlan:
     """Plan without running: needs no process group and no devices; see `compile` for the options.
+
+    Of `run` only `cuda_graph` counts: the plan has the copies of inputs that a graph needs.
 
     With mesh="auto" the best plan is returned of all ways to arrange `devices` in up to `Search(max_axes=…)` axes. With
     `pipeline` the name of an axis, pipelines of every length outside of these are compared, too, as they are if a
@@ -181,4 +187,4 @@ def plan(
     >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP
     >>> plan(model, Mesh({"pp": 4, "tp": 8}, hardware="h100"), (ids, labels), microbatches=16)  # doctest: +SKIP
     """
-    return plan_offline(model, mesh, example_inputs, plan_request(model, **options), devices)
+    return plan_offline(model, mesh, example_inputs, plan_request(model, **options), devices, Run.of(run).cuda_graph)

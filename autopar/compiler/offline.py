@@ -19,7 +19,7 @@ from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
 from autopar.console.units import format_bytes, format_seconds
 from autopar.costs.plans.plan import Plan
-from autopar.errors import InfeasibleError, PipelineError, TimeLimitError
+from autopar.errors import InfeasibleError, InputError, PipelineError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_estimates.compared import compared, of_estimate
 from autopar.planning.mesh_estimates.estimates import Estimates, Subject
@@ -31,6 +31,10 @@ from autopar.planning.pipeline.request import pipeline_axis
 from autopar.planning.pipeline.schedules.choice import RECOMMENDED
 from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE
 from autopar.planning.request import PlanRequest
+from autopar.planning.settings import context_of
+from autopar.runtime.rewrite.per_rank_graph import rewrite
+from autopar.runtime.step_graphs.kinds import bytes_of
+from autopar.runtime.step_graphs.refusals import WITHOUT, CudaGraph, reason_offline, reasons_in
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
 
 ESTIMATING = 0.4
@@ -48,18 +52,44 @@ def plan_offline(
     example_inputs: ExampleInputs,
     request: PlanRequest,
     devices: int | None,
+    cuda_graph: CudaGraph = "none",
 ) -> Plan | PipelinePlan:
-    """Return the best plan on the mesh; on "auto", on the best mesh of `devices`."""
+    """Return the best plan on the mesh; on "auto", on the best mesh of `devices`.
+
+    If steps are to be CUDA graphs, it counts the copies of inputs. Raises InputError if they must be and cannot.
+    """
     check_planned_mesh(mesh, devices)
     # Meshes that are compared share their time, so that a plan of one is not what would be made of it alone.
     cache = PlanCache() if isinstance(mesh, str) else PlanCache.of(request.settings.search.cache)
     planner = OfflinePlanner(model, example_inputs, request, cache)
+    abstract = None if isinstance(mesh, str) else Mesh.of(mesh)
+    axis = request.pipeline.axis if abstract is None else pipeline_axis(abstract, request.pipeline.axis)
+    graphs = cuda_graph is True or cuda_graph == "auto"
+    if graphs:
+        hardware = request.hardware_of(Mesh({"dp": 1}) if abstract is None else abstract)
+        reason = reason_offline(hardware.is_host, axis, request.training)
+        if reason is None:
+            planner.request = replace(request, graph_input_bytes=bytes_of(planner.batch))
+        elif cuda_graph is True:
+            raise InputError(f"Run(cuda_graph=True) {reason}; {WITHOUT}")
     if isinstance(mesh, str):
-        return _on_the_best(planner, mesh, devices)
-    abstract = Mesh.of(mesh)
-    axis = pipeline_axis(abstract, request.pipeline.axis)
-    check_in_one_piece(request, axis)
-    return planner.on(abstract) if axis is None else planner.in_stages(abstract, axis)
+        plan = _on_the_best(planner, mesh, devices)
+    else:
+        check_in_one_piece(request, axis)
+        plan = planner.on(Mesh.of(mesh)) if axis is None else planner.in_stages(Mesh.of(mesh), axis)
+    if cuda_graph is True:
+        _check_graph(plan)
+    return plan
+
+
+def _check_graph(plan: Plan | PipelinePlan) -> None:
+    """Raise InputError if a step of the plan cannot be one CUDA graph."""
+    if isinstance(plan, PipelinePlan):
+        raise InputError(f"Run(cuda_graph=True) {reason_offline(False, plan.axis, True)}; {WITHOUT}")
+    context = context_of(plan)
+    local = rewrite(context.space, context.choices, plan.recompute)
+    for reason in reasons_in(context.space.program, plan, local.module.graph):
+        raise InputError(f"Run(cuda_graph=True): the step {reason}, or {WITHOUT}")
 
 
 def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan:

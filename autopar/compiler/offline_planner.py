@@ -128,7 +128,8 @@ class OfflinePlanner:
     def in_pipelines(self) -> OfflinePlanner:
         """Return the same for pipelines, whose axis has its usual name; what is captured serves both."""
         other = copy.copy(self)
-        other.request = replace(self.request, pipeline=replace(self.request.pipeline, axis=USUAL_PIPELINE))
+        pipeline = replace(self.request.pipeline, axis=USUAL_PIPELINE)
+        other.request = replace(self.request, pipeline=pipeline, graph_input_bytes=0)  # no graph of a schedule
         return other
 
     def samples(self, mesh: Mesh) -> int:

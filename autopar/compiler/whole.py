@@ -157,7 +157,7 @@ class _Compiler(ModuleCompiler[ParallelModule]):
         allowance = Allowance.from_now(self.request.settings.search.time_limit)
         if self.module.graphs_steps:
             copies = bytes_of(arguments) * (self.request.microbatches or 1)
-            self.request = self.request.with_graph_inputs(copies)
+            self.request = replace(self.request, graph_input_bytes=copies).within(Mesh.of(self.mesh))
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 

@@ -111,6 +111,8 @@ class PlanRequest:
     """On-demand implementations to offer in addition to those that annotations and the preset request."""
     chosen_tiles: Tiles | None = None
     """Tiles that the search tries in place of those that the user requested."""
+    graph_input_bytes: int = 0
+    """Bytes of the copies of a step's inputs that a CUDA graph keeps."""
 
     def __post_init__(self) -> None:
         memory, names = self.memory, self.static_argnames
@@ -209,14 +211,10 @@ class PlanRequest:
 
         The mesh has the axis of a pipeline, if there is one. Raises InfeasibleError if nothing is left for tensors.
         """
-        reserved, limit = self.conventions.reserved(self.hardware_of(mesh), mesh), self.settings.limit
+        found, limit = self.conventions.reserved(self.hardware_of(mesh), mesh), self.settings.limit
+        reserved = replace(found, graph_bytes=self.graph_input_bytes)
         if limit is not None:
             reserved.check(limit)
-        return replace(self, settings=replace(self.settings, reserved=reserved))
-
-    def with_graph_inputs(self, num_bytes: int) -> PlanRequest:
-        """Return the request whose memory limit counts copies of a batch of so many bytes, for a CUDA graph."""
-        reserved = replace(self.settings.reserved, graph_bytes=num_bytes)
         return replace(self, settings=replace(self.settings, reserved=reserved))
 
     def annotations_about(self, program: Program, mesh: Mesh, stored: bool = False) -> tuple[Annotation, ...]:

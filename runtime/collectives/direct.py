@@ -22,7 +22,18 @@ def below_autograd(operation: Callable[..., Any], *arguments: Any, **options: An
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Apply the function like `function.apply`."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """As `function.apply`."""
+    return function.apply(*arguments) if torch.compiler.is_compiling() else applied_eagerly(function, *arguments)
+
+
+def applied_eagerly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """As `function.apply`, where torch.compile is known not to trace."""
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_eagerly(operation: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """Call a collective that no gradient passes, where torch.compile is known not to trace."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operation._op(*arguments)

@@ -1,14 +1,6 @@
 """Parameters that move together: gradients reduced in buckets while the backward goes on, weights gathered in one go.
 
-A bucket is two `autograd.Function`s. The backward of the inner one starts the collective and does not wait; that of the
-outer one waits, just before the gradients reach the parameters. The autograd engine takes what is ready in the order
-of sequence numbers, so the inner one gets one above all others (at once, when all gradients of the bucket are there)
-and the outer one the lowest (when nothing else is left), but where a hook takes a gradient as soon as it is there: then
-that is waited for at once. Compiled and simulated graphs have the inner one only, and it waits.
-
-Every rank must start its collectives in the same order, and the engine takes nodes of the same number in an order that
-depends on what else is ready: on a rank whose part of a weight is padded, on one node more. So nothing that starts a
-collective, or that a collective waits for, shares its number.
+A bucket's collective is started by one node of autograd and waited for by another (`left_running`).
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -17,56 +9,21 @@ collective, or that a collective waits for, shares its number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._local_tensor import local_tensor_mode
 
-from autopar.costs.space.parameter_buckets import MOST_RUNNING
 from autopar.ir.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.direct import applied, below_autograd
+from autopar.runtime.collectives.direct import below_autograd, run_eagerly
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
 from autopar.runtime.collectives.layout_moves import waited_for
+from autopar.runtime.collectives.left_running import Pending, Wait, applied_inside, behind_wait, started
 from autopar.runtime.collectives.mesh_axes import Axis, axis_of, count
 from autopar.runtime.collectives.packed_messages import Part, joined, packed, sent
 from autopar.runtime.collectives.regather import Regather
 
 _c10d = torch.ops._c10d_functional
-PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
-QUIET = frozenset(
-    ("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0", "_CastWeightBackward")
-)
-"""Nodes of the autograd graph that a parameter passes on its way to the first bucket; none of them communicates."""
-
-
-class _Pending:
-    """Collectives that the inner backward has started and the outer one waits for.
-
-    The oldest are waited for sooner where others are running, so that what they send is freed.
-    """
-
-    __slots__ = ("results",)
-    running: ClassVar[list[_Pending]] = []
-
-    def __init__(self) -> None:
-        self.results: list[Tensor] = []
-
-    def started(self, result: Tensor) -> None:
-        """Remember a collective to wait for."""
-        if self not in self.running:
-            self.running.append(self)
-        self.results.append(result)
-        while len(self.running) > MOST_RUNNING:
-            self.running[0].wait()
-
-    def wait(self) -> None:
-        """Wait for all of them; nothing the second time."""
-        if self in self.running:
-            self.running.remove(self)
-        for result in self.results:
-            waited_for(result)
-        self.results.clear()
 
 
 def reduce_gradients(
@@ -81,85 +38,15 @@ def reduce_gradients(
     learning = _learning(parameters)
     if where.size == 1 or not learning:
         return parameters
-    pending, entered = _enter([parameters[i] for i in learning])
-    left = applied(_ReduceGradients, where, pending, in_place, reduce, *entered)
-    return _replaced(parameters, learning, _prefer(left, pending))
+    all_learn = len(learning) == len(parameters)
+    pending, behind = behind_wait(parameters if all_learn else [parameters[i] for i in learning])
+    reduced = applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, *behind)
+    return reduced if all_learn else _replaced(parameters, learning, reduced)
 
 
 def _learning(parameters: Sequence[Tensor]) -> list[int]:
     """Return the positions of those that get a gradient."""
     return [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
-
-
-def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tensor]]:
-    """Return the parameters behind the outer function; as they are where a collective may not be left running."""
-    if torch.compiler.is_compiling() or local_tensor_mode() is not None:
-        return None, parameters
-    pending = _Pending()
-    entered = applied(_Wait, pending, *parameters)
-    # Gradients that came through another bucket are reduced here, too: per layer, not all at the end.
-    node: Any = entered[0].grad_fn
-    taken, stays = False, True
-    for leaf in _leaves_of(parameters):
-        if leaf is None:
-            stays = False
-        elif leaf._post_accumulate_grad_hooks:
-            taken = True
-    if taken:
-        run_at_once(node)
-    elif stays:
-        node._set_sequence_nr(LAST)
-    return pending, entered
-
-
-def _leaves_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return `_leaf_of` for each parameter; parameters from one autograd node share one look-up."""
-    found: dict[Any, Tensor | None] = {}
-    leaves: list[Tensor | None] = []
-    for parameter in parameters:
-        node = parameter.grad_fn
-        if node is None:
-            leaves.append(parameter)
-            continue
-        if node not in found:
-            found[node] = _leaf_of(node)
-        leaves.append(found[node])
-    return leaves
-
-
-def _leaf_of(node: Any) -> Tensor | None:
-    """Return the leaf whose gradient passes `node` without a further collective, or the first of several such leaves.
-
-    Returns None if another collective comes first.
-    """
-    while node.name().rpartition("::")[2] in QUIET:
-        if not node.next_functions:
-            return node.variable
-        for before, _ in node.next_functions:
-            if before is not None:
-                node = before
-                break
-    return None
-
-
-def waits(node: Any) -> bool:
-    """Return whether a node of the autograd graph is the backward of an outer function."""
-    return isinstance(node, _Wait._backward_cls)  # type: ignore[attr-defined]
-
-
-def run_at_once(node: Any) -> None:
-    """Have the backward of an autograd node run as soon as it can."""
-    node._set_sequence_nr(PREFERRED + node._sequence_nr())
-
-
-def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tensor, ...]:
-    """Return the outputs of an inner function, whose backward is to run as soon as it can."""
-    if pending is not None:
-        for x in outputs:
-            if x.requires_grad:
-                run_at_once(x.grad_fn)
-                break
-    return outputs
 
 
 def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -171,27 +58,12 @@ def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence
     return tuple(found)
 
 
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pending: _Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.pending = pending
-        # As it is, a leaf gives `grad_dtype` to its output: gradients in transit would be cast before the wait.
-        return tuple(each.view_as(each) for each in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.pending.wait()
-        return None, *grads
-
-
 class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         axis: Axis,
-        pending: _Pending | None,
+        pending: Pending | None,
         in_place: bool,
         reduce: torch.dtype | None,
         *parameters: Tensor,
@@ -203,32 +75,36 @@ class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        writes = ctx.pending is not None and not ctx.in_place
+        if len(grads) == 1 and grads[0] is not None:  # is a message as it is
+            return None, None, None, None, _reduced_alone(ctx, grads[0], writes)
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
-            own = joined(list(group.values()), ctx.reduce or dtype, writes=ctx.pending is not None and not ctx.in_place)
-            # Wait first if the result is cast.
+            own = joined(list(group.values()), ctx.reduce or dtype, writes=writes)
+            # What is cast once it has arrived is waited for first.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
-            pieces = flat.split([grad.numel() for grad in group.values()])
+            pieces = flat.split_with_sizes([grad.numel() for grad in group.values()])
             for (i, grad), piece in zip(group.items(), pieces, strict=True):
                 reduced[i] = piece.view(grad.shape)
         return None, None, None, None, *reduced
 
 
-def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
+def _reduced_alone(ctx: Any, grad: Tensor, writes: bool) -> Tensor:
+    own = grad.to(ctx.reduce or grad.dtype, copy=writes).contiguous()
+    return _reduced(own, ctx.axis, ctx.pending if own.dtype == grad.dtype else None).to(grad.dtype)
+
+
+_SAME_VALUES = (Wait._backward_cls, _ReduceGradients._backward_cls)  # type: ignore[attr-defined]
+"""Nodes of the autograd graph whose inputs have the values of their outputs, in the same order."""
+
+
+def _reduced(own: Tensor, axis: Axis, pending: Pending | None) -> Tensor:
     """Return the sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
     count("all_reduce", axis, own.numel() * own.itemsize)
     if pending is None or torch.is_anomaly_enabled():  # anomaly mode reads a node's outputs at once
         return waited_for(below_autograd(_c10d.all_reduce.default, own, "sum", axis.group))
-    result = below_autograd(_c10d.all_reduce_.default, own, "sum", axis.group)
-    pending.results.append(result)
-    return result
-
-
-def _started(result: Tensor, pending: _Pending | None) -> Tensor:
-    """Return the collective's result: to be waited for later, or waited for now."""
-    if pending is None or torch.is_anomaly_enabled():
-        return waited_for(result)
-    pending.started(result)
+    result = run_eagerly(_c10d.all_reduce_.default, own, "sum", axis.group)
+    pending.results += (result,)
     return result
 
 
@@ -256,10 +132,10 @@ def gather_parameters(
         return tuple(cast(shards, to))
     recipe, learning = Recipe(where, dims, sizes, to), _learning(shards)
     if learning:
-        pending, behind = _enter([shards[i] for i in learning])
-        entered = _replaced(shards, learning, behind)
-        gathered = _prefer(
-            applied(_GatherParameters, recipe, in_flight, tuple(learning), pending, reduce, *entered), pending
+        pending, behind = behind_wait([shards[i] for i in learning])
+        taken = _replaced(shards, learning, behind)
+        gathered = applied_inside(
+            _GatherParameters, pending, recipe, in_flight, tuple(learning), pending, reduce, *taken
         )
     else:
         gathered = (in_flight or issued(recipe, shards)).arrived()
@@ -271,9 +147,22 @@ def gather_parameters(
             tuple(sizes[i] for i in regather),
             [to[i] for i in regather] if to else (),
         )
-        parts, weights = ([each[i] for i in regather] for each in (shards, gathered))
-        Regather.current.watch(again, tuple([part.detach() for part in parts]), tuple(weights), layer)
+        weights = tuple([gathered[i] for i in regather])
+        Regather.current.watch(again, _values(shards, regather), weights, layer)
     return gathered
+
+
+def _values(shards: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return some shards outside of autograd: as they are stored, or as tensors of their own."""
+    found = []
+    for shard in map(shards.__getitem__, positions):
+        node: Any = shard.grad_fn
+        number = shard.output_nr
+        while isinstance(node, _SAME_VALUES):
+            node, number = node.next_functions[number]
+        stored = getattr(node, "stored", None)
+        found.append(shard.detach() if stored is None else stored[number])
+    return tuple(found)
 
 
 def use_gathered(
@@ -292,11 +181,10 @@ def use_gathered(
     learning = _learning(shards)
     if not learning:
         return wholes
-    pending, behind = _enter([shards[i] for i in learning])
+    pending, behind = behind_wait([shards[i] for i in learning])
     recipe = Recipe(where, dims, sizes, ())
-    entered = _replaced(shards, learning, behind)
-    used = applied(_UseGathered, recipe, tuple(learning), pending, reduce, *entered, *wholes)
-    return _prefer(used, pending)
+    taken = _replaced(shards, learning, behind)
+    return applied_inside(_UseGathered, pending, recipe, tuple(learning), pending, reduce, *taken, *wholes)
 
 
 class _GatherParameters(torch.autograd.Function):
@@ -306,7 +194,7 @@ class _GatherParameters(torch.autograd.Function):
         recipe: Recipe,
         in_flight: InFlight | None,
         learning: tuple[int, ...],
-        pending: _Pending | None,
+        pending: Pending | None,
         reduce: torch.dtype | None,
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -332,7 +220,7 @@ class _UseGathered(torch.autograd.Function):
         ctx: Any,
         recipe: Recipe,
         learning: tuple[int, ...],
-        pending: _Pending | None,
+        pending: Pending | None,
         reduce: torch.dtype | None,
         *shards_and_wholes: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -365,7 +253,7 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         # Wait first if the result is cast.
         later = all(ctx.dtypes[i] == message.dtype for i in group)
         mine = below_autograd(_c10d.reduce_scatter_tensor.default, message, "sum", size, ctx.axis.group)
-        mine = _started(mine, ctx.pending if later else None)
+        mine = started(mine, ctx.pending if later else None)
         for i, part, piece in zip(group, parts, mine.split([part.shape.numel() for part in parts]), strict=True):
             found = piece.view(part.shape)
             scattered[i] = (part.received(found) if part.first else found).to(ctx.dtypes[i])
@@ -375,6 +263,13 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in the dtype of its use; its gradient gets back the dtype in which it is stored."""
     return _CastWeight.apply(weight, dtype)
+
+
+def cast_weights(dtypes: tuple[torch.dtype, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return `cast_weight` of several weights that are used together, all cast by one kernel."""
+    if len(weights) == 1:
+        return (cast_weight(weights[0], dtypes[0]),)
+    return _CastWeights.apply(dtypes, *weights)
 
 
 class _CastWeight(torch.autograd.Function):
@@ -387,3 +282,33 @@ class _CastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.exact.pop(0, grad).to(ctx.dtype), None
+
+
+class _CastWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtypes: Sequence[torch.dtype], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes, ctx.exact = [weight.dtype for weight in weights], {}
+        return tuple(_cast_together(weights, dtypes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        positions = [i for i, grad in enumerate(grads) if grad is not None]
+        given = [ctx.exact.pop(i, grads[i]) for i in positions]
+        found: list[Tensor | None] = [None] * len(grads)
+        for i, grad in zip(positions, _cast_together(given, [ctx.dtypes[i] for i in positions]), strict=True):
+            found[i] = grad
+        return None, *found
+
+
+def _cast_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return tensors in other dtypes; those that have theirs as they are."""
+    found = [
+        x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x, dtype in zip(tensors, dtypes, strict=True)
+    ]
+    new = [i for i, x in enumerate(tensors) if found[i] is not x]
+    if new:
+        targets, sources = [found[i] for i in new], [tensors[i] for i in new]
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    return found

@@ -2,7 +2,7 @@
 
 Leaves add gradients up over micro-batches, and the moves reduce the sums once. In the last backward of a step a bucket
 is reduced as soon as the last gradient of its leaves is there, and left running: its gradients are taken back up to the
-node that waits (`buckets.waits`), and the rest of the way, with the wait, at the end of the step.
+node that waits (`left_running.waits`), and the rest of the way, with the wait, at the end of the step.
 
 Every rank must start its collectives in the same order. The autograd engine accumulates gradients that are ready at
 once in no order that all ranks share. So buckets start in an order that the graph gives: that of the first use of their
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autopar.runtime.collectives.gradient_buckets import waits
+from autopar.runtime.collectives.left_running import waits
 
 
 @dataclass(slots=True, eq=False)

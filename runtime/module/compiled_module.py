@@ -229,7 +229,7 @@ class ParallelModule(StoredModule[Executable]):
         """Return the executable for these inputs, and the values that its graph takes."""
         arguments = self._arguments(args, kwargs)
         executable = self._prepared(arguments, arguments)
-        given = {**executable.constants, **executable.weights_of(self), **executable.buffers_of(self)}
+        given = {**executable.constants, **executable.weights_of(self, waits=True), **executable.buffers_of(self)}
         given.update(executable.inputs_of(arguments))
         return executable, [given[name] for name in executable.local.placeholders]
 

@@ -140,8 +140,11 @@ class Executable:
         axes = axes_on(mesh, joined, gathering)
         return cls(program, plan, local, mesh, axes, tuple(parameters), buffers, constants, graph, draws)
 
-    def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Return placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
+    def weights_of(self, root: nn.Module, waits: bool = False) -> dict[str, torch.Tensor]:
+        """Return placeholder → this rank's part of each parameter that `root` stores, in the autograd graph.
+
+        If it `waits`, one node waits for the reductions of all gradients, at the end of the backward.
+        """
         stored: list[torch.Tensor] = []
         for parameter in self.parameters:  # in every step, so without a call for each
             owner: nn.Module = root
@@ -152,7 +155,7 @@ class Executable:
             if found.is_meta or found.dtype != parameter.dtype:
                 parameter.check(found, self.mesh.device_type)
             stored.append(found)
-        parts = local_parts(stored, [parameter.local_shape for parameter in self.parameters])
+        parts = local_parts(stored, [parameter.local_shape for parameter in self.parameters], waits)
         return {parameter.placeholder: part for parameter, part in zip(self.parameters, parts, strict=True)}
 
     def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from autopar.ir.program.operators.derivatives import once_differentiable
 from autopar.ir.sharding.layout import Layout
 from autopar.runtime.collectives.direct import applied
-from autopar.runtime.collectives.gradient_buckets import run_at_once
+from autopar.runtime.collectives.left_running import LAST, run_at_once
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)
@@ -167,16 +167,21 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any
     return found
 
 
-def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def local_parts(
+    parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]], waits: bool
+) -> list[torch.Tensor]:
     """Return the rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
 
     What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph, but for
-    those whose gradients a hook takes one by one.
+    those whose gradients a hook takes one by one. If it `waits`, its backward waits for the reductions of gradients.
     """
     enabled = torch.is_grad_enabled()
     learning = [p for p in parameters if enabled and p.requires_grad and isinstance(p, DTensor)]
     together = [p for p in learning if not p._post_accumulate_grad_hooks]
-    learned = iter(applied(_LocalParts, *together) if together else ())
+    taken = applied(_LocalParts, waits, *together) if together else ()
+    if waits and taken:
+        taken[0].grad_fn._set_sequence_nr(LAST)
+    learned = iter(taken)
     parts = []
     for p, shape in zip(parameters, local_shapes, strict=True):
         if not isinstance(p, DTensor):
@@ -193,7 +198,7 @@ def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple
 
 def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the rank's padded part, whose gradient reaches the parameter as soon as it is there."""
-    (part,) = _LocalParts.apply(parameter)
+    (part,) = _LocalParts.apply(False, parameter)
     run_at_once(part.grad_fn)
     if part.shape == shape:
         return part
@@ -205,19 +210,24 @@ def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
 class _LocalParts(torch.autograd.Function):
     """DTensors → their local tensors; gradients become DTensors that lie as their parameters do.
 
+    `reductions` are those that the backward waits for (`left_running`); None if a node of their own does.
+
     A gradient that nobody watches is added to `.grad` here: autograd would detach it first, and dispatch that for each
     parameter in Python.
     """
 
     @staticmethod
-    def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, waits: bool, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.parameters = parameters
-        return tuple([p._local_tensor.detach() for p in parameters])
+        ctx.parameters, ctx.stored = parameters, [p._local_tensor for p in parameters]
+        ctx.reductions = [] if waits else None
+        return tuple([part.detach() for part in ctx.stored])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        for each in ctx.reductions or ():
+            each.wait()
         found: list[DTensor | None] = [None] * len(grads)
         given: set[tuple[int, int]] = set()
         for i, (grad, p) in enumerate(zip(grads, ctx.parameters, strict=True)):
@@ -247,7 +257,7 @@ class _LocalParts(torch.autograd.Function):
                     continue
             # Same as `DTensor()`, in half the time: its `__init__` does nothing.
             found[i] = DTensor.__new__(DTensor, grad, p._spec, requires_grad=False)
-        return tuple(found)
+        return None, *found
 
 
 def _is_executed(node: Any) -> bool:

@@ -32,7 +32,7 @@ from autopar.ir.program.recompute_segments import OFFLOAD, is_saved, moves_again
 from autopar.ir.sharding.constraint import is_constraint
 from autopar.ir.sharding.layout import I, Layout, Placement, R
 from autopar.ir.sharding.mesh import Mesh, joined_name
-from autopar.runtime.collectives.gradient_buckets import cast_weight, gather_parameters, reduce_gradients
+from autopar.runtime.collectives.gradient_buckets import cast_weight, cast_weights, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.layout_moves import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, OFFLOADABLE, SEGMENT, Mark, modes_of_calls
 from autopar.runtime.rewrite.counts_ahead import count_ahead
@@ -83,8 +83,8 @@ class _Rewriter:
         self.values: dict[Value, fx.Node] = {}
         self.by_edge: dict[Value, fx.Node] = {}
         """Value at the end of an edge that a bucket has moved, by (target, input position)."""
-        self.casts_left: dict[Value, tuple[torch.dtype, Layout]] = {}
-        """Dtype and layout of those values that are cast only when they are used."""
+        self.casts_left: dict[Value, dict[Value, tuple[torch.dtype, Layout]]] = {}
+        """Those values that are cast only when they are used → all that are cast with them, their dtype and layout."""
         self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
@@ -232,9 +232,7 @@ class _Rewriter:
         if (decision, position) in self.bucket_of and (decision, position) not in self.by_edge:
             self._bucket(self.bucket_of[decision, position])
         if (decision, position) in self.casts_left:
-            cast, layout = self.casts_left.pop((decision, position))
-            value = self.by_edge[decision, position]
-            self.by_edge[decision, position] = self._emit_weight(cast_weight, (value, cast), layout)
+            self._cast(self.casts_left[decision, position])
         if (decision, position) in self.by_edge:
             return self.by_edge[decision, position]
         edge = self.space.inbound[decision, position]
@@ -307,10 +305,8 @@ class _Rewriter:
 
     def _bucket(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket together, one collective per step of their common path."""
-        late = [source in self.cast_late for source in bucket.sources]
         values = [
-            self._input(source, 0) if cast else self._value(source, 0)
-            for source, cast in zip(bucket.sources, late, strict=True)
+            self._input(source, 0) if source in self.cast_late else self._value(source, 0) for source in bucket.sources
         ]
         casts = [self.cast_late.get(source) for source in bucket.sources]
         layouts = list(bucket.layouts)
@@ -337,10 +333,20 @@ class _Rewriter:
                 new = self._emit(reduce_gradients, (step.axis, *values), kwargs, None)
             layouts = [move.after for move in moves]
             values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
+        together: dict[str, dict[Value, tuple[torch.dtype, Layout]]] = {}
         for end, value, cast, layout in zip(bucket.ends, values, casts, layouts, strict=True):
             self.by_edge[end] = value
             if cast is not None:
-                self.casts_left[end] = cast, layout
+                section = module_of(self.space.decisions[end[0]].node)
+                self.casts_left[end] = together.setdefault(layer_of(section) or section, {})
+                self.casts_left[end][end] = cast, layout
+
+    def _cast(self, weights: Mapping[Value, tuple[torch.dtype, Layout]]) -> None:
+        """Cast weights of a layer that have been moved."""
+        values = [self.by_edge[end] for end in weights if self.casts_left.pop(end)]
+        new = self._emit(cast_weights, (tuple(each for each, _ in weights.values()), *values), {}, None)
+        for number, (end, (_, layout)) in enumerate(weights.items()):
+            self.by_edge[end] = self._emit_weight(operator.getitem, (new, number), layout)
 
     def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout, again: bool) -> fx.Node:
         """Emit a move of a tensor, whose collectives run `again` in the backward or are saved."""

@@ -18,12 +18,18 @@ from torch import fx
 
 from autopar.ir.program.calls import is_cast
 from autopar.runtime.collectives.gathering import start_gather
-from autopar.runtime.collectives.gradient_buckets import cast_weight, gather_parameters, reduce_gradients, use_gathered
+from autopar.runtime.collectives.gradient_buckets import (
+    cast_weight,
+    cast_weights,
+    gather_parameters,
+    reduce_gradients,
+    use_gathered,
+)
 from autopar.runtime.recompute.unmixed import NUM_BEFORE
 
 LAYER = "layer"
 """The key in a call's meta of the number of the layer whose weights it works on, or moves; absent where it has none."""
-_MOVES: tuple[Callable[..., Any], ...] = (gather_parameters, reduce_gradients, start_gather, use_gathered)
+_MOVES: tuple[Callable[..., Any], ...] = (cast_weights, gather_parameters, reduce_gradients, start_gather, use_gathered)
 
 
 def fetched_ahead(module: fx.GraphModule, depth: int) -> fx.GraphModule:

@@ -34,8 +34,6 @@ class Captured(Protocol):
     def plan(self) -> Plan: ...
     @property
     def local(self) -> _Local: ...
-    @property
-    def draws(self) -> bool: ...
 
 
 class _Local(Protocol):
@@ -57,25 +55,40 @@ def graph_is_required(cuda_graph: CudaGraph, mesh: DeviceMesh, axis: str | None,
 
 
 def _reason_on(mesh: DeviceMesh, axis: str | None, training: bool) -> str | None:
-    if not training:
-        return "is given with training=False, which has no step"
-    if mesh.device_type != "cuda":
+    if training and mesh.device_type != "cuda":
         return f"needs CUDA devices, and the mesh has the device type {mesh.device_type}"
-    if axis is not None:
-        return f'is given with a pipeline over "{axis}", whose schedule the host runs'
+    if (reason := _reason_anywhere(axis, training)) is not None:
+        return reason
     backends = [dist.get_backend(mesh.get_group(number)) for number in range(mesh.ndim)]
     by_host = [each for each in backends if each != "nccl"]
     return f"needs NCCL, and the mesh communicates by {by_host[0]}, on the host" if by_host else None
 
 
+def _reason_anywhere(axis: str | None, training: bool) -> str | None:
+    if not training:
+        return "is given with training=False, which has no step"
+    return None if axis is None else f'is given with a pipeline over "{axis}", whose schedule the host runs'
+
+
+def reason_offline(is_host: bool, axis: str | None, training: bool) -> str | None:
+    """Return why steps on planned devices, of a CPU where `is_host`, cannot be graphs; None if they may be."""
+    if training and is_host:
+        return "needs CUDA devices, and the hardware profile is of a CPU"
+    return _reason_anywhere(axis, training)
+
+
 def reasons_of(executable: Captured) -> Iterator[str]:
     """Yield what in the per-rank graph needs the host in each step, in words, with what to do."""
-    if executable.draws:
+    return reasons_in(executable.program, executable.plan, executable.local.module.graph)
+
+
+def reasons_in(program: Program, plan: Plan, graph: fx.Graph) -> Iterator[str]:
+    """Yield the same of the per-rank graph of a program and its plan."""
+    if any("key" in node.kwargs for node in graph.nodes):
         yield "draws random numbers (dropout) by seeds that the host makes from the step; set its probability to 0"
-    graph = executable.local.module.graph
-    if executable.plan.offloads_optimizer or any(map(is_offloaded, graph.nodes)):
+    if plan.offloads_optimizer or any(map(is_offloaded, graph.nodes)):
         yield 'moves tensors to host memory and back; plan with Memory(offload="none")'
-    if executable.program.python.hooks:
+    if program.python.hooks:
         yield "registers gradient hooks, which are Python; register none in its forward"
     if any(map(_exchanges_counted_rows, graph.nodes)):
         yield (

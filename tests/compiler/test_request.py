@@ -47,8 +47,9 @@ def test_every_option_has_its_place_in_the_request() -> None:
     assert specified.keys() == defaults().keys()
     request, plain = plan_request(model, **specified), PlanRequest()
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
-    # The implementations are those of a plan that is attached, and tiles are chosen by the search: no options.
-    assert alike == ["training", "implementations", "chosen_tiles"]
+    # The implementations are those of a plan that is attached, tiles are chosen by the search, and copies of inputs are
+    # of a graph that `run` asks for: no options.
+    assert alike == ["training", "implementations", "chosen_tiles", "graph_input_bytes"]
     for name in ("pipeline", "experts", "capture"):
         assert getattr(request, name) is specified[name]
     assert (

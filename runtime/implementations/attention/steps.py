@@ -18,8 +18,8 @@ from autopar.ir.program.operators.attention.sums import Gradients, Sum
 from autopar.ir.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.layout_moves import raw_all_reduce
 from autopar.runtime.collectives.mesh_axes import Axis
-from autopar.runtime.collectives.ring import Travelling
 from autopar.runtime.implementations.attention.positions import Split
+from autopar.runtime.implementations.attention.ring import Travelling
 from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 
 

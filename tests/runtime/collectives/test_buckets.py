@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.costs.space.parameter_buckets import MOST_RUNNING
 from autopar.runtime.collectives import gradient_buckets
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.left_running import Pending
 from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.collectives.regather import Regather
 from tests.support.ranks import Ranks, mesh
@@ -86,9 +88,9 @@ def _events() -> list[str]:
     line = mesh((2,), ("x",))
     log: list[str] = []
     weights = _weights()
-    reduced, waited = gradient_buckets._reduced, gradient_buckets._Pending.wait
+    reduced, waited = gradient_buckets._reduced, Pending.wait
     gradient_buckets._reduced = lambda *args: (log.append("start"), reduced(*args))[1]
-    gradient_buckets._Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
+    Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
     try:
         with use_mesh(line):
             inside = (*reduce_gradients("x", *weights[:2]), *reduce_gradients("x", *weights[2:]))
@@ -99,7 +101,7 @@ def _events() -> list[str]:
                 x.grad_fn.register_hook(_recorded(f"layer {number}", log))
             x.sum().backward()
     finally:
-        gradient_buckets._reduced, gradient_buckets._Pending.wait = reduced, waited
+        gradient_buckets._reduced, Pending.wait = reduced, waited
     return log
 
 
@@ -112,8 +114,8 @@ def _running() -> list[int]:
     """Return the number of running buckets after each of four has started, and after the backward."""
     line = mesh((2,), ("x",))
     counts: list[int] = []
-    started = gradient_buckets._started
-    gradient_buckets._started = lambda *args: (started(*args), counts.append(len(gradient_buckets._Pending.running)))[0]
+    started = gradient_buckets.started
+    gradient_buckets.started = lambda *args: (started(*args), counts.append(len(Pending.running)))[0]
     try:
         with use_mesh(line):
             x = _input(line.get_rank())
@@ -122,15 +124,12 @@ def _running() -> list[int]:
                 x = torch.tanh(torch.nn.functional.linear(x, *gather_parameters("x", (0,), (WIDTH,), part)))
             x.sum().backward()
     finally:
-        gradient_buckets._started = started
-    return [*counts, len(gradient_buckets._Pending.running)]
+        gradient_buckets.started = started
+    return [*counts, len(Pending.running)]
 
 
 def test_the_oldest_scattering_is_waited_for_when_too_many_run(ranks: Ranks) -> None:
-    assert (
-        ranks.run(_running)
-        == [[1, gradient_buckets.MOST_RUNNING, gradient_buckets.MOST_RUNNING, gradient_buckets.MOST_RUNNING, 0]] * 2
-    )
+    assert ranks.run(_running) == [[1, MOST_RUNNING, MOST_RUNNING, MOST_RUNNING, 0]] * 2
 
 
 def _chained(count: int, is_ready: int) -> list[Tensor]:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.costs.hardware.load import load
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
+from tests.support.simulation.fake_mesh import fake_mesh
 
 WIDTH = 8
 
@@ -74,3 +76,17 @@ def test_gradients_are_added_and_watched_as_on_one_process(strategy: str, ranks:
     expected = _every_way(_model())
     for found in ranks.run(_on_ranks, strategy):
         torch.testing.assert_close(found, expected)
+
+
+def test_the_node_of_stored_parts_waits_for_every_reduction() -> None:
+    with fake_mesh({"dp": 2}) as devices:
+        model = autopar.compile(_model(), devices, (_inputs(0),), strategy="zero3", hardware=load("h100"))
+        visited: dict[str, list[Any]] = {}
+        left = [model(_inputs(0)).grad_fn]
+        while left:
+            node = left.pop()
+            if node is not None and node not in visited.setdefault(node.name(), []):
+                visited[node.name()].append(node)
+                left += [before for before, _ in node.next_functions]
+    (stored,) = visited["_LocalPartsBackward"]
+    assert "WaitBackward" not in visited and len(stored.reductions) == len(visited["_GatherParametersBackward"]) > 0

@@ -225,3 +225,37 @@ def test_the_plan_counts_the_copies_of_a_batch(devices: DeviceMesh) -> None:
     assert model.plan.reserved.graph_bytes == X.nbytes
     assert "inputs of the CUDA graph 128 B" in str(model.plan)
     assert type(model.plan).from_json(model.plan.to_json()).reserved == model.plan.reserved
+
+
+GRAPH = autopar.Run(cuda_graph=True)
+ON_H100 = autopar.Mesh({"dp": 2}, hardware="h100")
+
+
+@pytest.mark.parametrize("graph", [True, "auto"])
+def test_a_plan_without_devices_counts_the_copies_of_a_batch_as_compile_does(devices: DeviceMesh, graph: Any) -> None:
+    options: dict[str, Any] = {"memory": "80GB", "microbatches": 2}
+    model = autopar.compile(Regression(), devices, hardware=load("h100"), **options)
+    model.capture_steps(True, RecordedCalls())
+    model.prepare((X,), {})
+    run = autopar.Run(cuda_graph=graph)
+    for mesh, given in ((ON_H100, {}), ("auto", {"devices": 2, "hardware": "h100"})):
+        plan: Any = autopar.plan(Regression(), mesh, (X,), run=run, **options, **given)
+        assert plan.reserved == model.plan.reserved and plan.reserved.graph_bytes == X.nbytes
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "options", "reason"),
+    [
+        (Regression(), ON_H100, {"training": False}, "training=False, which has no step"),
+        (Regression(), autopar.Mesh({"dp": 2}, hardware="cpu"), {}, "needs CUDA devices, and the hardware profile"),
+        (Regression(), autopar.Mesh({"pp": 2}, hardware="h100"), {}, 'a pipeline over "pp", whose schedule the host'),
+        (Regression(nn.Dropout()), ON_H100, {}, "the step draws random numbers"),
+        (Regression(), ON_H100, {"memory": autopar.Memory(offload="optimizer")}, "the step moves tensors to host"),
+    ],
+)
+def test_a_plan_without_devices_refuses_what_cannot_be_a_graph(
+    model: Any, mesh: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InputError, match=rf"Run\(cuda_graph=True\).*{reason}.*leave out"):
+        autopar.plan(model, mesh, (X,), run=GRAPH, **options)
+    assert autopar.plan(model, mesh, (X,), run=autopar.Run(cuda_graph="auto"), **options).mesh == mesh
