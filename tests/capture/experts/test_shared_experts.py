@@ -14,7 +14,12 @@ from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GRO
 from autopar.ir.program.program import Program
 from tests.support.divided_experts import Form, WithExperts, batches, with_experts
 
-NAMES = {DISPATCH: "dispatch", COMBINE: "combine", GROUPED_MM: "routed", torch.ops.aten.linear.default: "linear"}
+NAMES: dict[Any, str] = {
+    DISPATCH: "dispatch",
+    COMBINE: "combine",
+    GROUPED_MM: "routed",
+    torch.ops.aten.linear.default: "linear",
+}
 
 
 def captured(model: WithExperts) -> Program:
@@ -48,9 +53,8 @@ def test_without_a_shared_expert_nothing_runs_meanwhile() -> None:
 
 def test_a_shared_expert_that_draws_random_numbers_keeps_its_place() -> None:
     model = with_experts(Form(shared="after"))
-    shared = model.layers[0].shared
-    assert isinstance(shared, nn.Sequential)
-    shared.insert(1, nn.Dropout(0.5))
+    layer: Any = model.layers[0]
+    layer.shared.insert(1, nn.Dropout(0.5))
     program = captured(model)
     assert order(program)[-3:] == ["combine", "linear", "linear"]
 
@@ -61,7 +65,7 @@ def test_what_a_shared_expert_gives_besides_is_there_where_it_is_used() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.layers = with_experts(Form(shared="before")).layers
+            self.layers: Any = with_experts(Form(shared="before")).layers
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             (layer,) = self.layers
