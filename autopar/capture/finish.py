@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autopar.capture.experts.shared_experts import shared_experts_meanwhile
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.errors import CaptureError
 from autopar.ir.program.program import Program, TensorInfo, fault_of_form
@@ -42,7 +43,7 @@ def finished(draft: TracedGraph, form: Form) -> Program:
     named = [(node.meta.pop("source"), node.name) for node in graph.nodes if node.op == "placeholder"]
     by_leaf = {source.index: name for source, name in named if source.kind == "input"}
     constants = {name: _real(source, name) for source, name in named if source.kind == "constant"}
-    return Program(
+    program = Program(
         graph=graph,
         parameters={source.name: name for source, name in named if source.kind == "parameter"},
         tied=form.tied,
@@ -58,6 +59,8 @@ def finished(draft: TracedGraph, form: Form) -> Program:
         input_names=form.names,
         model=form.model,
     )
+    shared_experts_meanwhile(program)
+    return program
 
 
 def _ordered(graph: fx.Graph) -> fx.Graph:

@@ -8,6 +8,8 @@ as well, rows go to the rank of their expert's block and come home by one uneven
 
 Rows arrive by rank and, of one rank, by expert; a second stable sort puts those of one expert together. How many rows
 go where is read on the host, once for each dispatch, where rows travel or a rank keeps some of them.
+
+A dispatch and a combine run whole, or in halves, between which other calls run while rows travel.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -15,7 +17,7 @@ go where is read on the host, once for each dispatch, where rows travel or a ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +27,14 @@ from torch import Tensor
 from autopar.ir.program.operators.derivatives import once_differentiable
 from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, inverted, some_rows
 from autopar.ir.sharding.mesh import joined_name
-from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, count, num_parts_of
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, num_parts_of
+from autopar.runtime.implementations.exchanges import Travelling, Way, arrived, exchanged, leaving
 
 EXPERTS = "x"
 FEATURES = "d"
-_c10d = torch.ops._c10d_functional
+_Dispatched = tuple[Any, Tensor | None, Tensor, Tensor, Tensor, Tensor]
+"""Rows, or rows on their way; their order where they have come by rank; and what `dispatch` returns besides."""
+_Exchange = Callable[[Tensor, Way], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,26 @@ def dispatch(
     Moves, if rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the latter
     backward, by all-to-all; fewer rows if some are dropped.
     """
+    return end_dispatch(_dispatched(x, index, num_experts, dropping, axes, exchanged))
+
+
+def start_dispatch(
+    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, *, axes: Axes, sizes: Mapping[str, int]
+) -> _Dispatched:
+    """Begin `dispatch`: rows travel until `end_dispatch`."""
+    return _dispatched(x, index, num_experts, dropping, axes, leaving)
+
+
+def end_dispatch(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the result of `dispatch`, once rows have arrived."""
+    rows, order, *others = started
+    rows = arrived(rows)
+    return (rows if order is None else _Reorder.apply(rows, order), *others)  # type: ignore[return-value]
+
+
+def _dispatched(
+    x: Tensor, index: Tensor, num_experts: int, dropping: bool, axes: Axes, exchange: _Exchange
+) -> _Dispatched:
     experts = _Experts.of(axes, num_experts)
     if experts.kept or dropping:
         kept = experts.is_reached(index)
@@ -103,14 +128,15 @@ def dispatch(
         rows, ids, route = all_rows(x, index)
     sent = experts.reached(count_rows(ids, num_experts))
     if not experts.travelled:
-        return rows, sent, ids % experts.per_block, route, torch.zeros(2, 1, dtype=torch.int64)
+        return rows, None, sent, ids % experts.per_block, route, torch.zeros(2, 1, dtype=torch.int64)
     link, num_bytes = experts.link, index.numel() * x.shape[-1] * x.itemsize // num_parts_of(experts.kept)
     ones = [1] * link.size
-    got = _exchanged(sent, ones, ones, link, sent.numel() * sent.itemsize)
+    got = Way(ones, ones, link, sent.numel() * sent.itemsize).take(sent)
     splits = torch.stack([sent.sum(1), got.sum(1)]).cpu()
-    rows = _Exchange.apply(rows, *_host(splits), link, num_bytes)
-    ids, order = torch.sort(_senders_ids(got, rows.shape[0]), stable=True)
-    return _Reorder.apply(rows, order), got, ids, route, splits
+    sent_to, got_from = _host(splits)
+    rows = exchange(rows, Way(sent_to, got_from, link, num_bytes))
+    ids, order = torch.sort(_senders_ids(got, sum(got_from)), stable=True)
+    return rows, order, got, ids, route, splits
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
@@ -144,15 +170,56 @@ def combine(
 
     Moves, if rows travel, T · K · D bytes forward and backward by all-to-all.
     """
-    experts, features = _Experts.of(axes, sizes[EXPERTS]), rows.shape[-1]
-    if experts.travelled:
-        order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
-        num_bytes = route.numel() * features * rows.itemsize // num_parts_of(experts.kept)
-        sent, got = _host(splits)
-        rows = _Exchange.apply(_Reorder.apply(rows, inverted(order)), got, sent, experts.link, num_bytes)
-    home = PartHome if experts.kept or dropping else Home
-    y = home.apply(rows, None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
-    return y.view(*route.shape[:-1], features)
+    rows = _sent_home(rows, route, counts, splits, axes, sizes, exchanged)
+    return end_combine(rows, weights, route, dropping, axes=axes, sizes=sizes)
+
+
+def start_combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    route: Tensor,
+    counts: Tensor,
+    splits: Tensor,
+    dropping: bool = False,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Travelling | Tensor:
+    """Begin `combine`: rows travel until `end_combine`."""
+    return _sent_home(rows, route, counts, splits, axes, sizes, leaving)
+
+
+def end_combine(
+    started: Travelling | Tensor,
+    weights: Tensor | None,
+    route: Tensor,
+    dropping: bool = False,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """Return the result of `combine`, once rows have arrived."""
+    home = PartHome if _Experts.of(axes, sizes[EXPERTS]).kept or dropping else Home
+    y = home.apply(arrived(started), None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
+    return y.view(*route.shape[:-1], y.shape[-1])  # type: ignore[union-attr]
+
+
+def _sent_home(
+    rows: Tensor,
+    route: Tensor,
+    counts: Tensor,
+    splits: Tensor,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    exchange: _Exchange,
+) -> Any:
+    experts = _Experts.of(axes, sizes[EXPERTS])
+    if not experts.travelled:
+        return rows
+    order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
+    num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
+    sent, got = _host(splits)
+    return exchange(_Reorder.apply(rows, inverted(order)), Way(got, sent, experts.link, num_bytes))
 
 
 def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
@@ -164,26 +231,6 @@ def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
 
 def _host(splits: Tensor) -> list[list[Any]]:
     return [list(each) for each in splits.tolist()]
-
-
-def _exchanged(x: Tensor, sent: Sequence[Any], got: Sequence[Any], axis: Axis, num_bytes: int) -> Tensor:
-    """Return the rows from all ranks of the axis; counted as `num_bytes`."""
-    count("all_to_all", axis, num_bytes)
-    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), list(got), list(sent), axis.group))
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[Any], got: Sequence[Any], axis: Axis, num_bytes: int) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.way = sent, got, axis, num_bytes
-        return _exchanged(x, sent, got, axis, num_bytes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        sent, got, axis, num_bytes = ctx.way
-        return _exchanged(grad, got, sent, axis, num_bytes), None, None, None, None
 
 
 class _Reorder(torch.autograd.Function):

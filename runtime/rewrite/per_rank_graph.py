@@ -7,7 +7,6 @@ the slices of one weight that no axis has split become one matmul again (autopar
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from autopar.runtime.collectives.gradient_buckets import cast_weight, cast_weigh
 from autopar.runtime.collectives.layout_moves import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, OFFLOADABLE, SEGMENT, Mark, modes_of_calls
 from autopar.runtime.rewrite.counts_ahead import count_ahead
+from autopar.runtime.rewrite.halves import START, runtime_function, second_half
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
@@ -89,6 +89,8 @@ class _Rewriter:
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
+        self.travelling: dict[fx.Node, fx.Node] = {}
+        """The last call that runs while rows travel → the call that sends them, of which half is emitted."""
         self.reshard_segments: dict[int, tuple[str, str] | None] = {}
         """Hub → name and mode of the segment that it is emitted in."""
         self.segment: tuple[str, str] | None = None
@@ -114,14 +116,15 @@ class _Rewriter:
         placeholders = [node for node in self.space.program.graph.nodes if node.op == "placeholder"]
         for node in placeholders:
             self._placeholder(node)
-        for bucket in self.buckets:
-            if bucket.at_entry:
-                self._bucket(bucket)
+        for bucket in (each for each in self.buckets if each.at_entry):
+            self._bucket(bucket)
         for node in self.space.program.graph.nodes:
             self.section = module_of(node)
             if is_call(node):
                 self.segment = self.modes.get(node)
                 self._call(node)
+                if node in self.travelling:
+                    self._arrive(self.travelling.pop(node))
             elif node.op == "call_function":
                 self.segment = self.modes.get(source_of(node)[0])
                 self._getitem(node)
@@ -138,12 +141,9 @@ class _Rewriter:
 
     def _slice_widths(self) -> dict[fx.Node, int]:
         """Return the size that every slice takes its part of; the dim is whole on every rank."""
-        found = {}
-        for node in self.space.program.graph.nodes:
-            if node.target is torch.ops.aten.slice.Tensor:
-                whole, dim = node.args[:2]
-                found[self.values[self.space.index[node.name], 0]] = info_of(whole).shape[dim]
-        return found
+        slices = [node for node in self.space.program.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
+        sizes = (info_of(whole).shape[dim] for whole, dim, *_ in (node.args for node in slices))
+        return dict(zip((self.values[self.space.index[node.name], 0] for node in slices), sizes, strict=True))
 
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
@@ -182,9 +182,10 @@ class _Rewriter:
         if op.shape_argument is not None:
             shape = list(strategy.outputs[0].local_shape(call.outputs[0].shape, self.mesh.sizes))
             args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
+        travels = self.space.travels(number, self.choices[number])
         runs = running_in(self.segment[1] if self.segment else "none", strategy).implementation
         if runs.function:
-            target = _runtime_function(runs.function)
+            target = runtime_function(runs.function, START if travels else "")
             named, split = inspect.signature(target).parameters, strategy.axes_by_factor(self.mesh)
             kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **runs.keywords}
             if strategy.zigzag and "zigzag" in named:
@@ -199,27 +200,39 @@ class _Rewriter:
         layout = strategy.outputs[0] if strategy.outputs else None
         new = self._emit(target, args, kwargs, layout, name=node.name)
         self.values[number, 0] = new
+        if travels:
+            self.travelling[self.space.meanwhile[node][-1]] = node
         new.meta[IS_SHARED] = strategy.shared
-        if node.name not in self.space.weight_casts:
-            new.meta[SEGMENT], new.meta[OFFLOADABLE] = self.segment_of.get(node, ""), node in self.offloadable
         if node.name in self.space.weight_casts:
             self.weights.add(new)
             if node in self.modes and self.modes[node][1] != OFFLOAD:
                 new.meta[MARK] = Mark(*self.modes[node], saved=False, weight=True)
-        elif self.segment is not None:
+            return
+        new.meta[SEGMENT], new.meta[OFFLOADABLE] = self.segment_of.get(node, ""), node in self.offloadable
+        if self.segment is not None:
             self._mark(new, is_saved(node, self.segment[1], self.products, strategy.communicates))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, output = source_of(node)
         number = self.space.index[parent.name]
-        whole = self.values[number, 0] if (number, -1) not in self.values else self.values[number, -1]
-        self.values[number, -1] = whole
+        if parent in self.travelling.values():
+            return  # it is emitted with the second half of the call
+        whole = self.values.setdefault((number, -1), self.values[number, 0])
         layout = self._strategy(number).outputs[output]
         new = self._emit(operator.getitem, (whole, node.args[1]), {}, layout, name=node.name)
         self.values[number, output] = new
         new.meta[SEGMENT], new.meta[OFFLOADABLE] = whole.meta[SEGMENT], whole.meta[OFFLOADABLE]
         if self.segment is not None:
             self._mark(new, whole.meta[MARK].saved)
+
+    def _arrive(self, call: fx.Node) -> None:
+        """Emit the second half of a call, with the outputs of the call."""
+        number = self.space.index[call.name]
+        function, first = self._strategy(number).implementation.function, self.values[number, 0]
+        self.values[number, 0] = second_half(self.graph, function, call, first)
+        self.segment, self.section = self.modes.get(call), module_of(call)
+        for each in (each for each in call.users if each.target is operator.getitem):
+            self._getitem(each)
 
     def _output(self, number: int, value: Any) -> tuple[Any, Layout | None]:
         if not isinstance(value, fx.Node):
@@ -391,9 +404,3 @@ class _Rewriter:
     @property
     def mesh(self) -> Mesh:
         return self.space.mesh
-
-
-def _runtime_function(name: str) -> Callable[..., Any]:
-    """Return the runtime function that `Implementation.function` names, "module:name"."""
-    module, function = name.split(":")
-    return getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), function)

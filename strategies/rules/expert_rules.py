@@ -152,6 +152,7 @@ class Dispatch(Implementation):
     """Rows sent to their experts."""
 
     function: str = "experts:dispatch"
+    in_halves: bool = True
 
     def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
         """Return the collectives of a dispatch: first the number of rows for each expert, then the rows."""
@@ -164,6 +165,7 @@ class Combine(Implementation):
     """Rows sent home, and made tokens."""
 
     function: str = "experts:combine"
+    in_halves: bool = True
     saves_moved: bool = True
 
     def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:

@@ -43,6 +43,8 @@ class Form:
     frozen: tuple[str, ...] = ()
     """Parts of the names of frozen parameters."""
     num_layers: int = 1
+    shared: Literal["", "before", "after"] = ""
+    """Place where a layer calls its shared expert, if it has one: before or after its other experts."""
 
 
 class SortedExperts(nn.Module):
@@ -83,10 +85,19 @@ class Layer(nn.Module):
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.linear, self.experts = nn.Linear(D, D), SortedExperts(form)
+        self.called = form.shared
+        self.shared = (
+            nn.Sequential(nn.Linear(D, form.hidden), nn.SiLU(), nn.Linear(form.hidden, D)) if form.shared else None
+        )
 
     def forward(self, h_BSD: Tensor) -> Tensor:
         h_BSD = h_BSD + torch.tanh(self.linear(h_BSD))
-        return h_BSD + self.experts(h_BSD)
+        if self.shared is None:
+            return h_BSD + self.experts(h_BSD)
+        if self.called == "before":
+            shared_BSD = self.shared(h_BSD)
+            return h_BSD + (self.experts(h_BSD) + shared_BSD)
+        return h_BSD + (self.experts(h_BSD) + self.shared(h_BSD))
 
 
 class WithExperts(nn.Module):

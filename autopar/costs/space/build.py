@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.costs.hardware.collectives import transfer_seconds
-from autopar.costs.hardware.overlap import OverlappedWork
+from autopar.costs.hardware.overlap import NOTHING, OverlappedWork
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.pricing.conventions import OF_AUTOPAR, MemoryConventions
 from autopar.costs.pricing.message_sizes import ALONE, first_layer, sharing
@@ -37,9 +37,10 @@ from autopar.costs.space.call_candidates import (
 from autopar.costs.space.expert_rows import rows_of_experts
 from autopar.costs.space.returned import AS_PLANNED, WHOLE, Returned, output_candidates
 from autopar.costs.space.space import Decision, Roles, Space, TensorEdge
-from autopar.costs.space.unsharded import overlapped_of
+from autopar.costs.space.unsharded import meanwhile_of, overlapped_of
 from autopar.files.schema import MAX_WHOLE
 from autopar.ir.program.calls import is_call, is_cast, source_of
+from autopar.ir.program.effects import calls_meanwhile
 from autopar.ir.program.infinite import may_be_infinite
 from autopar.ir.program.operators.attention.cached import WRITE_CACHE
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
@@ -94,6 +95,7 @@ def build_space(
         program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), overlapped, num_devices, conventions
     )
     is_zigzag_axis = [size > 1 and (zigzag_axes is None or name in zigzag_axes) for name, size in mesh.axes.items()]
+    space.meanwhile = calls_meanwhile(program)
     space.zigzag_axes = tuple(itertools.compress(mesh.names, is_zigzag_axis))
     space.rebuild = lambda axes: build_space(
         program, mesh, hardware, returned, input_layouts, *others, axes, overlapped
@@ -132,6 +134,7 @@ class _Builder:
         """Dims that are zigzag-sharded if axes of `zigzag_axes` split them."""
         if not self.zigzag_dims.dims:
             space.zigzag_axes = ()
+        self.meanwhile = meanwhile_of(space.program, space.hardware)
         self.rows: set[Value] = set()
         """Rows of experts."""
         self.uses: dict[Value, list[_Use]] = defaultdict(list)
@@ -188,6 +191,7 @@ class _Builder:
             self._turn(found),
             self.roled.summed(found),
             self.space.zigzag_axes if any(map(any, dims)) else (),
+            self.meanwhile.get(node, NOTHING),
         )
         if not found.learned and not is_constraint(node.target):
             candidates = _auxiliary(candidates)

@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from autopar.costs.hardware.overlap import NOTHING, OverlappedWork
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.plans.strategy_names import MOVED_TOGETHER
 from autopar.costs.pricing.moves import MovedTensor
@@ -139,6 +140,7 @@ def candidates_of(
     turn: Turn = "alone",
     summed: tuple[int, ...] = (),
     zigzag_axes: tuple[str, ...] = (),
+    meanwhile: OverlappedWork = NOTHING,
 ) -> Candidates:
     """Return the candidates of a call: those of the ATen call and of the implementations of its rule.
 
@@ -146,7 +148,8 @@ def candidates_of(
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
     multiplied with them. `zigzag_dims` are the dims of inputs, and of outputs, that axes of `zigzag_axes` zigzag-shard.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.
-    `summed` are the positions of inputs whose gradient is added to that of later uses.
+    `summed` are the positions of inputs whose gradient is added to that of later uses. `meanwhile` is the computation
+    of other calls, on one device, that runs while what this one moves travels.
     """
     call, op, bound = found.call, found.op.offering(() if weight_only else requested), found.bound
     op = op.following() if turn == "later" else op
@@ -184,10 +187,10 @@ def candidates_of(
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
             forward = computing_seconds(strategy, work, mesh, hardware)
-            strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware)
+            strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware, meanwhile)
             if (variant := implementation.regathering) is not None:
                 again = _strategy(choices, call, bound, variant, mesh)
-                again = _with_waits(again, call, bound, forward * passes, mesh, hardware)
+                again = _with_waits(again, call, bound, forward * passes, mesh, hardware, meanwhile)
                 strategy = replace(strategy, regathering=again)
             if turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
@@ -256,11 +259,21 @@ def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
 
 
 def _with_waits(
-    strategy: Strategy, call: Call, bound: BoundRule, computing: float, mesh: Mesh, hardware: Hardware
+    strategy: Strategy,
+    call: Call,
+    bound: BoundRule,
+    computing: float,
+    mesh: Mesh,
+    hardware: Hardware,
+    meanwhile: OverlappedWork,
 ) -> Strategy:
-    """Return the strategy with the seconds of its own collectives that its computing, which takes so long, exposes."""
+    """Return the strategy with the seconds of its own collectives that computing exposes: its own, which takes so
+    long, or that of other calls meanwhile.
+    """
     if not strategy.transfers:
         return strategy
+    if strategy.implementation.in_halves and meanwhile != NOTHING:
+        return replace(strategy, waits=_waits_meanwhile(strategy, meanwhile, mesh, hardware))
     share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
     return replace(strategy, waits=_waits(strategy, computing, share, mesh, hardware))
 
@@ -274,6 +287,20 @@ def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardw
     total = sum(seconds)
     hidden = min(share * total, computing)
     return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+
+
+def _waits_meanwhile(
+    strategy: Strategy, meanwhile: OverlappedWork, mesh: Mesh, hardware: Hardware
+) -> tuple[float, ...]:
+    """Return the seconds of a strategy's own collectives that other calls, of which each device computes a part, do not
+    hide.
+    """
+    seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
+    for position in strategy.travelling:
+        side = meanwhile.backward if strategy.transfers[position].backward else meanwhile.forward
+        computing = side.seconds / mesh.num_devices + side.latency
+        seconds[position] = max(hardware.communication_share * seconds[position], seconds[position] - computing)
+    return tuple(seconds)
 
 
 def _zigzag_dims(choice: Choice, dims: ZigzagDimsOfCall) -> Choice:

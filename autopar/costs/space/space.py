@@ -108,6 +108,8 @@ class Space:
     """Mesh axes that zigzag-shard positions if they split them; the others have them in order."""
     rebuild: Callable[[Collection[str]], Space] | None = field(default=None, repr=False)
     """Lays the space out anew with other zigzag-sharding axes."""
+    meanwhile: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    """Dispatches and combines of experts' rows → the calls that run while these travel (`calls_meanwhile`)."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
     _of_layouts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
@@ -191,6 +193,12 @@ class Space:
         """Return whether the optimizer treats a parameter as a matrix."""
         node = self.decisions[number].node
         return self.optimizer.takes(self.program.parameter_names[node.name], node.meta["tensor"])
+
+    def travels(self, number: int, choice: int) -> bool:
+        """Return whether other calls run while what a call moves itself is on its way, under one of its strategies."""
+        decision = self.decisions[number]
+        strategy = decision.candidates.strategies[choice]
+        return strategy.implementation.in_halves and strategy.communicates and decision.node in self.meanwhile
 
     def rows_on(self, edge: TensorEdge) -> ExpertRows | None:
         """Return the expert rows at the end of an edge, if it brings any."""

@@ -58,6 +58,17 @@ class Strategy:
         """Its own collectives of the forward, each with the seconds that computing does not hide."""
         return tuple(each for each in zip(self.transfers, self.waits, strict=True) if not each[0].backward)
 
+    @property
+    def travelling(self) -> tuple[int, ...]:
+        """Positions of the collectives that other calls may run during: the last of the forward, all of the backward.
+
+        There are none unless the implementation has halves.
+        """
+        if not self.implementation.in_halves:
+            return ()
+        forward = [position for position, each in enumerate(self.transfers) if not each.backward]
+        return (*forward[-1:], *(position for position, each in enumerate(self.transfers) if each.backward))
+
     def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
         """Return the size of every factor on one device; under "+x" the parts of x that go with those of another
         factor.

@@ -13,6 +13,7 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.costs.pricing.operations import backward_share, bandwidth, flops, forward_seconds
 from autopar.costs.pricing.product_efficiency import full_rate_flops, sides_of
 from autopar.ir.program.calls import is_cast
+from autopar.ir.program.effects import calls_meanwhile
 from autopar.ir.program.program import Program, info_of
 from autopar.ir.sharding.layout import replicated
 from autopar.ir.sharding.operation import Call, OpRule, is_view
@@ -38,6 +39,25 @@ def overlapped_of(program: Program, hardware: Hardware) -> OverlappedWork:
             Pass(sum(n * seconds * share for n, seconds, share in computed), backward * hardware.op_latency_s, summed),
             len(weights),
         )
+    return known[hardware]
+
+
+def meanwhile_of(program: Program, hardware: Hardware) -> dict[fx.Node, OverlappedWork]:
+    """Return the computation of the calls that run while rows of experts travel, by what sends these."""
+    known: dict[Hardware, dict[fx.Node, OverlappedWork]] = program.facts.setdefault("computed meanwhile", {})
+    if hardware not in known:
+        ruled, known[hardware] = RoledProgram.of(program).calls, {}
+        for exchange, nodes in calls_meanwhile(program).items():
+            calls = [each for each in (ruled[node.name] for node in nodes) if not is_view(each.call)]
+            forward = [seconds_alone(each.call, each.op, each.bound, hardware) for each in calls]
+            shares = [backward_share(each.call, each.op) for each in calls]
+            known[hardware][exchange] = OverlappedWork(
+                Pass(sum(forward), len(calls) * hardware.op_latency_s),
+                Pass(
+                    sum(seconds * share for seconds, share in zip(forward, shares, strict=True)),
+                    sum(shares) * hardware.op_latency_s,
+                ),
+            )
     return known[hardware]
 
 

@@ -34,6 +34,8 @@ class Calls:
     ) -> None:
         self.memory, self.space, self.choices, self.modes = memory, memory.space, choices, modes
         self.tasks, self.unused = tasks, unused
+        self._travelling: dict[tuple[int, bool], list[int]] = {}
+        """Call, and whether in the backward → what it has sent while others run."""
         self._ahead: dict[int, list[int]] = defaultdict(list)
         """Call → what was issued ahead of it."""
 
@@ -52,7 +54,10 @@ class Calls:
                     self.tasks.issue(each, decision.name)
 
     def run(self, number: int, backward: bool) -> None:
-        """Add the tasks of a call in one pass: what it computes, and what it moves overlapped with or after that."""
+        """Add the tasks of a call in one pass: what it computes, and what it moves overlapped with or after that.
+
+        If others run while what it moves travels, it is waited for on arrival, and in the backward here.
+        """
         decision, choice = self.space.decisions[number], self.choices[number]
         strategy = self.memory.second_forward.running(number, self.choices, self.modes)
         call, op = decision.candidates.call, decision.candidates.op
@@ -69,6 +74,10 @@ class Calls:
         if call is not None and is_view(call) and not self.space.hardware.launch_s:
             seconds += self.space.hardware.op_latency_s
         own = _grouped_transfers([each for each in strategy.transfers if each.backward == backward and not each.ahead])
+        travels = self.space.travels(number, choice)
+        if travels and backward:
+            self.tasks.wait(self._travelling.pop((number, True), ()))
+            own = []
         overlapped = 0.0
         if strategy.implemented and call is not None and bound is not None:
             local = strategy.local_sizes(bound.sizes, self.space.mesh)
@@ -82,9 +91,25 @@ class Calls:
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
         if overlapped < 1 and not (backward and number in self.unused):
-            for each, count in own:
+            for each, count in own[: len(own) - travels]:
                 self.tasks.move([each], decision.name, share * (1 - overlapped) * count, 1 - overlapped, count)
+            if travels and own:
+                self._send(number, [own[-1][0]], share, backward)
         self.tasks.wait(self._ahead.pop(number, ()))
+
+    def arrive(self, number: int, backward: bool) -> None:
+        """Wait for what a call has sent in the forward; in the backward begin to send the gradients back."""
+        if not backward:
+            self.tasks.wait(self._travelling.pop((number, False)))
+        elif number not in self.unused:
+            strategy = self.memory.second_forward.running(number, self.choices, self.modes)
+            share = self.space.share(self.space.rows.get(number), self.choices)
+            self._send(number, [each for each in strategy.transfers if each.backward], share, backward)
+
+    def _send(self, number: int, transfers: Sequence[Transfer], share: float, backward: bool) -> None:
+        """Issue collectives of a call, during which others run."""
+        row = self.space.decisions[number].name
+        self._travelling[number, backward] = [self.tasks.issue(each, row, times=share) for each in transfers]
 
 
 def _grouped_transfers(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:

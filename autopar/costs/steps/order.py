@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.costs.pricing.message_sizes import joined_layers, layers_in_order
 from autopar.costs.pricing.reshard import ReshardPath
 from autopar.costs.space.parameter_buckets import Bucket, buckets_of
@@ -29,6 +31,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """Arrival of what a call itself has moved while others ran (`Space.travels`), behind the last of these."""
+
+    number: int
+    layer: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """Tensor of an edge that is resharded to the layout its target takes."""
 
@@ -45,7 +55,7 @@ class Gathered:
     layer: int
 
 
-Entry = Call | Moved | Gathered
+Entry = Call | Arrived | Moved | Gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,8 @@ class _Walk:
         self.entries: list[Entry] = []
         self.there: set[int] = set()
         """Calls and shared reshards that have been emitted."""
+        self.travelling: dict[fx.Node, Arrived] = {}
+        """The last call that runs while a result is on its way → the arrival of that."""
         self.begun: set[int] = set()
         """Buckets, by their `id`."""
         self.paths: dict[object, ReshardPath] = {}
@@ -82,6 +94,8 @@ class _Walk:
         for node in self.space.program.graph.nodes:
             if is_call(node):
                 self._call(self.space.index[node.name])
+                if node in self.travelling:
+                    self.entries.append(self.travelling.pop(node))
         for number, decision in enumerate(self.space.decisions):
             if decision.kind == "output":
                 self._input(number, 0, None)
@@ -97,6 +111,8 @@ class _Walk:
         for position in range(len(tensor_inputs(node))):
             self._input(number, position, layer)
         self.entries.append(Call(number, layer))
+        if self.space.travels(number, self.choices[number]):
+            self.travelling[self.space.meanwhile[node][-1]] = Arrived(number, layer)
 
     def _input(self, number: int, position: int, layer: int | None) -> None:
         bucket = self.bucket_of.get((number, position))

@@ -29,7 +29,7 @@ from autopar.costs.space.space import stores_dtensors, without_gradient
 from autopar.costs.steps.calls import Calls
 from autopar.costs.steps.host_copies import HostCopies
 from autopar.costs.steps.host_steps import HostSteps
-from autopar.costs.steps.order import Call, Entry, Gathered, Moved, order_of
+from autopar.costs.steps.order import Arrived, Call, Entry, Gathered, Moved, order_of
 from autopar.costs.steps.tasks import Tasks
 from autopar.costs.steps.uses import Uses
 from autopar.costs.steps.weights import Backward, BucketMessages, Reductions, Regathered, of_sums
@@ -154,7 +154,7 @@ class _Step:
     def _is_each_time(self, entry: Entry) -> bool:
         """Return whether every micro-batch runs the entry."""
         more = self.memory.accumulation
-        if isinstance(entry, Call):
+        if isinstance(entry, Call | Arrived):
             return not more.once(entry.number)
         if isinstance(entry, Gathered):
             return bool(entry.bucket.regathered)
@@ -187,6 +187,8 @@ class _Step:
                 for step, transfer in enumerate(self.messages[id(entry.bucket)].gathers()):
                     issued = on_their_way.get(id(entry.bucket)) if step == 0 else None
                     self.tasks.wait([self._gather(entry.bucket, transfer) if issued is None else issued])
+            elif isinstance(entry, Arrived):
+                self.calls.arrive(entry.number, backward=False)
             else:
                 self.copies.enter(entry.number)
                 self.calls.run(entry.number, backward=False)
@@ -214,7 +216,7 @@ class _Step:
                 found[anchor].append(entry.bucket)
         return found
 
-    def _casts_weight(self, entry: Call | Moved) -> bool:
+    def _casts_weight(self, entry: Entry) -> bool:
         return isinstance(entry, Call) and self.space.decisions[entry.number].name in self.space.weight_casts
 
     def _gather(self, bucket: Bucket, transfer: Transfer) -> int:
@@ -230,10 +232,10 @@ class _Step:
         for bucket in self.reduced:
             last_gradient[min(self.uses.first(end) for end, _ in bucket.ends)].append(bucket)
         made = self._gradients_made()
-        again: dict[str, list[Call | Moved]] = defaultdict(list)
+        again: dict[str, list[Call | Arrived | Moved]] = defaultdict(list)
         for entry in self.entries:
             if not isinstance(entry, Gathered):
-                number = entry.number if isinstance(entry, Call) else entry.edge.target
+                number = entry.edge.target if isinstance(entry, Moved) else entry.number
                 again[self.memory.lifetimes.segment[number]].append(entry)
         for place, entry in reversed(list(enumerate(self.entries))):
             if isinstance(entry, Moved):
@@ -251,7 +253,10 @@ class _Step:
                     for each in again.pop(self.memory.lifetimes.segment[entry.number], ()):
                         self._run_again(each, weights, saved_by)
                 self.tasks.wait(self.travelling.pop(entry.number, ()))
-                self.calls.run(entry.number, backward=True)
+                if isinstance(entry, Arrived):
+                    self.calls.arrive(entry.number, backward=True)
+                else:
+                    self.calls.run(entry.number, backward=True)
             for messages in self.held.get(place, ()):
                 self._reduce(messages)
             for bucket in last_gradient.get(place, ()):
@@ -262,7 +267,9 @@ class _Step:
         for messages in reversed(self.held.get(END, [])):
             self._reduce(messages)
 
-    def _run_again(self, entry: Call | Moved, weights: Backward, saved_by: Mapping[int, Sequence[Regathered]]) -> None:
+    def _run_again(
+        self, entry: Call | Arrived | Moved, weights: Backward, saved_by: Mapping[int, Sequence[Regathered]]
+    ) -> None:
         """Run what the mode of its segment says of an entry again."""
         second = self.memory.second_forward
         if isinstance(entry, Moved):
@@ -279,11 +286,14 @@ class _Step:
                 self.tasks.move(collectives, row, self._share(entry))
         elif second.runs_again(entry.number, self.memory.lifetimes.mode_of(entry.number, self.modes)) is not None:
             self.tasks.wait(self.travelling.pop(entry.number, ()))
-        if isinstance(entry, Call) and second.is_rerun(entry.number, self.choices, self.modes):
+        if not isinstance(entry, Moved) and second.is_rerun(entry.number, self.choices, self.modes):
             for bucket in saved_by.get(entry.number, ()):
                 weights.use(bucket)
             self.tasks.phase = "recomputation"
-            self.calls.run(entry.number, backward=False)
+            if isinstance(entry, Arrived):
+                self.calls.arrive(entry.number, backward=False)
+            else:
+                self.calls.run(entry.number, backward=False)
         self.tasks.phase = "backward"
 
     def _reduce(self, messages: BucketMessages) -> None:

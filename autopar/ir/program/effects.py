@@ -1,16 +1,20 @@
-"""Side effects of calls (draws of random numbers, writes in place), and values that depend on weights alone."""
+"""Side effects of calls (draws of random numbers, writes in place), values that depend on weights alone, and calls that
+run while rows of experts travel.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.ir.program.calls import is_call
 from autopar.ir.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.ir.program.operators.attention.cached import WRITE_CACHE
+from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH
 from autopar.ir.program.program import Program
 
 UNTAGGED = frozenset(
@@ -26,6 +30,8 @@ RATES = ("dropout", "dropout_p")
 """Names of the arguments in which PyTorch's operators take a probability to drop."""
 MODES = ("train", "training")
 """Names of the arguments that say whether PyTorch's operators draw at all."""
+EXCHANGES = (DISPATCH, COMBINE)
+"""Calls that send rows of experts from rank to rank, where a plan has them do so."""
 
 
 def draws(target: object, arguments: Mapping[str, Any]) -> bool:
@@ -95,3 +101,40 @@ def of_weights_alone(program: Program) -> frozenset[fx.Node]:
             weights.add(node)
             found.add(node)
     return frozenset(found)
+
+
+def calls_meanwhile(program: Program) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
+    """Map dispatches and combines to the calls that run while their rows travel.
+
+    Exchanges are left out if no such call takes an activation and a weight: there is nothing to hide behind.
+    """
+    if "meanwhile" not in program.facts:
+        program.facts["meanwhile"] = _calls_meanwhile(program)
+    return program.facts["meanwhile"]
+
+
+def weights_of(program: Program) -> frozenset[fx.Node]:
+    """Return parameters, and calls whose inputs are weights alone."""
+    return of_weights_alone(program).union(n for n in program.graph.nodes if n.name in program.parameter_names)
+
+
+def weights_used(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the weights that a call takes together with an activation; none if it takes weights alone."""
+    found = [each for each in node.all_input_nodes if each in weights]
+    return found if len(found) < len(node.all_input_nodes) else []
+
+
+def _calls_meanwhile(program: Program) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    calls = [node for node in program.graph.nodes if is_call(node)]
+    exchanges = [place for place, node in enumerate(calls) if node.target in EXCHANGES]
+    if not exchanges:
+        return {}
+    weights = weights_of(program)
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for place in exchanges:
+        users = {user for node in (calls[place], *calls[place].users) for user in node.users}
+        first = next((number for number in range(place + 1, len(calls)) if calls[number] in users), place)
+        between = tuple(node for node in calls[place + 1 : first] if node not in weights)
+        if any(weights_used(node, weights) for node in between):
+            found[calls[place]] = between
+    return found

@@ -104,6 +104,11 @@ class Implementation:
     """Names of its choices that move the first input once for all calls that take it, if all of these make them."""
     efficiency: Efficiency | None = None
     """Kernel whose share of the peak it reaches; None: that of the rule."""
+    in_halves: bool = False
+    """True if its function has two halves, `start_…` and `end_…`: other calls run while what it moves travels.
+
+    What travels are its last collective of the forward, and all of the backward.
+    """
     saves_moved: bool = False
     """True if it saves what its collectives bring: with full recomputation they run again, whoever needs its result."""
 

@@ -45,11 +45,10 @@ from autopar.costs.space.space import Decision, Space, TensorEdge, without_gradi
 from autopar.costs.space.strategy import Strategy
 from autopar.costs.space.unsharded import dtypes_of, overlapped_of
 from autopar.ir.sharding.mesh import Mesh
-from autopar.ir.sharding.operation import Call, OpRule, is_view
+from autopar.ir.sharding.operation import Call, is_view
 from autopar.ir.sharding.rule import BoundRule
 from autopar.planning.settings import context_of
-from autopar.strategies import rule_of
-from autopar.views.formulas.full_rate import full_rate_formula
+from autopar.views.formulas import full_rate
 from autopar.views.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
 from autopar.views.formulas.memory import Offloaded, Rerun, memory_formulas, offloaded_tensors, rerun
 from autopar.views.formulas.repetition import Repetition, stacks_of
@@ -109,13 +108,6 @@ class _Work:
     """Largest share of its collectives' seconds that its own computation can hide, given that it lasts as long."""
     whole: str = ""
     """Seconds of the whole call on one device, without the latency."""
-
-
-def _seconds_formula(terms: operations.ForwardTerms, computing: str) -> str:
-    """Return `ForwardTerms.seconds` in symbols, given those of the FLOPs at the full rate."""
-    text = f"Max(({computing})/{terms.peak!r}, ({Size.of(terms.moved_bytes).polynomial})/{terms.bytes_per_s!r})"
-    more = [f"({Size.of(amount).polynomial})/{per_second!r}" for amount, per_second in terms.more]
-    return f"({' + '.join((text, *more))})" if more else text
 
 
 class _Ledger:
@@ -213,11 +205,8 @@ class _Ledger:
 
     def _call(self, number: int, times: int, unused: bool) -> None:
         decision = self.space.decisions[number]
-        candidates, shapes = decision.candidates, list(map(self.sizes.shape, self._keys(decision)))
+        candidates, call = decision.candidates, self._symbolic(decision)
         assert candidates.call is not None and candidates.op is not None and candidates.bound is not None
-        call = symbolic_call(
-            candidates.call, shapes[: len(candidates.call.inputs)], shapes[len(candidates.call.inputs) :]
-        )
         strategy = candidates.strategies[self.choices[number]]
         running = strategy.regathering if number in self.rerun.regathering else None
         work = self._work_of(call, candidates.bound, running or strategy)
@@ -242,7 +231,10 @@ class _Ledger:
             each = f"({moved})*{factor / self.space.hardware.elementwise_bytes_per_s!r}"
             self.seconds.add(count, multiplied(share, f"({each} + {self.space.hardware.op_latency_s!r})"))
         again = [each for each in work.transfers if not each.backward and number in self.rerun.communicating]
-        self._own_waits(work, again, passes, count, share)
+        if self.space.travels(number, self.choices[number]):
+            self._waits_meanwhile(number, work.transfers, again, count, share)
+        else:
+            self._own_waits(work, again, passes, count, share)
         for transfer in (*work.transfers, *again):
             if not (unused and transfer.backward):
                 self._count(transfer, count)
@@ -262,6 +254,28 @@ class _Ledger:
                 waits = f"Max({1 - work.hidden!r}, 1 - {computing}/({total}))"
                 self.seconds.add(count, multiplied(share, f"{self._seconds_of(transfer)}*{waits}"))
 
+    def _waits_meanwhile(
+        self, number: int, transfers: Sequence[Transfer], again: Sequence[Transfer], count: Polynomial, share: str
+    ) -> None:
+        """Add the exposed seconds of a call's own collectives, while which others run."""
+        space, decision = self.space, self.space.decisions[number]
+        others = [space.decisions[space.index[node.name]] for node in space.meanwhile[decision.node]]
+        calls = [(self._symbolic(each), each.candidates) for each in others]
+        computing = full_rate.passes_formula(calls, space.mesh.num_devices, space.hardware)
+        positions = decision.candidates.strategies[self.choices[number]].travelling
+        for position, transfer in enumerate(transfers):
+            seconds = self._seconds_of(transfer)
+            if position in positions:
+                least = f"{space.hardware.communication_share!r}*{seconds}"
+                seconds = f"Max({least}, {seconds} - ({computing[transfer.backward]}))"
+            self.seconds.add(count * (1 + (transfer in again)), multiplied(share, seconds))
+
+    def _symbolic(self, decision: Decision) -> Call:
+        """Return a decision's call with symbols in its shapes."""
+        assert decision.candidates.call is not None
+        shapes, num_inputs = list(map(self.sizes.shape, self._keys(decision))), len(decision.candidates.call.inputs)
+        return symbolic_call(decision.candidates.call, shapes[:num_inputs], shapes[num_inputs:])
+
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
         num_bytes = []
         for infos, layouts in ((call.inputs, strategy.inputs), (call.outputs, strategy.outputs)):
@@ -269,9 +283,9 @@ class _Ledger:
             num_bytes.append(sum(self.sizes.local(info.shape, layout) * info.dtype.itemsize for info, layout in each))
         if is_view(call):
             return _Work(Polynomial(), "", ())
-        bound = bound.rule.bind([info.shape for info in call.inputs], [info.shape for info in call.outputs])
+        whole = full_rate.alone_formula(call, bound, self.space.hardware)
+        bound, op = full_rate.bound_again(call, bound)
         axes, chosen = cast(Mesh, self.sizes.axes), strategy.implementation
-        op = rule_of(call) or OpRule(str(bound.rule))
         local = strategy.local_sizes(bound.sizes, axes)
         stated = chosen.flops(call, local)
         if stated is not None:
@@ -282,7 +296,9 @@ class _Ledger:
         read, written = num_bytes
         speed = float(operations.bandwidth(op, bound, hardware))
         terms = operations.forward_terms(call, op, (read, written), hardware, speed, chosen, local)
-        roofline = _seconds_formula(terms, full_rate_formula(flops, op, bound, local, hardware, chosen))
+        roofline = full_rate.seconds_formula(
+            terms, full_rate.full_rate_formula(flops, op, bound, local, hardware, chosen)
+        )
         hidden = operations.hidden_share(chosen, hardware, call, local)
         return _Work(
             flops,
@@ -290,19 +306,8 @@ class _Ledger:
             own_transfers(strategy, call, bound.sizes, axes),
             chosen.launches(call, local),
             hidden,
-            self._whole(call, op, bound),
+            whole,
         )
-
-    def _whole(self, call: Call, op: OpRule, bound: BoundRule) -> str:
-        """Return the seconds of the whole call on one device, without the latency."""
-        hardware = self.space.hardware
-        read, written = (
-            sum(Size.of(i.num_elements) * i.dtype.itemsize for i in infos) for infos in (call.inputs, call.outputs)
-        )
-        flops = Size.of(operations.flops(call, op, bound)).polynomial
-        speed = float(operations.bandwidth(op, bound, hardware))
-        terms = operations.forward_terms(call, op, (read, written), hardware, speed)
-        return _seconds_formula(terms, full_rate_formula(flops, op, bound, bound.sizes, hardware))
 
     def _same_edge(self, edge: TensorEdge) -> tuple[Hashable, ...]:
         """Return a key, equal for edges with equal terms."""

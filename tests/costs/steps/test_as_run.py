@@ -20,6 +20,7 @@ from autopar.planning.settings import context_of
 from autopar.runtime.collectives.mesh_axes import gathering_groups
 from autopar.tools.benchmarking.meters import INPUT_IS_A_PART, OPERATIONS
 from tests.runtime.rewrite.test_prefetch import HALF, WIDTH, Stack
+from tests.support.divided_experts import Form, batches, with_experts
 from tests.support.options import by_flag
 from tests.support.parity import FAMILIES, SLOW_DEVICES
 from tests.support.simulation.fake_mesh import fake_mesh
@@ -84,6 +85,9 @@ def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Pla
     with fake_mesh(axes) as mesh:
         if model == "stack":
             module, args, kwargs = Stack(), (torch.ones(8, WIDTH),), {}
+        elif model == "experts":  # each token goes to all of them, so that ranks have equally many rows
+            form = Form(top_k=4, shared="after", num_layers=2)
+            module, args, kwargs = with_experts(form), (), batches(1)[0]
         else:
             family = FAMILIES[model]
             module, (args, kwargs) = family.build(), family.inputs(0)
@@ -134,6 +138,8 @@ def _planned(tasks: Sequence[Task]) -> list[Issued]:
         ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp+sp", "recompute": "selective"}),
         ("gpt2", {"tp": 2}, {"strategy": "megatron_sequence", "recompute": "full"}),
         ("gpt2", {"dp": 2}, {"strategy": "zero3", "prefetch": 2, "recompute": "selective"}),
+        ("experts", {"ep": 2}, {"strategy": "expert_data"}),
+        ("experts", {"ep": 2}, {"strategy": "expert_data", "recompute": "full"}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )
@@ -144,6 +150,16 @@ def test_collectives_are_issued_and_waited_for_as_a_rank_does(
     context = context_of(plan)
     assert issued
     assert _planned(step_tasks(context.memory_model, context.choices, plan.recompute)) == issued
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 1}, {"recompute": "full"}], ids=str)
+def test_rows_of_experts_travel_next_to_collectives_of_weights_as_on_a_rank(options: dict[str, Any]) -> None:
+    plan, issued = _run("experts", {"dp": 2, "ep": 2}, {"strategy": "fsdp+ep", **options})
+    context = context_of(plan)
+    planned = _planned(step_tasks(context.memory_model, context.choices, plan.recompute))
+    exchanges = [each for each in issued if each.name == "all_to_all"]
+    assert [each for each in planned if each.name == "all_to_all"] == exchanges
+    assert any(each.overlapped for each in exchanges)
 
 
 @pytest.mark.sample(2)

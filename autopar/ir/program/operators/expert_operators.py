@@ -161,7 +161,12 @@ def some_rows(x: Tensor, index: Tensor, num_experts: int, kept: Tensor, num_rows
     ids, slots = sorted_slots(torch.where(kept, index, num_experts))
     ids, slots = ids[:num_rows], slots[:num_rows]
     places = torch.arange(slots.shape[0], device=slots.device)
-    route = torch.full_like(index, -1).view(-1).scatter_(0, slots, places).view(index.shape)
+    route = (
+        torch.full_like(index, -1, memory_format=torch.contiguous_format)
+        .view(-1)
+        .scatter_(0, slots, places)
+        .view(index.shape)
+    )
     return Gather.apply(x.reshape(-1, x.shape[-1]), slots // index.shape[-1]), ids, route
 
 

@@ -1,0 +1,130 @@
+"""Uneven all-to-alls of rows: waited for at once, or when the rows are first used.
+
+    exchanged    rows from all ranks; backward their gradients, back
+    leaving      the same, on their way until `arrived`
+
+Other calls run between the last two, in the backward too: autograd runs what came last in the forward first, so the
+backward of `arrived` begins the exchange of the gradients, and that of `leaving` waits for it.
+
+torch.compile orders collectives itself: rows do not leave there, they are exchanged.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.mesh_axes import Axis, count
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Numbers of rows that go to each rank of an axis and come from it; counted as `num_bytes`."""
+
+    sent: Sequence[Any]
+    got: Sequence[Any]
+    axis: Axis
+    num_bytes: int
+
+    @property
+    def back(self) -> Way:
+        """The way of gradients."""
+        return Way(self.got, self.sent, self.axis, self.num_bytes)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Return the rows from all ranks, on their way."""
+        count("all_to_all", self.axis, self.num_bytes)
+        return _c10d.all_to_all_single(x.contiguous(), list(self.got), list(self.sent), self.axis.group)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the rows from all ranks, without a gradient."""
+        return _c10d.wait_tensor(self.begin(x))
+
+
+@dataclass(slots=True, eq=False)
+class Travelling:
+    """Rows on their way; in the backward their gradients."""
+
+    way: Way
+    rows: Tensor | None = None
+    gradient: Tensor | None = None
+
+    def __del__(self) -> None:
+        # Nobody waited, e.g. because a call failed: a collective holds its buffers until it is waited for.
+        for each in (getattr(self, "rows", None), getattr(self, "gradient", None)):
+            if each is not None:
+                _c10d.wait_tensor(each)
+
+
+def exchanged(x: Tensor, way: Way) -> Tensor:
+    """Return the rows from all ranks."""
+    return _Exchange.apply(x, way)  # type: ignore[return-value]
+
+
+def leaving(x: Tensor, way: Way) -> Travelling | Tensor:
+    """Begin `exchanged`; `arrived` returns the rows."""
+    if torch.compiler.is_compiling():
+        return exchanged(x, way)
+    travelling = Travelling(way)
+    travelling.rows = _Leave.apply(x, travelling)  # type: ignore[assignment]
+    return travelling
+
+
+def arrived(rows: Travelling | Tensor) -> Tensor:
+    """Return rows that were on their way, once they are there; to be called once."""
+    if isinstance(rows, Tensor):
+        return rows
+    coming, rows.rows = rows.rows, None
+    return _Arrive.apply(coming, rows)  # type: ignore[return-value]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.way = way
+        return way.take(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.way.back.take(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.travelling = travelling
+        return travelling.way.begin(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gradient, ctx.travelling.gradient = ctx.travelling.gradient, None
+        way: Way = ctx.travelling.way.back
+        return way.take(grad) if gradient is None else _c10d.wait_tensor(gradient), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, travelling: Travelling) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.travelling = travelling
+        return _c10d.wait_tensor(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.travelling.gradient = ctx.travelling.way.back.begin(grad)
+        return grad, None  # `_Leave` takes the one that is on its way

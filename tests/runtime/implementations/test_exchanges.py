@@ -1,0 +1,116 @@
+"""Shared experts run while rows of the others travel, forward and backward, and training stays as on one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.runtime.collectives.mesh_axes import record_traffic
+from tests.support.divided_experts import Form, batches, choices, forced, with_experts
+from tests.support.parity import SLOW_DEVICES
+from tests.support.pipeline_training import PipelineCase, check
+from tests.support.ranks import Ranks
+from tests.support.simulation.fake_mesh import fake_mesh
+from tests.support.simulation.training import Steps, Training, fault_of, train_alone, train_on_ranks
+
+aten = torch.ops.aten
+STEPS = Steps(batches(3))
+BEFORE, AFTER = Form(shared="before", num_layers=2), Form(shared="after", bias=True)
+CASES = {
+    "called before": (BEFORE, ("t+x",), {}),
+    "called after, next to experts": (AFTER, ("x", "t+x"), {}),
+    "two exchanges as one, weighted before": (Form(shared="after", early=True), ("t+x", "t+x"), {}),
+    "without an exchange": (AFTER, ("x",), {}),
+    "a capacity": (Form(shared="after"), ("t+x",), {"capacity_factor": 8.0}),
+}
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
+@functools.lru_cache
+def alone(form: Form) -> Training:
+    return train_alone(with_experts(form), STEPS)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("form", "names", "options"), CASES.values(), ids=CASES)
+def test_ranks_train_as_one_process(form: Form, names: tuple[str, ...], options: dict[str, Any]) -> None:
+    axes = dict(zip("ab"[: len(names)], (2,) * len(names), strict=True))
+    found = train_on_ranks(with_experts(form), STEPS, axes, options, forced(choices(*names)))
+    fault = fault_of(found, alone(form))
+    assert not fault, fault
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mode", ["full", "full_save_collectives", "selective"])
+def test_what_is_computed_again_is_bit_identical(mode: str) -> None:
+    found, moved = {}, {}
+    for each in ("none", mode):
+        with record_traffic() as record:
+            found[each] = train_on_ranks(
+                with_experts(BEFORE), STEPS, {"ep": 2}, {"recompute": each}, forced(choices("t+x"))
+            )
+        moved[each] = dict(record.calls)
+    more = {key: calls - moved["none"][key] for key, calls in moved[mode].items()}
+    # A layer sends counts and rows to experts and rows home: three times in each of three steps.
+    assert {key: each for key, each in more.items() if each} == ({("all_to_all", "ep"): 18} if mode == "full" else {})
+    for name, values in found["none"].gradients.items():
+        assert all(torch.equal(a, b) for a, b in zip(found[mode].gradients[name], values, strict=True)), name
+
+
+@dataclass
+class _Recorder(TorchDispatchMode):
+    """The products that run during each all-to-all, from where it is issued to where it is waited for."""
+
+    products: int = 0
+    running: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    found: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.products += func in PRODUCTS
+        if func._opname == "all_to_all_single":
+            self.running[result.untyped_storage()._cdata] = result, self.products
+        elif func._opname == "wait_tensor" and args[0].untyped_storage()._cdata in self.running:
+            _, before = self.running.pop(args[0].untyped_storage()._cdata)
+            self.found.append(self.products - before)
+        return result
+
+
+def _during(form: Form) -> tuple[list[int], list[int]]:
+    """The products that run during the all-to-alls of a forward and of a backward, in the order of their ends."""
+    (batch,) = batches(1)
+    with fake_mesh({"ep": 2}) as axes:
+        compiled = autopar.compile(with_experts(form), axes, batch, hardware=SLOW_DEVICES, strategy="expert_data")
+        forward, backward = _Recorder(), _Recorder()
+        with forward:
+            loss = compiled(**batch)
+        with backward:
+            loss.backward()
+    assert not forward.running and not backward.running
+    return forward.found, backward.found
+
+
+@pytest.mark.parametrize("called", ["before", "after"])
+def test_a_shared_expert_computes_while_rows_travel(called: Any) -> None:
+    # Forward: counts, rows to experts while the shared one goes up, rows home while it goes down. Backward: the
+    # same back, with two products for each of the forward's.
+    assert _during(Form(shared=called)) == ([0, 1, 1], [2, 2])
+
+
+def test_without_a_shared_expert_rows_are_waited_for_at_once() -> None:
+    assert _during(Form()) == ([0, 0, 0], [0, 0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline_train_as_one_process(ranks: Ranks, schedule: str) -> None:
+    check(ranks, PipelineCase("deepseek_v3", "pp2xdp2", schedule, options={"strategy": "expert_data"}, steps=2))
