@@ -291,11 +291,14 @@ def test_neighbours_of_the_best_are_estimated_before_those_of_others(
 
 
 def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimates, _ = estimates_of(None, devices=12)
+    estimates, _ = estimates_of(None, devices=36)
 
     def divides(candidate: Candidate) -> bool:
-        size = next((size for axis, size in candidate.mesh.axes.items() if axis != "pp"), 1)
-        return BATCH % (candidate.microbatches * size) == 0
+        """Return whether the first axis divides a micro-batch, or a stage is on one host."""
+        axes = candidate.mesh.axes
+        if 36 / axes.get("pp", 1) <= 8:
+            return True
+        return BATCH % (candidate.microbatches * next(size for axis, size in axes.items() if axis != "pp")) == 0
 
     assert all(map(divides, estimates._first_candidates()))
 
@@ -308,3 +311,9 @@ def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.M
     assert True in tried and False in tried
     first = tried.index(False)
     assert sum(tried[:first]) > 0.8 * sum(tried)
+
+
+def test_stages_of_one_host_begin_with_data_and_with_tensor_parallelism() -> None:
+    estimates, _ = estimates_of(None, devices=16)
+    counts = [each.microbatches for each in estimates._first_candidates() if each.mesh.axes == {"pp": 2, "dp": 8}]
+    assert min(counts) == BATCH // 8 and max(counts) == BATCH
