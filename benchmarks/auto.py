@@ -75,7 +75,7 @@ def of_auto(recipe: Recipe, seconds: float) -> tuple[Plan | PipelinePlan | Autop
             devices=recipe.gpus,
             memory=parse_bytes(recipe.memory),
             search=autopar.Search(seconds),
-            precision=recipe.precision,
+            precision=recipe.options["precision"],
         )
     except AutoparError as error:
         found = error
