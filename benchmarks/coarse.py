@@ -4,7 +4,7 @@ A candidate is a mesh, with or without a pipeline, and a number of micro-batches
 of the model, and planned exactly with the schedule of its estimate. Printed are seconds of a step and bytes of a device
 by both, and the seconds of a processor that both took.
 
-    python -m benchmarks.coarse                                    15 candidates of each model of MODELS
+    python -m benchmarks.coarse                                    10 candidates of each model of MODELS
     python -m benchmarks.coarse --only gpt-22b --sample 5          of one of them
     python -m benchmarks.coarse --only llama-8b --kept found.json  add to what a file holds, and print all of that
 
@@ -49,6 +49,7 @@ class Setting:
     """A model of few layers, and what it is arranged on."""
 
     layers: int
+    """Of an encoder and of its decoder each, if a model has both."""
     hardware: str
     memory: str
     devices: int
@@ -62,6 +63,8 @@ MODELS = {
     "gpt-22b": Setting(12, "a100", "40GB", 32, 128, 2048),
     "mixtral-8x22b": Setting(6, "h100", "80GB", 32, 64, 4096),
     "llama-70b": Setting(10, "h100", "80GB", 256, 512, 4096),
+    "qwen3-30b-a3b": Setting(8, "h100", "80GB", 32, 128, 4096),
+    "t5-large": Setting(8, "a100", "40GB", 16, 512, 512),
 }
 
 
@@ -159,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the candidates of some models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--sample", type=int, default=15, help="candidates of each model")
+    parser.add_argument("--sample", type=int, default=10, help="candidates of each model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=120, help="seconds for each exact plan")
     parser.add_argument("--kept", type=Path, help="file of rows as JSON, to which those of this run are added")

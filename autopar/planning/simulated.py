@@ -8,8 +8,9 @@ collective:
     share of a kind = (seconds that its step waits for it - seconds of messages that nothing hides) / seconds of others
 
 and the problem is solved again. That ends when the plan stays the same, whose sum is then its own step, or when the
-next plan is slower by its timeline: then the plan before is kept, with the costs of its own step and the bound of the
-last search, which holds for all plans under these costs, unless moves that are cheaper by these make its step longer.
+next plan is slower by its timeline, with all micro-batches: then the plan before is kept, with the costs of its own
+step and the bound of the last search, which holds for all plans under these costs, unless moves that are cheaper by
+these make its step longer.
 
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
@@ -20,7 +21,7 @@ its step waits for, and the lateness of hosts that its step waits for in place o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.costs.hardware.collectives import transfer_seconds
@@ -59,10 +60,11 @@ def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) ->
     if whole_is_over() and len(context.space.decisions) > SMALL:
         return plan
     best, timeline = plan, timeline_of(plan)
+    seconds = simulated_seconds(best, timeline)
     known = dict(context.space.overlapped.waited)
     hides = context.space.hardware.communication_share < 1 and context.space.program.learns
     for _ in range(ROUNDS - 1 if hides else 0):
-        apart, shares = _shares(best, timeline)
+        apart, shares = waited_shares(context_of(best).space, context_of(best).choices, timeline)
         if apart <= DIFFERENT * timeline.seconds or is_over(deadline) or whole_is_over():
             break
         known |= shares
@@ -74,13 +76,14 @@ def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) ->
             best = found
             break
         next_one = timeline_of(found)
-        if next_one.seconds >= (1 - WORTH) * timeline.seconds:
+        further = simulated_seconds(found, next_one)
+        if further >= (1 - WORTH) * seconds:
             priced = _priced_as(best, found)
             own = timeline_of(priced)  # under other costs the same layouts may be reached by other moves
-            if own.seconds <= (1 + WORTH) * timeline.seconds:
+            if simulated_seconds(priced, own) <= (1 + WORTH) * seconds:
                 best, timeline = priced, own
             break
-        best, timeline = found, next_one
+        best, timeline, seconds = found, next_one, further
     return _with_timeline(best, timeline)
 
 
@@ -116,19 +119,18 @@ def timeline_of(plan: Plan) -> Timeline:
     return step_timeline(context.memory_model, context.choices, plan.recompute)
 
 
-def _shares(plan: Plan, timeline: Timeline) -> tuple[float, Mapping[str, float]]:
+def waited_shares(space: Space, choices: Sequence[int], timeline: Timeline) -> tuple[float, Mapping[str, float]]:
     """Return by how many seconds costs of weights differ from what the step waits for, and the share of each kind."""
     waited: dict[str, float] = defaultdict(float)
     for each in timeline.events:
         if each.task.weights:
             waited[kind_of(each.task.name, each.task.axis, each.task.phase != "forward")] += each.waited
-    context = context_of(plan)
-    space, unused = context.space, without_gradient(context.space)
+    unused = without_gradient(space)
     priced: dict[str, float] = defaultdict(float)
     exposed: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
     for edge in space.edges:
-        path = space.path(edge, context.choices)
+        path = space.path(edge, choices)
         for transfer, message in zip(path.transfers, path.messages, strict=True):
             if message is None or (transfer.backward and edge.target in unused):
                 continue

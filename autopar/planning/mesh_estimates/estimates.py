@@ -121,9 +121,9 @@ class Estimates:
     def _next_candidates(self) -> list[Candidate]:
         """Return the neighbours of the best candidates that are not estimated, the likeliest first.
 
-        Those whose first axis does not divide a micro-batch come last. Neighbours of the best come first, with its own
-        mesh before others. One of many axes takes as long as several of few: it comes with those of the candidate that
-        is LATER places behind.
+        Those whose first axis does not divide a micro-batch come last, unless it is within a host. Neighbours of the
+        best come first, with its own mesh before others. One of many axes takes as long as several of few: it comes
+        with those of the candidate that is LATER places behind.
         """
         found: dict[Candidate, tuple[bool, int, bool]] = {}
         for place, best in enumerate(self._leading()):
@@ -135,8 +135,13 @@ class Estimates:
         return sorted(found, key=lambda each: (found[each], str(each)))
 
     def _divides(self, candidate: Candidate) -> bool:
-        """Return whether the first axis of a stage's devices divides the samples of a micro-batch."""
+        """Return whether the first axis of a stage's devices divides the samples of a micro-batch.
+
+        If a stage is on one host, tensor parallelism may divide its layers instead.
+        """
         inner = self._stage(candidate.mesh)
+        if self._is_pipeline(candidate.mesh) and inner.num_devices <= NODE:
+            return True
         return self.subject.samples(inner) % (candidate.microbatches * math.prod(inner.sizes[:1])) == 0
 
     def _leading(self) -> list[Candidate]:
@@ -200,6 +205,8 @@ class Estimates:
             wanted = self.subject.samples(inner) // inner.sizes[0]
             # A sample for each device of the first axis, and of all; without a pipeline the whole batch at once, too.
             most = [wanted // math.prod(inner.sizes[1:]), wanted] + [1] * (not self._is_pipeline(mesh))
+            if self._is_pipeline(mesh) and inner.sizes == (NODE,):  # tensor parallelism alone: a sample for all
+                most.append(self.subject.samples(inner))
             for limit in most if counts else ():
                 found.append(Candidate(mesh, max((each for each in counts if each <= limit), default=counts[0])))
         yield from list(filter(self._divides, found)) or found

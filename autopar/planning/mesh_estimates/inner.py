@@ -7,16 +7,19 @@ The shorter model is planned without a memory limit, but for a price of bytes wh
 first at next to nothing, so that of equally fast plans the smaller one is taken, then at more (`PRICES`): parameters
 are stored in ever smaller parts, and gathered once a step or again for every backward. This is planned both with
 gradients reduced once a step (ZeRO-1, 3) and with every micro-batch (ZeRO-2). A price is that of the whole model:
-layers that were taken out would cost and save as much each as those that remain. The cost and savings of recomputation
-follow from the choices of each: nothing is searched again.
+layers that were taken out would cost and save as much each as those that remain. Where all blocks stand on the same
+devices, the search is made again with the costs of the simulated step, as for exact plans (`planning.simulated`). The
+cost and savings of recomputation follow from the choices of each: nothing is searched again.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from autopar.costs.hardware.overlap import OverlappedWork
 from autopar.costs.memory.microbatches import Microbatches
@@ -24,6 +27,8 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
+from autopar.costs.steps.step import step_timeline
+from autopar.costs.timeline.values import Timeline
 from autopar.ir.program.recompute_segments import RECOMPUTATIONS
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
@@ -34,7 +39,8 @@ from autopar.planning.mesh_estimates.narrowed import Choices
 from autopar.planning.mesh_estimates.shortened import Shortened
 from autopar.planning.planner import Statements
 from autopar.planning.request import PlanRequest
-from autopar.solver.deadline import seconds_until
+from autopar.planning.simulated import DIFFERENT, ROUNDS, WORTH, waited_shares
+from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.solve import solve
 
@@ -42,6 +48,8 @@ PRICES = (1e-4, 0.1, 2.0)
 """Prices of the whole memory limit, as multiples of the least seconds that a micro-batch can take."""
 FEW_AXES = 2
 """Most mesh axes of a stage for which all choices are searched."""
+BETWEEN = 3
+"""Most prices between two that are searched for a plan within the limit."""
 GAP = 1e-3
 """Relative optimality gap at which the search of the shorter model may stop."""
 
@@ -57,7 +65,25 @@ class Level:
     """Recomputations that are compared, the fastest first and the one that saves least last."""
     is_whole: bool
     """True if all blocks stand on the same devices."""
+    cost: tuple[float, float]
+    """Seconds by the sum of costs, and what memory adds at a price of 1."""
     _uses: dict[str, BlockUse] = field(default_factory=dict)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step of one micro-batch."""
+        return step_timeline(self.memory, self.choices, dict.fromkeys(self.memory.lifetimes.segments, self.modes[0]))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step of all micro-batches of the whole model, if all blocks stand on the same devices."""
+        use = self.use(self.modes[0])
+        return use.step_seconds + (self.memory.microbatches.count - 1) * use.microbatch_seconds
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of tensors on a device that has all blocks, at its fullest moment."""
+        return float(self.use(self.modes[0]).stages([0]).peak(np.ones(1))[0])
 
     def use(self, mode: str) -> BlockUse:
         """Return what blocks take where all are recomputed in a mode."""
@@ -90,6 +116,7 @@ class Inner:
     _stated: dict[frozenset[str], tuple[Statements, Pins]] = field(default_factory=dict)
     """Problems of the space in which these axes zigzag-shard positions, and its pins."""
     _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
+    _simulated: dict[tuple[float, bool], tuple[Level, ...]] = field(default_factory=dict)
 
     def levels(self, limit: float) -> Iterator[Iterator[Level]]:
         """Yield plans at ever higher prices of memory, the fastest without a limit first.
@@ -101,7 +128,12 @@ class Inner:
         for price in PRICES if limited else (0.0,):
             several = limited and self.microbatches > 1 and price != PRICES[0]
             ways = (False, True) if several else (self._reduces_each,)
-            yield (self._level(price, each, limit) for each in ways)
+            yield self._levels_at(price, ways, limit)
+
+    def _levels_at(self, price: float, ways: Sequence[bool], limit: float) -> Iterator[Level]:
+        for reduces_each in ways:
+            yield self._level(price, reduces_each, limit)
+            yield from self._as_simulated(price, reduces_each, limit)
 
     def _level(self, price: float, reduces_each: bool, limit: float) -> Level:
         key = price, reduces_each
@@ -123,6 +155,50 @@ class Inner:
             level = self._solved(stated, pins, price, reduces_each, limit)
         return level
 
+    def _as_simulated(self, price: float, reduces_each: bool, limit: float) -> tuple[Level, ...]:
+        """Return plans of ever shorter simulated steps that searches with the costs of simulated steps lead to."""
+        key, (stated, pins) = (price, reduces_each), self._laid_out()
+        if key not in self._simulated:
+            best, found, known = self._levels[key], list[Level](), dict[str, float]()
+            hides = best.is_whole and stated.space.hardware.communication_share < 1
+            for _ in range(ROUNDS - 1 if hides else 0):
+                timeline = best.timeline
+                apart, shares = waited_shares(best.memory.space, best.choices, timeline)
+                if apart <= DIFFERENT * timeline.seconds or is_over(self.deadline):
+                    break
+                known |= shares
+                costs = Statements(stated.space.waiting_for(known))
+                level = self._within(costs, pins, key, limit if best.num_bytes <= limit else math.inf, limit)
+                if level.choices == best.choices or level.seconds >= (1 - WORTH) * best.seconds:
+                    break
+                found.append(level)
+                best = level
+            self._simulated[key] = tuple(found)
+        return self._simulated[key]
+
+    def _within(self, stated: Statements, pins: Pins, key: tuple[float, bool], most: float, limit: float) -> Level:
+        """Return the plan at a price, or the fastest of those at higher prices that take at most so many bytes.
+
+        Prices between are those at which the plans around them cost the same.
+        """
+        price, reduces_each = key
+        larger = self._solved(stated, pins, price, reduces_each, limit)
+        if larger.num_bytes <= most:
+            return larger
+        smaller = self._solved(stated, pins, PRICES[-1], reduces_each, limit)
+        within = [smaller]
+        for _ in range(BETWEEN if smaller.num_bytes <= most else 0):
+            price = (smaller.cost[0] - larger.cost[0]) / (larger.cost[1] - smaller.cost[1])
+            found = self._solved(stated, pins, price, reduces_each, limit)
+            if found.choices in (smaller.choices, larger.choices):
+                break
+            if found.num_bytes <= most:
+                smaller = found
+                within.append(found)
+            else:
+                larger = found
+        return min(within, key=lambda each: each.seconds)
+
     def _solved(self, stated: Statements, pins: Pins, price: float, reduces_each: bool, limit: float) -> Level:
         runs = Microbatches(
             self.microbatches,
@@ -134,11 +210,12 @@ class Inner:
         formulation = stated.of(replace(alone, memory=replace(alone.memory, recompute="none")), runs)[0]
         memory, calls = formulation.memory, len(formulation.memory.lifetimes.calls)
         problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
-        if limited:
-            least = sum(float(each.seconds.min()) for each in problem.nodes) / len(self.short.blocks)
-            problem = priced(problem, price * least * len(self.short.origin) / limit)
-        solution = solve(problem, time_limit=seconds_until(self.deadline), gap=GAP)
+        least = sum(float(each.seconds.min()) for each in problem.nodes) / len(self.short.blocks)
+        unit = least * len(self.short.origin) / limit
+        asked = priced(problem, price * unit) if limited else problem
+        solution = solve(asked, time_limit=seconds_until(self.deadline), gap=GAP)
         choices = tuple(solution.choices[: len(stated.space.decisions)])
+        seconds, num_bytes = problem.cost_of(solution.choices)
         if self.mesh.ndim <= FEW_AXES:
             self.known.add(stated.space, choices)
         if not memory.weights.gathers(choices):
@@ -146,7 +223,8 @@ class Inner:
         recompute = requested.memory.recompute
         modes = RECOMPUTATIONS if recompute == "auto" else (recompute,)
         is_whole = self.mesh.num_devices == self.num_devices
-        return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole)
+        cost = seconds, unit * num_bytes
+        return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole, cost)
 
     def _laid_out(self) -> tuple[Statements, Pins]:
         """Return the problems of the space in which the axes of `_zigzag_axes` zigzag-shard positions, and its pins."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from autopar.costs.space.space import Space
+from autopar.costs.space.space import Decision, Space
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import regather_pins
@@ -26,16 +26,26 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
     """
     program, whole, pins = space.program, planned.whole.space, planned.pins
     found: dict[int, np.ndarray] = {}
+
+    def left_of(decision: Decision, there: int, left: np.ndarray) -> np.ndarray:
+        """Return the strategies of a stage's decision that are left of those of the whole model."""
+        candidates = whole.decisions[there].candidates
+        pinned = [each for each, is_left in zip(candidates.strategies, left, strict=True) if is_left]
+        is_chosen = all(any(s.saved for s in each.strategies) for each in (candidates, decision.candidates))
+        names = {_name(each, is_chosen) for each in pinned}
+        return np.array([_name(each, is_chosen) in names for each in decision.candidates.strategies])
+
     for here, decision in enumerate(space.decisions):
         if decision.kind == "output":
             continue
         there = whole.index.get(decision.name, -1)
-        if there in pins and whole.decisions[there].kind == decision.kind:
-            candidates = whole.decisions[there].candidates
-            pinned = [each for each, is_left in zip(candidates.strategies, pins[there], strict=True) if is_left]
-            is_chosen = all(any(s.saved for s in each.strategies) for each in (candidates, decision.candidates))
-            names = {_name(each, is_chosen) for each in pinned}
-            found[here] = np.array([_name(each, is_chosen) in names for each in decision.candidates.strategies])
+        if there not in pins or whole.decisions[there].kind != decision.kind:
+            continue
+        left = left_of(decision, there, pins[there])
+        if left.any():
+            found[here] = left
+        elif there in planned.specified:  # where a value has no gradient, a stage may lack all that are looked at
+            found[here] = left_of(decision, there, planned.specified[there])
     for number, value in enumerate(program.output[: program.num_results]):
         if not isinstance(value, fx.Node):
             continue

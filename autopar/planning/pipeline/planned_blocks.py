@@ -34,8 +34,10 @@ class PlannedBlocks:
     request: PipelineRequest
     blocks: tuple[Block, ...]
     whole: PlannedWhole
+    specified: Pins
+    """The user's pins on the space of the whole model."""
     pins: Pins
-    """Pins on the space of the whole model."""
+    """The same, restricted to the strategies that are looked at."""
     costs: tuple[BlockCost, ...]
     cut_seconds: tuple[float, ...]
     nodes: Mapping[str, fx.Node]
@@ -81,19 +83,19 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
         return make_plan(space, pins, alone, runs)
 
-    space, pins = _pinned(request)
+    space, specified, pins = _pinned(request)
     if possible := possible_zigzag_axes(space, pins):
-        space, pins = _pinned(request, possible)
+        space, specified, pins = _pinned(request, possible)
     plan, choices = planned(space, pins)
     needed = zigzag_axes_of(space, choices)
     if needed < set(space.zigzag_axes):
-        space, pins = _pinned(request, needed)
+        space, specified, pins = _pinned(request, needed)
         plan, choices = planned(space, pins)
     request = replace(request, zigzag_axes=space.zigzag_axes)
     whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "offloaded"), choices, plan.recompute)
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
     nodes = {node.name: node for node in request.program.graph.nodes}
-    return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)
+    return PlannedBlocks(request, blocks, whole, specified, pins, block_costs(whole, blocks), sent, nodes)
 
 
 def _restricted_pins(request: PipelineRequest, space: Space, pins: Pins) -> Pins:
@@ -109,15 +111,16 @@ def _restricted_pins(request: PipelineRequest, space: Space, pins: Pins) -> Pins
     return found
 
 
-def _pinned(request: PipelineRequest, zigzag_axes: Collection[str] = ()) -> tuple[Space, Pins]:
-    """Return the whole model's space in which these axes zigzag-shard positions, and its pins; warn only once."""
+def _pinned(request: PipelineRequest, zigzag_axes: Collection[str] = ()) -> tuple[Space, Pins, Pins]:
+    """Return the whole model's space in which these axes zigzag-shard positions, the user's pins, and these restricted
+    to what is looked at; warn only once.
+    """
     space = replace(request, zigzag_axes=tuple(zigzag_axes)).space(request.program, {})
     with warnings.catch_warnings():
         if zigzag_axes:
             warnings.simplefilter("ignore")
-        return space, _restricted_pins(
-            request, space, pins_of(request.annotations, space, request.wanted.mode, request.storage)
-        )
+        specified = pins_of(request.annotations, space, request.wanted.mode, request.storage)
+        return space, specified, _restricted_pins(request, space, specified)
 
 
 def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:

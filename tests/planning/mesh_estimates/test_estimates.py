@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import warnings
@@ -19,6 +20,7 @@ from autopar.errors import AutoparError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estimates
+from autopar.planning.mesh_estimates.inner import PRICES, Inner
 from autopar.planning.mesh_estimates.planned import Exact
 from autopar.planning.mesh_search.search import Turn
 from autopar.planning.options.groups import Memory, Pipeline, Search
@@ -87,6 +89,32 @@ def test_positions_of_causal_attention_are_zigzag_in_an_estimate_as_in_a_plan() 
     found = estimates.estimate(Candidate(mesh, 1))
     levels = [level for inner in estimates._inner.values() for each in inner for level in each._levels.values()]
     assert {each.memory.space.zigzag_axes for each in levels} == {planned(exact, found).plan.zigzag_axes} == {("dp",)}
+
+
+def _hidden_by_half() -> tuple[Estimate | None, Inner]:
+    """Return an estimate where weights move slowly, beside computing, and its plans."""
+    hardware = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 3e5),), communication_share=0.5)
+    estimates, _ = estimates_of(None, hardware=hardware)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 2, "tp": 2})
+    found = estimates.estimate(Candidate(mesh, 2))
+    (inner, *_), *_ = estimates._inner.values()
+    return found, inner
+
+
+def test_an_estimate_is_of_the_plan_with_the_shortest_simulated_step() -> None:
+    found, inner = _hidden_by_half()
+    (first,) = inner._levels.values()
+    assert found is not None and found.seconds < 0.9 * first.seconds
+    assert found.seconds == min(each.seconds for each in itertools.chain(*inner._simulated.values()))
+
+
+def test_of_plans_by_simulated_costs_one_within_the_limit_is_taken() -> None:
+    _, inner = _hidden_by_half()
+    stated, pins = inner._laid_out()
+    largest, smallest = (inner._solved(stated, pins, each, False, LIMIT) for each in (PRICES[0], PRICES[-1]))
+    most = (largest.num_bytes + smallest.num_bytes) / 2
+    found = inner._within(stated, pins, (PRICES[0], False), most, LIMIT)
+    assert found.num_bytes <= most < largest.num_bytes and found.seconds <= smallest.seconds
 
 
 @pytest.mark.slow
@@ -263,11 +291,14 @@ def test_neighbours_of_the_best_are_estimated_before_those_of_others(
 
 
 def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimates, _ = estimates_of(None, devices=12)
+    estimates, _ = estimates_of(None, devices=36)
 
     def divides(candidate: Candidate) -> bool:
-        size = next((size for axis, size in candidate.mesh.axes.items() if axis != "pp"), 1)
-        return BATCH % (candidate.microbatches * size) == 0
+        """Return whether the first axis divides a micro-batch, or a stage is on one host."""
+        axes = candidate.mesh.axes
+        if 36 / axes.get("pp", 1) <= 8:
+            return True
+        return BATCH % (candidate.microbatches * next(size for axis, size in axes.items() if axis != "pp")) == 0
 
     assert all(map(divides, estimates._first_candidates()))
 
@@ -280,3 +311,9 @@ def test_candidates_that_do_not_divide_the_batch_come_last(monkeypatch: pytest.M
     assert True in tried and False in tried
     first = tried.index(False)
     assert sum(tried[:first]) > 0.8 * sum(tried)
+
+
+def test_stages_of_one_host_begin_with_data_and_with_tensor_parallelism() -> None:
+    estimates, _ = estimates_of(None, devices=16)
+    counts = [each.microbatches for each in estimates._first_candidates() if each.mesh.axes == {"pp": 2, "dp": 8}]
+    assert min(counts) == BATCH // 8 and max(counts) == BATCH

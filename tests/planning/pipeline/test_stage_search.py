@@ -7,10 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.planning.pipeline import stage_search
+from autopar.planning.pipeline.masks import masks_of
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.planning.pipeline.stage_search import ROUGHLY, TOLERANCE, StageSearch
@@ -41,6 +43,23 @@ def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.
     roughly, closely = given
     assert 50 < roughly < 70
     assert closely == pytest.approx(200, rel=0.05)
+
+
+def test_where_a_stage_has_no_strategy_that_is_looked_at_it_has_all_that_the_user_leaves() -> None:
+    search = _search()
+    space = search.space(search.program(0, 2)[0])
+    here = next(number for number, each in enumerate(space.decisions) if each.kind == "call")
+    there = search.planned.whole.space.index[space.decisions[here].name]
+    strategies = search.planned.whole.space.decisions[there].candidates.strategies
+    none, first = np.zeros(len(strategies), dtype=bool), np.arange(len(strategies)) == 0
+    by_user = {True: {there: first}, False: {}}
+    masks = {
+        is_pinned: masks_of(replace(search.planned, specified=specified, pins={there: none}), space, {})
+        for is_pinned, specified in by_user.items()
+    }
+    assert here not in masks[False]
+    in_stage = space.decisions[here].candidates.strategies
+    assert masks[True][here].tolist() == [str(each) == str(strategies[0]) for each in in_stage]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
