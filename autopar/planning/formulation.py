@@ -88,7 +88,9 @@ class Formulation:
         self.without_a_limit: dict[object, Any] = {}
         """Cache of answers without a memory limit, by limit, modes and pins."""
         self.near: PricedMemory | None = None
-        """Prices of memory of a plan of the same model, captured otherwise."""
+        """Prices of memory of a plan of the same model, under other costs or captured otherwise."""
+        self.incumbent: tuple[tuple[int, ...], Mapping[str, str]] | None = None
+        """Choices of decisions, and modes of segments, of a plan of the same decisions under other costs."""
 
     def name(self, number: int) -> str:
         """Return a node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""

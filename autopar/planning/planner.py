@@ -78,11 +78,12 @@ class Solved:
 class Statements:
     """Formulations of one space, built once and shared by all plans that are made in it one after the other.
 
-    Answers found without a limit are cached with them, too.
+    Answers found without a limit are cached with them, too. Searches begin at the choices and the prices of memory of
+    a plan of the same decisions under other costs, if one is given.
     """
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, incumbent: Plan | None = None) -> None:
+        self.space, self._incumbent = space, incumbent
         self._kept: dict[object, tuple[Formulation, ...]] = {}
         self._zigzag_axes: dict[frozenset[str], Statements] = {}
 
@@ -92,6 +93,11 @@ class Statements:
         if key not in self._kept:
             model = MemoryModel(self.space, microbatches, offloads=settings.offloads)
             self._kept[key] = formulations_of(model, settings)
+            if self._incumbent is not None:
+                own = context_of(self._incumbent)
+                self.begin_at_prices_of(self._incumbent)
+                for formulation in self._kept[key]:
+                    formulation.incumbent = own.choices, self._incumbent.recompute
         return self._kept[key]
 
     def with_zigzag_axes(self, axes: Collection[str]) -> Statements:

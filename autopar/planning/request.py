@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from autopar.costs.space.build import build_space
 from autopar.costs.space.returned import Outputs, Returned
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
-from autopar.errors import CutOffError, InfeasibleError, InputError, TimeLimitError
+from autopar.errors import InputError
 from autopar.ir.program.precision import AS_IT_IS, Precision
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.annotation import Annotation
@@ -52,7 +51,7 @@ from autopar.planning.replicated_work import (
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.simulated import as_simulated
 from autopar.planning.whole_parameters import with_storage_settled
-from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.deadline import after, seconds_until
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import REDUCE_EACH, parts_named, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
@@ -348,28 +347,29 @@ class PlanRequest:
             rows = tuple(marked(found.rows, context.space, specified))
             return replace(found, rows=rows, context=context, mode=self.mode, notes=(*found.notes, *moved))
 
-        def again(costs: Space) -> Plan:
-            context = context_of(plan)
+        def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+            context, settings = context_of(incumbent), self.settings.lasting(seconds_until(deadline))
+            if gap:
+                settings = replace(settings, search=replace(settings.search, gap=max(gap, settings.search.gap or 0.0)))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the first search has warned
-                left = self.settings.lasting(seconds_until(deadline))
-                found = made(context.pins, left, Statements(costs))
+                same = costs.has_same_candidates(context.space)
+                allowed = context.pins if same else pins_of(specified, costs, self.mode, storage or {})
+                found = made(allowed, settings, Statements(costs, incumbent))
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
-            return replace(found, context=own, notes=(*found.notes, *plan.notes[-1:] * context.keeps_whole))
+            return replace(found, context=own, notes=(*found.notes, *incumbent.notes[-1:] * context.keeps_whole))
 
         if possible := possible_zigzag_axes(problems.space, pins):
             problems, pins = with_zigzag_axes(possible)
         plan = made(pins, self.settings)
-        choices = context_of(plan).choices
-        needed = zigzag_axes_of(problems.space, choices)
-        if is_worth_another_search(problems.space, choices, needed) and not is_over(deadline):
-            fewer, own = with_zigzag_axes(needed)
-            with suppress(CutOffError, InfeasibleError, TimeLimitError):
-                plan = made(own, self.settings.lasting(seconds_until(deadline)), fewer)
-                problems = fewer
         if self.training and self.strategy is None and self.mode != "manual" and not storage:
             plan = with_storage_settled(plan, specified, made, deadline)
-        plan = as_simulated(plan, again, deadline)
+        space, choices, in_order = problems.space, context_of(plan).choices, None
+        if is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
+            in_order = with_zigzag_axes(needed)[0].space
+            if context_of(plan).keeps_whole and not space.has_same_candidates(in_order):
+                in_order = None  # its pins are of other strategies
+        plan = as_simulated(plan, again, deadline, in_order)
         space, choices = context_of(plan).space, context_of(plan).choices
         self.warn(plan, space, choices, stored=bool(storage))
         unused = unused_axes(space, choices) if self.strategy is None else ()

@@ -7,10 +7,12 @@ collective:
 
     share of a kind = (seconds that its step waits for it - seconds of messages that nothing hides) / seconds of others
 
-and the problem is solved again. That ends when the plan stays the same, whose sum is then its own step, or when the
-next plan is slower by its timeline, with all micro-batches: then the plan before is kept, with the costs of its own
-step and the bound of the last search, which holds for all plans under these costs, unless moves that are cheaper by
-these make its step longer.
+and the problem is solved again, from the plan. The next plan is taken if its timeline, with all micro-batches, is
+shorter; a search after that has not been seen to gain anything (`benchmarks/results/ablation.txt`). Otherwise the plan
+before is kept, with the costs of its own step and the bound of the last search, which holds for all plans under these
+costs, unless moves that are cheaper by these make its step longer; if costs and step differ even then, it is searched
+for once more. If axes zigzag-shard positions that the plan has in order, the next search is of the space without them,
+and made in any case.
 
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
@@ -38,53 +40,67 @@ from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import is_over, whole_is_over
 
-SMALL = 2000
-"""Decisions of a graph that is simulated in a fraction of the time of its plan, also if the planner's time is over."""
 ROUNDS = 3
-"""Searches at most, with the first one."""
+"""Searches at most, with the first one; the last ends where it could gain less than `WORTH`."""
 DIFFERENT = 0.02
 """Relative to the step: costs of weights that differ by less from the timeline's are kept."""
 WORTH = 1e-3
 """Relative to the step: how much shorter the next plan's timeline has to be."""
 
 
-def as_simulated(plan: Plan, again: Callable[[Space], Plan], deadline: float) -> Plan:
+Again = Callable[[Space, Plan, float], Plan]
+"""Search a space with other costs from a plan of the same decisions, up to an optimality gap."""
+
+
+def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None = None) -> Plan:
     """Return the plan of least simulated seconds that searches with the costs of simulated steps lead to.
 
     Args:
         plan: The plan of the first search.
         again: Searches a space with other costs under the same pins and settings.
         deadline: Time after which no further search begins.
+        space: Space of further searches, if it is another one than the plan's; one is made in any case.
     """
     context = context_of(plan)
-    if whole_is_over() and len(context.space.decisions) > SMALL:
-        return plan
-    best, timeline = plan, timeline_of(plan)
-    seconds = simulated_seconds(best, timeline)
+    best, timeline, gap = plan, timeline_of(plan), 0.0
     known = dict(context.space.overlapped.waited)
     hides = context.space.hardware.communication_share < 1 and context.space.program.learns
-    for _ in range(ROUNDS - 1 if hides else 0):
-        apart, shares = waited_shares(context_of(best).space, context_of(best).choices, timeline)
-        if apart <= DIFFERENT * timeline.seconds or is_over(deadline) or whole_is_over():
+    for _ in range(ROUNDS - 1):
+        now = context_of(best)
+        apart, shares = waited_shares(now.space, now.choices, timeline) if hides else (0.0, {})
+        is_settled = apart <= DIFFERENT * timeline.seconds
+        if (is_settled and space is None) or is_over(deadline) or whole_is_over():
             break
-        known |= shares
+        known |= {} if is_settled else shares
         try:
-            found = again(context.space.waiting_for(known))
+            found = again((space or now.space).waiting_for(known), best, gap)
         except (CutOffError, InfeasibleError, TimeLimitError):
             break
-        if found.choices == best.choices and found.recompute == best.recompute:
-            best = found
+        space, gap = None, WORTH * min(1.0, timeline.seconds / best.device_seconds)
+        best, timeline, goes_on = _better(best, timeline, found)
+        if not goes_on:
             break
-        next_one = timeline_of(found)
-        further = simulated_seconds(found, next_one)
-        if further >= (1 - WORTH) * seconds:
-            priced = _priced_as(best, found)
-            own = timeline_of(priced)  # under other costs the same layouts may be reached by other moves
-            if simulated_seconds(priced, own) <= (1 + WORTH) * seconds:
-                best, timeline = priced, own
-            break
-        best, timeline, seconds = found, next_one, further
     return _with_timeline(best, timeline)
+
+
+def _better(best: Plan, timeline: Timeline, found: Plan) -> tuple[Plan, Timeline, bool]:
+    """Return a next plan if its timeline is shorter, or else the plan before with the next one's costs.
+
+    Also return whether another search may follow: a shorter plan is not searched for again, and a plan whose step is
+    longer with the next one's costs keeps its own.
+    """
+    next_one = timeline_of(found)
+    if found.choices == best.choices and found.recompute == best.recompute:
+        return found, next_one, True
+    seconds = simulated_seconds(best, timeline)
+    if simulated_seconds(found, next_one) < (1 - WORTH) * seconds:
+        return found, next_one, False
+    if context_of(found).space.has_same_candidates(context_of(best).space):
+        priced = _priced_as(best, found)
+        own = timeline_of(priced)  # under other costs the same layouts may be reached by other moves
+        if simulated_seconds(priced, own) <= (1 + WORTH) * seconds:
+            return priced, own, True
+    return best, timeline, False
 
 
 def _with_timeline(plan: Plan, timeline: Timeline) -> Plan:

@@ -27,7 +27,7 @@ from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import seconds_of_microbatch
 from autopar.planning.settings import PlanContext, Settings, context_of
-from autopar.planning.simulated import SMALL, simulated_seconds
+from autopar.planning.simulated import simulated_seconds
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import data_parallel
@@ -36,6 +36,8 @@ WORTH = 5e-3
 """Relative: steps that differ by less count as equally fast, and the simpler plan is taken."""
 DOUBT = 1e-2
 """Relative: if the timeline is longer than the sum by more, the sum may have chosen wrongly."""
+SMALL = 2000
+"""Decisions of a graph that is planned and simulated in a few seconds, so that plans are compared in any case."""
 Again = Callable[[Pins, Settings], Plan]
 """Plan once more under pins and settings; raises what planning raises."""
 

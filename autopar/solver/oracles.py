@@ -84,6 +84,7 @@ class EliminationOracle:
 
     def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
         if self._last[0] != prices:
+            self._last = (), []  # the tables at two prices take twice the memory
             self._last = prices, evaluate(self.elimination, self.tables.weighted(*prices), self.deadline)
         return self._last[1]
 

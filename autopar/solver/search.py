@@ -51,7 +51,7 @@ NARROWER = 3.0  # by which a margin shrinks where the rest has too high a treewi
 LEAST_MARGIN = 1e-5  # of the bound: the narrowest
 MAX_STEPS = 6  # from prices to those of the rest, within one margin
 REST_WORK = 3 * CHEAP_WORK  # entries of an elimination of the rest of a problem of high treewidth
-PRICED_NEAR = 1e-4  # of the bound: gains by better prices below which messages look for none
+PRICED_NEAR = 1e-4  # of the bound: gains by better prices of an expensive whole below which none are looked for
 NEAR = 5e-4  # of the bound: where choices are so near, prices of an expensive whole are near enough
 
 
@@ -223,6 +223,7 @@ class _Search:
         self.bound = max(self.bound, reached)
         near: ReducedCosts | None = None
         share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
+        of_last = math.inf
         while not self.is_done() and LEAST_MARGIN < share < narrower:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
@@ -237,19 +238,19 @@ class _Search:
             is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
             if is_last or is_stopped or self.is_done():
                 return True
-            if found.reached >= reached + margin and steps < MAX_STEPS:
+            if reached + margin <= found.reached < of_last and steps < MAX_STEPS:
                 # What is left lacks strategies that are cheap at its prices: those near them join it.
-                steps += 1
+                steps, of_last = steps + 1, found.reached
                 others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
                 prices = self._of_all_rows(others.tolist())
                 whole = self._oracle()
                 there, _ = whole.at(prices)
                 near = cheapest(near, whole.reduced_costs(prices, margin))
                 if there > reached:
-                    reached, self.whole, self.at, self.prices = there, whole, prices, prices
+                    reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
                     self.bound = max(self.bound, reached)
             else:
-                share, near, steps = WIDER * share, None, 0
+                share, near, steps, of_last = WIDER * share, None, 0, math.inf
         return self.is_done()
 
     def by_ilp(self) -> None:
@@ -320,10 +321,11 @@ class _Search:
             0.0,
             self.gap,
             self.until,
-            PRICED_NEAR if is_wide else WORTHWHILE,
+            PRICED_NEAR if self.is_expensive else WORTHWHILE,
             self.tolerances.cutoff,
             NEAR if self.is_expensive and not is_wide else 0.0,
             nowhere if self.is_expensive else self._exceeds(tuple),
+            None if self.best is None else self.presolved.restrict(self.best),
         )
 
     def _exceeds(self, extend: Callable[[Sequence[int]], tuple[int, ...]]) -> OverElsewhere:

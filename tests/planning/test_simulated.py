@@ -101,7 +101,7 @@ def test_a_small_plan_has_its_simulated_step_also_if_the_time_of_the_planner_is_
     plan = _plan()
     first, _ = make_plan(context_of(plan).space.waiting_for({}), context_of(plan).pins)
     with lasting(-1.0):
-        found = as_simulated(first, lambda _: pytest.fail("no time is left to search"), NEVER)
+        found = as_simulated(first, lambda *_: pytest.fail("no time is left to search"), NEVER)
     assert found.simulated == timeline_of(first).seconds and found.choices == first.choices
 
 
@@ -126,7 +126,7 @@ def _overlapped_by_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
     }
     nexts: list[Plan] = []
 
-    def again(costs: Space) -> Plan:
+    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
         nexts.append(make_plan(costs, splits_nothing)[0])
         return nexts[-1]
 
@@ -151,3 +151,50 @@ def test_costs_whose_cheapest_moves_make_the_step_longer_are_not_taken(monkeypat
     first, found, nexts = _overlapped_by_a_longer_one()
     assert nexts and not found.waits and not context_of(found).space.overlapped.waited
     assert found.simulated == timeline_of(found).seconds == timeline_of(first).seconds
+
+
+def test_a_space_with_other_axes_is_searched_once_also_where_costs_agree() -> None:
+    plan = _plan(load("cpu"))
+    context, searched = context_of(plan), []
+
+    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+        searched.append((costs, incumbent, gap))
+        return make_plan(costs, context.pins)[0]
+
+    other = context.space.waiting_for({})
+    found = as_simulated(plan, again, NEVER, other)
+    ((costs, incumbent, gap),) = searched
+    assert costs.edges == other.edges and incumbent is plan and gap == 0.0
+    assert found.choices == plan.choices and context_of(found).space is costs
+
+
+def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, gaps = replace(_plan(), waits={}), list[float]()
+    context = context_of(first)
+    first = replace(first, context=replace(context, space=context.space.waiting_for({})))
+
+    def same(plan: Plan) -> Timeline:
+        return replace(timeline_of(plan), seconds=1.0)
+
+    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+        gaps.append(gap)
+        return replace(make_plan(costs, context.pins)[0], recompute={"search": str(len(gaps))})
+
+    monkeypatch.setattr(simulated, "timeline_of", same)
+    monkeypatch.setattr(simulated, "_shares", lambda plan, timeline: (1.0, {}))
+    as_simulated(first, again, NEVER)
+    assert gaps[0] == 0.0 and 0 < gaps[1] <= simulated.WORTH and len(gaps) == simulated.ROUNDS - 1
+
+
+def test_a_shorter_plan_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, searched = _plan(), list[Space]()
+    seconds = iter((1.0, 0.9))
+
+    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+        searched.append(costs)
+        return replace(make_plan(costs, context_of(first).pins)[0], recompute={"another": "plan"})
+
+    monkeypatch.setattr(simulated, "timeline_of", lambda plan: replace(timeline_of(plan), seconds=next(seconds)))
+    monkeypatch.setattr(simulated, "_shares", lambda plan, timeline: (1.0, {}))
+    found = as_simulated(first, again, NEVER)
+    assert len(searched) == 1 and found.simulated == 0.9

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solver import oracles
 from autopar.solver.deadline import NEVER
 from autopar.solver.elimination.order import separators
 from autopar.solver.oracles import EliminationOracle
@@ -73,3 +74,13 @@ def test_what_takes_long_to_count_is_not_where_only_few_are_requested(monkeypatc
     assert rest.counted(1e-9, math.inf, only_few=True) is not None
     monkeypatch.setattr(remaining_choices, "FEW", 0)
     assert rest.counted(1e-9, math.inf, only_few=True) is None and rest.counted(1e-9, math.inf) is not None
+
+
+def test_only_the_tables_at_one_price_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = EliminationOracle.of(layered_rows(3, 3, 2), math.inf, math.inf)
+    assert whole is not None
+    evaluate, kept = oracles.evaluate, list[int]()
+    monkeypatch.setattr(oracles, "evaluate", lambda *given: kept.append(len(whole._last[1])) or evaluate(*given))
+    for price in (0.0, 1.0, 2.0):
+        whole.at((price, price))
+    assert kept == [0, 0, 0]

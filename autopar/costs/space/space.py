@@ -189,6 +189,14 @@ class Space:
         inbound = {(edge.target, edge.target_input): edge for edge in edges}
         return replace(self, overlapped=waited, edges=edges, inbound=inbound)
 
+    def has_same_candidates(self, other: Space) -> bool:
+        """Return whether decisions have as many strategies as in another space of the same program and mesh.
+
+        Strategies are in one order, so that each is that of the same number, but for zigzag-sharding and costs.
+        """
+        pairs = zip(self.decisions, other.decisions, strict=True)
+        return all(len(one.candidates.strategies) == len(another.candidates.strategies) for one, another in pairs)
+
     def is_matrix(self, number: int) -> bool:
         """Return whether the optimizer treats a parameter as a matrix."""
         node = self.decisions[number].node

@@ -15,6 +15,7 @@ from dataclasses import replace
 from autopar.console.units import format_share
 from autopar.costs.memory.moments import MemoryRow
 from autopar.errors import CutOffError, InfeasibleError, warn_user
+from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins, pinned_by
 from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share
 from autopar.planning.memory_limit.moments import Moments
@@ -79,8 +80,12 @@ def _without_a_limit(request: LimitQuestions, modes: Modes | None, settings: Set
 def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances: Tolerances, solver: str) -> Answer:
     """Return the best within a limit that is found in time."""
     formulation, deadline = request.formulation, request.deadline
-    prices = {len(formulation.memory.lifetimes.calls) - 1: 0.0}
-    if (near := formulation.near) is not None:
+    last = len(formulation.memory.lifetimes.calls) - 1
+    prices = {last: 0.0}
+    if (near := formulation.near) is not None and formulation.incumbent is not None:
+        # Rows of several moments tell equal layers apart, and the whole is priced in many times the time.
+        prices[last] = near.price * near.row.total
+    elif near is not None:
         prices |= {moment: near.price * weight for moment, weight in near.row.weights}
 
     def state(rows: Sequence[MemoryRow]) -> Sequence[Problem]:
@@ -94,7 +99,8 @@ def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
-        found = search(moments, deadline, tolerances, tuple(prices.values()), gives_up)
+        known = _incumbent(formulation, moments, modes)
+        found = search(moments, deadline, tolerances, tuple(prices.values()), gives_up, known)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:
         raise CutOffError(found.bound)
@@ -114,6 +120,18 @@ def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances
     num_bytes = problem.bytes_of(found.choices)
     solution = Solution(found.choices, found.seconds, num_bytes, found.bound, found.solver, multiplier)
     return request.answer(problem, solution, modes, row)
+
+
+def _incumbent(formulation: Formulation, moments: Moments, modes: Modes | None) -> tuple[int, ...] | None:
+    """Return the choices of the formulation's incumbent, if they are allowed and within the limit."""
+    if formulation.incumbent is None:
+        return None
+    chosen, of_segments = formulation.incumbent
+    choices = choices_of_nodes(chosen, [of_segments.get(name, MODES[0]) for name in modes or ()])
+    first = moments.problems()[0]
+    if any(choice >= node.num_strategies for choice, node in zip(choices, first.nodes, strict=True)):
+        return None
+    return choices if math.isfinite(first.seconds_of(choices)) and moments.fits(choices) else None
 
 
 def _by_ilp(source: RowSource, deadline: float) -> Found:

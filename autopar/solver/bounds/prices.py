@@ -90,6 +90,7 @@ def best_prices(
     cutoff: float = math.inf,
     wide_gap: float = 0.0,
     is_over_elsewhere: OverElsewhere = nowhere,
+    known: tuple[int, ...] | None = None,
 ) -> BestPrices:
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
@@ -98,12 +99,15 @@ def best_prices(
     search, as does a solution that is within a gap of `wide_gap`, if that is more: at one price evaluations that are
     not exact go on for the gap, but no further price is. From time to time the mixture at near-optimal prices is
     checked against the budgets that are not rows. The search ends if it exceeds one: with that row, other prices are
-    optimal.
+    optimal. Choices that are `known` to be within all budgets bound what prices prove from the beginning.
     """
     cost = float(np.dot(start, rows.budgets))
     planes = _Planes(rows.budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300))
     best, prices, open_there, stalled, requested = BestPrices(start, -np.inf, None, np.inf), start, math.inf, 0, ROUGHLY
     visited = set[tuple[int, ...]]()
+    if known is not None:
+        seconds, row_bytes = rows.cost(known)
+        planes.after(known, seconds, row_bytes - rows.budgets)
     for _ in range(MAX_PLANES):
         try:
             sufficient = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
