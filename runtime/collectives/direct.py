@@ -22,12 +22,12 @@ def below_autograd(operation: Callable[..., Any], *arguments: Any, **options: An
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """As `function.apply`."""
+    """Apply the function like `function.apply`."""
     return function.apply(*arguments) if torch.compiler.is_compiling() else applied_eagerly(function, *arguments)
 
 
 def applied_eagerly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """As `function.apply`, where torch.compile is known not to trace."""
+    """Apply the function like `function.apply`, where torch.compile is known not to trace."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]

@@ -81,7 +81,7 @@ class _ReduceGradients(torch.autograd.Function):
         reduced: list[Tensor | None] = [None] * len(grads)
         for dtype, group in by_dtype(grads).items():
             own = joined(list(group.values()), ctx.reduce or dtype, writes=writes)
-            # What is cast once it has arrived is waited for first.
+            # Wait first if the result is cast.
             flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split_with_sizes([grad.numel() for grad in group.values()])
             for (i, grad), piece in zip(group.items(), pieces, strict=True):
