@@ -21,12 +21,12 @@ import numpy as np
 
 from autopar.console.units import format_bytes
 from autopar.errors import InfeasibleError
-from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
 from autopar.solver.ilp import solve_ilp
+from autopar.solver.oracles import lower_bound
 from autopar.solver.presolve.pruning import prune
 from autopar.solver.problem import Node, Problem
 

@@ -13,17 +13,30 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.solver.bounds.high_treewidth import Wide
-from autopar.solver.elimination.bucket_elimination import Elimination, compile_order, narrow_elimination
+from autopar.errors import TimeLimitError
+from autopar.solver.bounds.domains import consistent
+from autopar.solver.bounds.message_passing import MessagePassing
+from autopar.solver.deadline import NEVER, is_over
+from autopar.solver.elimination.bucket_elimination import (
+    EXPENSIVE_WORK,
+    Elimination,
+    compile_order,
+    narrow_elimination,
+)
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import choices_of, evaluate, optimum
 from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
+from autopar.solver.presolve.presolved import Presolved
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Floats, Integers, Parts, Problem
 from autopar.solver.remaining.searches import Rest
 
 ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
 UNLIMITED = 2**62  # bytes
+MAX_SWEEPS = 200
+WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow
+PATIENCE = 3  # slow sweeps in a row until the search ends
+TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
 
 
 class EliminationOracle:
@@ -55,12 +68,16 @@ class EliminationOracle:
         self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
     ) -> tuple[float, tuple[int, ...]]:
         """L(λ), and choices that attain it, whatever is known or enough."""
-        evaluated = self._evaluated(prices)
-        least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
+        (least, choices), paid = self.least(prices), float(np.dot(prices, self.budgets))
         if math.isinf(least):
-            return least, choices_of(self.elimination, evaluated)
+            return least, choices
         slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
-        return least - paid - slack, choices_of(self.elimination, evaluated)
+        return least - paid - slack, choices
+
+    def least(self, prices: tuple[float, ...]) -> tuple[float, tuple[int, ...]]:
+        """Return the least seconds + prices · bytes of any choices, and choices that take it."""
+        evaluated = self._evaluated(prices)
+        return optimum(self.elimination, evaluated), choices_of(self.elimination, evaluated)
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
         """Return the seconds of choices, and their bytes in each row."""
@@ -90,31 +107,114 @@ class EliminationOracle:
 
 
 class MessageOracle:
-    """A problem with several memory rows, of too high treewidth for elimination: messages bound it at prices."""
+    """A problem with several memory rows, of too high treewidth for elimination: messages bound it at prices.
 
-    def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
-        self.problems, self._parts = tuple(problems), Parts(problems)
-        self._wide = Wide(problems[0], deadline, problems[1:])
+    Messages that fit some prices nearly fit the next. Where every choice is forbidden, bounds are infinite.
+    """
+
+    def __init__(self, problems: Sequence[Problem], deadline: float = NEVER) -> None:
+        self.problems, self.deadline = tuple(problems), deadline
         self.budgets = budgets_of(problems)
+        allowed = consistent(problems)
+        self._pruned = None if allowed is None else allowed[0]
+        self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)
+        self._prices: tuple[float, ...] = ()
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
         """Return the seconds of choices, and their bytes in each row."""
         seconds, row_bytes = self._parts.cost_of(choices)
         return seconds, np.array(row_bytes)
 
+    @cached_property
+    def _parts(self) -> Parts:
+        return Parts(self.problems)
+
     def at(
         self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
     ) -> tuple[float, tuple[int, ...] | None]:
         """Return a bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
         paid = float(np.dot(prices, self.budgets))
-        least, visited = self._wide.least(*prices, known_bound=known_bound + paid, sufficient=sufficient + paid)
+        least, visited = self.least(prices, known_bound + paid, sufficient + paid)
         if math.isinf(least):
             return least, None
         return least - paid - ROUNDING * (abs(least) + paid), visited
 
+    def least(
+        self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """Return a bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
+
+        Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
+        choices cost no more than is `known_bound`: no bound is above that; and at a bound that is `sufficient`.
+        """
+        messages = self._messages
+        if messages is None or self._pruned is None:
+            return math.inf, None
+        if prices != self._prices:
+            messages.at(*prices)
+            self._prices = prices
+        slow = 0
+        for _ in range(MAX_SWEEPS):
+            before = messages.bound
+            try:
+                messages.sweep()
+            except TimeLimitError:
+                if before == -math.inf:
+                    raise
+                break
+            best, gained = messages.cost, messages.bound - before
+            slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == math.inf else 0
+            is_near = best < math.inf and best - messages.bound <= TOLERANCE * abs(best)
+            is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
+            if is_near or is_done or is_over(self.deadline):
+                break
+        if messages.cost == math.inf:
+            return messages.bound, None
+        # Rounding in the sums must not let the bound pass what it bounds.
+        return min(messages.bound, messages.cost), self._pruned.extend(messages.choices())
+
     def reduced_costs(self, prices: tuple[float, ...], margin: float) -> ReducedCosts:
-        """Return reduced costs of strategies above that bound: -inf below a margin, and of pairs, else inf."""
-        return self._wide.reduced_costs(self._wide.bound(*prices) + margin, *prices)
+        """Return -inf for strategies that choices within a margin of the bound may take, else inf; of pairs nothing is
+        known.
+
+        The bound is that of the last evaluation if the prices are the same. Raises TimeLimitError if that takes until
+        the deadline.
+        """
+        if self._messages is None or prices != self._prices:
+            self.least(prices)
+        assert self._pruned is not None and self._messages is not None, "no choices"
+        most = min(self._messages.bound, self._messages.cost) + margin
+        of_node, alive, every = [], [], dict[int, Integers]()
+        masks: dict[bytes, Floats] = {}  # what is left of equal nodes stays equal
+        reached = self._messages.reached(most)
+        for node, kept, least in zip(self.problems[0].nodes, self._pruned.kept, reached, strict=True):
+            reduced_cost = np.full(node.num_strategies, np.inf)
+            reduced_cost[kept[least <= most]] = -np.inf
+            of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
+            alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
+        shared: dict[tuple[int, ...], Floats] = {}
+        of_edge = [
+            shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape))
+            for edge in self.problems[0].edges
+        ]
+        return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
+
+
+def oracle_of(problems: Sequence[Problem], deadline: float) -> EliminationOracle | MessageOracle:
+    """Return the oracle of a problem with a memory row each: elimination, unless it takes longer than messages."""
+    found = EliminationOracle.of(problems, deadline, EXPENSIVE_WORK)
+    return MessageOracle(problems, deadline) if found is None else found
+
+
+def lower_bound(problem: Problem, multiplier: float, deadline: float = NEVER) -> float:
+    """Return L(λ), a lower bound on the seconds of every choice; if elimination is expensive, the bound of messages.
+
+    TimeLimitError where that takes until the deadline.
+    """
+    price = 0.0 if problem.budget is None else multiplier
+    oracle = oracle_of(Presolved.of((problem,)).problems, deadline)
+    least, _ = oracle.least((price,))
+    return least - price * (problem.budget or 0)
 
 
 def budgets_of(problems: Sequence[Problem]) -> Floats:

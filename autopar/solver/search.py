@@ -26,7 +26,6 @@ import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.best_below import Best, best_below
-from autopar.solver.bounds.high_treewidth import EXPENSIVE_WORK
 from autopar.solver.bounds.prices import (
     NEARER,
     WORTHWHILE,
@@ -40,7 +39,7 @@ from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
 from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of
+from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Problem
@@ -143,7 +142,7 @@ class _Search:
     ) -> None:
         self.source, self.deadline, self.tolerances, self.gives_up = source, deadline, tolerances, gives_up
         self.presolved = Presolved.of(source.problems())
-        self.whole = self._oracle()
+        self.whole = oracle_of(self.presolved.problems, self.deadline)
         self.prices = self._of_all_rows(prices)
         """Prices of all rows that are stated."""
         self.at = self.prices
@@ -205,13 +204,13 @@ class _Search:
                 self.note(found.choices)
             if not self._restate() or self.is_expensive:
                 return
-            self.whole, self.at = self._oracle(), self.prices
+            self.whole, self.at = oracle_of(self.presolved.problems, self.deadline), self.prices
 
     def reprice(self) -> bool:
         """Find the prices of rows that were stated since those of the whole; return whether there are any."""
         if len(self.at) == len(self.prices):
             return False
-        self.whole, self.at = self._oracle(), self.prices
+        self.whole, self.at = oracle_of(self.presolved.problems, self.deadline), self.prices
         self.price()
         return True
 
@@ -243,7 +242,7 @@ class _Search:
                 steps, of_last = steps + 1, found.reached
                 others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
                 prices = self._of_all_rows(others.tolist())
-                whole = self._oracle()
+                whole = oracle_of(self.presolved.problems, self.deadline)
                 there, _ = whole.at(prices)
                 near = cheapest(near, whole.reduced_costs(prices, margin))
                 if there > reached:
@@ -332,11 +331,6 @@ class _Search:
         """Return the question to the source about mixtures of choices that `extend` makes those of the presolved."""
         whole = self.presolved.extend
         return lambda mixture: self.source.exceeds(tuple([(whole(extend(each)), weight) for each, weight in mixture]))
-
-    def _oracle(self) -> EliminationOracle | MessageOracle:
-        problems = self.presolved.problems
-        found = EliminationOracle.of(problems, self.deadline, EXPENSIVE_WORK)
-        return MessageOracle(problems, self.deadline) if found is None else found
 
     def _restate(self) -> bool:
         """Presolve the rows of the source where it has more than before; return whether it has."""

@@ -11,12 +11,10 @@ from contextlib import suppress
 from typing import Literal
 
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
-from autopar.solver.bounds.high_treewidth import EXPENSIVE_WORK
 from autopar.solver.deadline import after, nothing_found, seconds_until
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict, is_feasible
-from autopar.solver.oracles import EliminationOracle
-from autopar.solver.presolve.presolved import Presolved
+from autopar.solver.oracles import lower_bound
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.search import Stated, search
 from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed, warn_unproven
@@ -70,12 +68,11 @@ def bound_at(problem: Problem, price: float, deadline: float) -> float:
     """Return the seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds
     per byte.
 
-    It is -inf if the treewidth is too high for that, or the time too short.
+    It is -inf without a memory limit, and if the time is too short.
     """
     if problem.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(problem, deadline))
     with suppress(TimeLimitError):
-        oracle = EliminationOracle.of(Presolved.of((problem,)).problems, deadline, EXPENSIVE_WORK)
-        if oracle is not None and problem.budget is not None:
-            return oracle.at((price,))[0]
+        if problem.budget is not None:
+            return lower_bound(problem, price, deadline)
     return -math.inf

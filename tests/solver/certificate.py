@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.solver.bounds.high_treewidth import lower_bound
+from autopar.solver.oracles import lower_bound
 from autopar.solver.problem import Problem
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from autopar.errors import TimeLimitError
 from autopar.solver import deadline
-from autopar.solver.bounds.high_treewidth import lower_bound
 from autopar.solver.deadline import (
     ENDING,
     GRACE,
@@ -30,6 +29,7 @@ from autopar.solver.elimination.bucket_elimination import compile_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
 from autopar.solver.elimination.min_marginals import reduced_costs
+from autopar.solver.oracles import lower_bound
 from autopar.solver.problem import Edge, Node, Problem
 
 

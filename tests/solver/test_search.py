@@ -37,15 +37,11 @@ shapes, counts = st.sampled_from(SHAPES), st.integers(0, 3)
 @contextlib.contextmanager
 def taking(way: Way) -> Iterator[None]:
     """Every evaluation of the whole is expensive, or the treewidth too high for one, or that of the rest, too."""
-
-    def messages(self: searching._Search) -> MessageOracle:
-        return MessageOracle(self.presolved.problems, self.deadline)
-
     with pytest.MonkeyPatch.context() as patch:
         if way == "expensive":
             patch.setattr(searching, "CHEAP_WORK", 0)
         if way in ("messages", "ilp"):
-            patch.setattr(searching._Search, "_oracle", messages)
+            patch.setattr(searching, "oracle_of", MessageOracle)
             patch.setattr(core, "MAX_BAG", 9)
         if way == "ilp":
             patch.setattr(searching, "REST_WORK", -1)

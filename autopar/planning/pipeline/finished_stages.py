@@ -19,7 +19,7 @@ from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.pipeline.masks import masks_of
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
 from autopar.planning.planner import Solved, fetched_ahead, formulations_of, plan_of, written
-from autopar.solver.bounds.high_treewidth import lower_bound
+from autopar.solver.oracles import lower_bound
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.problem import Floats
+from autopar.solver.presolve.pruning import Pruned, prune
+from autopar.solver.problem import Floats, Node, Problem
 
 _Mask = np.ndarray
 
@@ -72,3 +73,34 @@ class Domains:
                 changed[end] = support
                 waiting.update(dict.fromkeys(other for other in self._at[end] if other != number))
         return changed
+
+
+def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
+    """Problems without strategies that leave a neighbour no choice, and so on (AC-3); None where nothing is left.
+
+    They differ in bytes and budgets.
+    """
+    problem = problems[0]
+    own = dict(enumerate(node.seconds for node in problem.nodes))
+    for edge in problem.edges:
+        if edge.is_loop:
+            own[edge.ends[0]] = own[edge.ends[0]] + np.diagonal(edge.seconds)
+    pairs = [edge for edge in problem.edges if not edge.is_loop]
+    domains = Domains(own, [edge.ends for edge in pairs], [edge.seconds for edge in pairs])
+    if domains.is_empty:
+        return None
+    shared: dict[tuple[int, bytes], Floats] = {}  # equal candidate lists stay one array
+    masked_seconds = []
+    for number, node in enumerate(problem.nodes):
+        mask = domains.allowed[number]
+        key = id(node.seconds), mask.tobytes()
+        if key not in shared:
+            shared[key] = node.seconds if mask.all() else np.where(mask, node.seconds, np.inf)
+        masked_seconds.append(shared[key])
+    found = []
+    for each in problems:
+        nodes = (
+            Node(node.name, seconds, node.num_bytes) for node, seconds in zip(each.nodes, masked_seconds, strict=True)
+        )
+        found.append(prune(Problem(tuple(nodes), each.edges, each.budget, is_sound=True)))
+    return found

@@ -26,7 +26,7 @@ MAX_BYTES = 1_500_000_000  # of all messages together
 BYTES = 8  # of an entry
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
-FAIR_WORK = 5_000_000_000  # entries of an order that keeps layers apart: others are seldom much better
+EXPENSIVE_WORK = 5_000_000_000  # entries: more take longer than messages; up to there no other order is looked for
 ORDERS = ((True, False), (False, False), (False, True))  # whether they are balanced, and by growth
 
 
@@ -124,6 +124,6 @@ def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
         if compiled.num_bytes > MAX_BYTES:
             continue
         found.append(compiled)
-        if found[-1].work <= (FAIR_WORK if kept else CHEAP_WORK):
+        if found[-1].work <= (EXPENSIVE_WORK if kept else CHEAP_WORK):
             return found[-1]
     return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)

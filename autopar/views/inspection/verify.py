@@ -27,7 +27,7 @@ from autopar.planning.record import choices_of, written_down
 from autopar.planning.record import evaluate as seconds_of
 from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import step_seconds_of
-from autopar.solver.bounds.high_treewidth import lower_bound
+from autopar.solver.oracles import lower_bound
 from autopar.solver.problem import Problem
 
 TOLERANCE = 1e-9  # relative difference of seconds that are summed in another order

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.solver.bounds.domains import Domains
-from autopar.solver.bounds.high_treewidth import Wide, consistent
+from autopar.solver.bounds.domains import Domains, consistent
+from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
 
 seeds = st.integers(0, 2**31 - 1)
@@ -62,7 +62,7 @@ def test_messages_find_choices_where_what_is_best_next_to_others_leads_nowhere()
             table[tuple(some[list(edge.ends)])] = 1.0
             edges.append(Edge(edge.ends, table))
         problem = Problem(problem.nodes, tuple(edges))
-        bound, best = Wide(problem).least(0.0)
+        bound, best = MessageOracle([problem]).least((0.0,))
         assert best is None or bound <= problem.seconds_of(best) < np.inf
         found += best is not None
     assert found == 20

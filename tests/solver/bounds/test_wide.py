@@ -10,14 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, TimeLimitError
-from autopar.solver import search as searching
+from autopar.solver import oracles
 from autopar.solver.bounds import core
-from autopar.solver.bounds import high_treewidth as high
 from autopar.solver.bounds.core import core_of
-from autopar.solver.bounds.high_treewidth import Wide, consistent, lower_bound
+from autopar.solver.bounds.domains import consistent
 from autopar.solver.bounds.message_passing import MessagePassing
 from autopar.solver.deadline import after
 from autopar.solver.elimination.distinct_tables import Tables
+from autopar.solver.oracles import MessageOracle, lower_bound
 from autopar.solver.presolve.reduced_cost_fixing import remaining
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.solve import solve
@@ -31,8 +31,7 @@ shrinks = st.sampled_from([0, 9, 27, 2_000_000])  # entries of a bag that is eli
 
 def _make_wide(patch: pytest.MonkeyPatch, shrinks: int = 0) -> None:
     """No elimination is cheap, and bags of so many entries are small."""
-    patch.setattr(searching, "EXPENSIVE_WORK", 0)
-    patch.setattr(high, "EXPENSIVE_WORK", 0)
+    patch.setattr(oracles, "EXPENSIVE_WORK", 0)
     patch.setattr(core, "MAX_BAG", shrinks)
 
 
@@ -135,7 +134,8 @@ def test_no_choices_below_the_limit_lose_a_strategy(seed: int, kind: str, above:
     most = solve(problem).seconds * (1 + above) + 1e-9
     with pytest.MonkeyPatch.context() as patch:
         _make_wide(patch, shrinks)
-        left = remaining(problem, Wide(problem).reduced_costs(most, 0.0), 0.0)
+        oracle = MessageOracle([problem])
+        left = remaining(problem, oracle.reduced_costs((0.0,), most - oracle.least((0.0,))[0]), 0.0)
     shape = [node.num_strategies for node in problem.nodes]
     near = [choices for choices in np.ndindex(*shape) if problem.seconds_of(choices) <= most]
     assert near and all(choice in left.kept[node] for choices in near for node, choice in enumerate(choices))
@@ -187,7 +187,7 @@ def test_ends_come_in_order_of_their_sizes_and_the_longest_rows_lie_together(mon
     problem = Problem(nodes, (Edge(ends, table), Edge((1, 2), rng.random((5, 2)))))
     (joint,) = core_of(problem, Tables(problem)).joints
     assert joint.ends == (2, 0, 1)
-    bound, found = Wide(problem).least(0.0)
+    bound, found = MessageOracle([problem]).least((0.0,))
     assert found is not None
     seconds = problem.seconds_of(found)
     assert bound <= seconds == pytest.approx(solve(problem, solver="ilp").seconds)
@@ -197,17 +197,19 @@ def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -
     problem = _problem(0, "cliques", 0.5)
     assert problem is not None
     _make_wide(monkeypatch)
-    search, swept, sweep = Wide(problem), [0], MessagePassing.sweep
+    search, swept, sweep = MessageOracle([problem]), [0], MessagePassing.sweep
 
     def counted(messages: MessagePassing) -> None:
         swept[0] += 1
         sweep(messages)
 
     monkeypatch.setattr(MessagePassing, "sweep", counted)
-    reached, _ = search.least(0.01)
+    search.at((0.01,))
     taken = swept[0]
-    assert taken and search.bound(0.01) == reached and swept[0] == taken
-    assert Wide(problem).bound(0.01) == reached and swept[0] == 2 * taken
+    search.reduced_costs((0.01,), 0.1)
+    assert taken and swept[0] == taken
+    MessageOracle([problem]).reduced_costs((0.01,), 0.1)
+    assert swept[0] == 2 * taken
 
 
 def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_their_steps() -> None:
@@ -250,7 +252,7 @@ def test_a_search_whose_time_is_over_says_so_or_shows_what_it_has(monkeypatch: p
     assert problem is not None
     _make_wide(monkeypatch)
     with pytest.raises(TimeLimitError):
-        Wide(problem, after(-2.0)).least(0.0)
-    begun = Wide(problem, after(-0.1))
-    bound, found = begun.least(0.0)
+        MessageOracle([problem], after(-2.0)).least((0.0,))
+    begun = MessageOracle([problem], after(-0.1))
+    bound, found = begun.least((0.0,))
     assert found is not None and bound <= problem.seconds_of(found)
