@@ -49,7 +49,7 @@ class Setting:
     """A model of few layers, and what it is arranged on."""
 
     layers: int
-    """Of an encoder and of its decoder each, if a model has both."""
+    """Layers; an encoder and its decoder have as many each."""
     hardware: str
     memory: str
     devices: int

@@ -212,8 +212,8 @@ class Inner:
         problem = formulation.problem(pins, MemoryRow(((max(calls - 1, 0), 1),)) if limited else None)
         least = sum(float(each.seconds.min()) for each in problem.nodes) / len(self.short.blocks)
         unit = least * len(self.short.origin) / limit
-        asked = priced(problem, price * unit) if limited else problem
-        solution = solve(asked, time_limit=seconds_until(self.deadline), gap=GAP)
+        limiting = priced(problem, price * unit) if limited else problem
+        solution = solve(limiting, time_limit=seconds_until(self.deadline), gap=GAP)
         choices = tuple(solution.choices[: len(stated.space.decisions)])
         seconds, num_bytes = problem.cost_of(solution.choices)
         if self.mesh.ndim <= FEW_AXES:

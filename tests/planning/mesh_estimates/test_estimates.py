@@ -92,7 +92,7 @@ def test_positions_of_causal_attention_are_zigzag_in_an_estimate_as_in_a_plan() 
 
 
 def _hidden_by_half() -> tuple[Estimate | None, Inner]:
-    """Return an estimate where weights move slowly, beside computing, and its plans."""
+    """Return an estimate where weights move slowly, overlapped with computing, and its plans."""
     hardware = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 3e5),), communication_share=0.5)
     estimates, _ = estimates_of(None, hardware=hardware)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 2, "tp": 2})
