@@ -113,7 +113,10 @@ def _held(schedule: str, axes: dict[str, int], options: dict[str, Any]) -> tuple
         planned = Microbatches(MICROBATCHES, runs.in_flight(number), **asdict(buffers))
         at_once = [planned.received(phase) for phase in planned.phases]
         counted = {there * one + gradients * back for there, gradients in at_once}
-        memory = module.plan.stages[number].plan.memory
+        plan = module.plan.stages[number].plan
+        # A rank counts these for what its stages have in flight at once.
+        assert sum(row.saved_bytes for row in plan.rows if row.name in executable.program.received) == one
+        memory = plan.memory
         assert memory is not None
         assert sum(memory.parts.get(name, 0) for name in ("received inputs", "received gradients")) in counted
         assert max(counted) == buffers.inputs * one + buffers.gradients * back
