@@ -21,7 +21,8 @@ recomputation are at most 1.1 × the peer's.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,11 +143,17 @@ def dtensor(sequence: bool) -> Build:
                 model.blocks[number] = checkpoint_wrapper(block)
         inputs = batch(setting.size)
         if mesh.ndim == 1:
-            return Contestant.of(model, inputs, loss_parallel)
+            return Contestant.of(model, inputs, lambda: _autocast_with_parallel_loss(setting.precision is not None))
         outer = mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
         return Contestant.of(_sharded(model, outer, setting), own_samples(inputs, outer), loss_parallel)
 
     return build
+
+
+@contextlib.contextmanager
+def _autocast_with_parallel_loss(mixed: bool) -> Iterator[None]:
+    with loss_parallel(), torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
