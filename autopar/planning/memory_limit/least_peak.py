@@ -160,11 +160,14 @@ class _Search(_Visited):
     def by_fixing(self) -> None:
         """Close the gap by fixings and an ILP, with a row for each moment that was the fullest of some point."""
         found: ReducedCosts | None = None
+        priced: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         while len(self.moments) <= MAX_ROWS and not self.is_done():
             smaller = self.best - 1
             rows = (self.weights, *(MemoryRow(((moment, 1),)) for moment in self.moments))
             weighted, *stated = self.formulation.problems(self.pins, rows, smaller, self.modes)
             weighted = weighted.in_bytes()
+            before, priced = priced, [(edge.ends, edge.seconds.shape) for edge in weighted.edges]
+            found = found if priced == before else None  # further rows may state more edges by mode
             open_bytes = float((smaller - self.least + 1) * self.weights.total)
             try:
                 found = found or _reduced_costs_of(weighted, open_bytes, self.deadline)
