@@ -17,7 +17,7 @@ from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
 from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed
 
-FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
+FIRST_EPSILON, GROWTH = 2e-5, 3.0  # first margin of counts, relative to the bound, and its growth
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from autopar.errors import TimeLimitError
 
 NEVER = math.inf
 GRACE = 1.0  # seconds beyond the deadline, at most, in which what has begun may end
-GRACE_SHARE = 0.05  # of a time limit, if that is less
-ENDING = 0.95  # of a time limit: then searches end, so that what they found is written down in time
-LEAST = 0.1  # of a time limit, at least, is for searches, whatever came before them took
+GRACE_SHARE = 0.05  # share of a time limit that is granted beyond it, if that is less
+ENDING = 0.95  # share of a time limit after which searches end, so that the plan is written in time
+LEAST = 0.1  # least share of a time limit for searches, regardless of earlier work
 
 _interrupted = NEVER
 """Time at which Ctrl-C was pressed."""

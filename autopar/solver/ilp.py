@@ -122,7 +122,7 @@ def solved(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
 
 
 def _choose_one_strategy(model: _Model, problem: Problem, by_bytes: bool) -> None:
-    """Σ_i s_vi = 1."""
+    """State Σ_i s_vi = 1."""
     for node in problem.nodes:
         allowed = np.flatnonzero(np.isfinite(node.seconds))
         costs = node.num_bytes.astype(np.float64) if by_bytes else node.seconds
@@ -135,7 +135,7 @@ def _choose_one_strategy(model: _Model, problem: Problem, by_bytes: bool) -> Non
 
 
 def _tie_pairs_to_strategies(model: _Model, problem: Problem, by_bytes: bool, limited: Sequence[Problem]) -> None:
-    """Σ_j e_uvij = s_ui and Σ_i e_uvij = s_vj, and likewise for three ends; `limited` have memory rows."""
+    """State Σ_j e_uvij = s_ui and Σ_i e_uvij = s_vj, likewise for three ends; `limited` have memory rows."""
     for number, edge in enumerate(problem.edges):
         costs = np.where(np.isfinite(edge.seconds), _bytes_of(edge), np.inf) if by_bytes else edge.seconds
         byte_terms = [_bytes_of(each.edges[number]) for each in limited]
@@ -177,7 +177,7 @@ def _bytes_of(edge: Edge) -> np.ndarray:
 def _price_loop(
     model: _Model, strategies: dict[int, cp_model.IntVar], costs: np.ndarray, byte_terms: Sequence[np.ndarray]
 ) -> None:
-    """An edge from a node to itself: e_ii = s_i."""
+    """State e_ii = s_i for an edge from a node to itself."""
     for i, s in strategies.items():
         if costs[i] == np.inf:
             model.cp.add(s == 0)
@@ -188,7 +188,7 @@ def _price_loop(
 
 
 def _limit_memory(model: _Model, problem: Problem, row: int) -> None:
-    """Σ m s + Σ M e ≤ budget, after subtracting the least bytes everywhere and dividing by what divides all of them."""
+    """State Σ m s + Σ M e ≤ budget, without the least bytes everywhere, divided by their common divisor."""
     assert problem.budget is not None
     budget = problem.budget - model.constant_bytes[row]
     terms = [(num_bytes, e) for num_bytes, e in model.byte_terms[row] if num_bytes]

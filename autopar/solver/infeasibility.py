@@ -83,7 +83,7 @@ def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
         return Conflict(nodes, False, None, _least_without(problem, pinned, nodes, deadline), is_minimal)
     budget, num_questions = problem.budget, 0
     assert budget is not None, "without a limit the pins contradict each other"
-    least = max(least, budget + 1)  # which the bound at high treewidth may not prove
+    least = max(least, budget + 1)  # the bound at high treewidth may not prove this
 
     def conflicts(kept: Sequence[int]) -> bool:
         nonlocal num_questions

@@ -31,12 +31,12 @@ from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_
 from autopar.solver.problem import Floats, Integers, Parts, Problem
 from autopar.solver.remaining.searches import Rest
 
-ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
+ROUNDING = 1e-12  # relative difference of sums in another order
 UNLIMITED = 2**62  # bytes
 MAX_SWEEPS = 200
 WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow
 PATIENCE = 3  # slow sweeps in a row until the search ends
-TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
+TOLERANCE = 1e-10  # relative gap that rounding leaves between a bound and the choices that attain it
 
 
 class EliminationOracle:
@@ -67,7 +67,7 @@ class EliminationOracle:
     def at(
         self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
     ) -> tuple[float, tuple[int, ...]]:
-        """L(λ), and choices that attain it, whatever is known or enough."""
+        """Return L(λ), and choices that attain it, regardless of incumbents and sufficient bounds."""
         (least, choices), paid = self.least(prices), float(np.dot(prices, self.budgets))
         if math.isinf(least):
             return least, choices
@@ -185,7 +185,7 @@ class MessageOracle:
         assert self._pruned is not None and self._messages is not None, "no choices"
         most = min(self._messages.bound, self._messages.cost) + margin
         of_node, alive, every = [], [], dict[int, Integers]()
-        masks: dict[bytes, Floats] = {}  # what is left of equal nodes stays equal
+        masks: dict[bytes, Floats] = {}  # equal nodes keep equal masks
         reached = self._messages.reached(most)
         for node, kept, least in zip(self.problems[0].nodes, self._pruned.kept, reached, strict=True):
             reduced_cost = np.full(node.num_strategies, np.inf)

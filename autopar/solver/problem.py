@@ -157,7 +157,7 @@ class Parts:
             self._alike.append(_Alike(seconds, byte_arrays, tuple(np.array(ends[key]).T), np.array(edges[key])))
 
     def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, list[int]]:
-        """Seconds, and bytes row by row, at one choice per node: of all, or of some (a mask) and edges among them."""
+        """Return seconds, and bytes per row, of a choice per node: of all nodes, or of some (a mask) and their edges."""
         chosen = np.array(choices, dtype=np.intp)
         seconds: list[float] = []
         num_bytes = [0] * self._num_rows
@@ -295,7 +295,7 @@ def only_bytes(seconds: Floats, num_bytes: Integers | None) -> Floats:
 
 
 def _check_costs(seconds: Floats, where: str) -> None:
-    """Costs are finite, or inf where forbidden."""
+    """Raise PlanError unless costs are finite, or inf where forbidden."""
     if seconds.dtype != np.float64:
         raise PlanError(f"{where} has seconds of type {seconds.dtype}; give float64.")
     if seconds.size and not seconds.min() > -np.inf:  # min is NaN when any entry is
@@ -303,12 +303,12 @@ def _check_costs(seconds: Floats, where: str) -> None:
 
 
 def _distinct_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Each array once that some parts share."""
+    """Return each of the shared arrays once."""
     return list({id(each): each for each in arrays}.values())
 
 
 def cut_table(table: Numbers, rows: Sequence[Integers]) -> Numbers:
-    """`table[np.ix_(*rows)]` without the checks of `np.ix_`, which take longer than the rest."""
+    """Return `table[np.ix_(*rows)]` without the checks of `np.ix_`, which take longer than the rest."""
     if all(len(each) == size for each, size in zip(rows, table.shape, strict=True)):
         return table
     return table[tuple(each.reshape((-1,) + (1,) * (table.ndim - 1 - axis)) for axis, each in enumerate(rows))]  # type: ignore[return-value]

@@ -45,13 +45,13 @@ from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_
 from autopar.solver.problem import Problem
 from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
 
-FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
-NARROWER = 3.0  # by which a margin shrinks where the rest has too high a treewidth
-LEAST_MARGIN = 1e-5  # of the bound: the narrowest
+FIRST_MARGIN, WIDER = 1e-3, 8.0  # first margin of the search, relative to the bound, and its growth
+NARROWER = 3.0  # factor by which a margin shrinks if the rest has too high a treewidth
+LEAST_MARGIN = 1e-5  # narrowest margin, relative to the bound
 MAX_STEPS = 6  # from prices to those of the rest, within one margin
 REST_WORK = 3 * CHEAP_WORK  # entries of an elimination of the rest of a problem of high treewidth
-PRICED_NEAR = 1e-4  # of the bound: gains by better prices of an expensive whole below which none are looked for
-NEAR = 5e-4  # of the bound: where choices are so near, prices of an expensive whole are near enough
+PRICED_NEAR = 1e-4  # gain of better prices, relative to the bound, worth an evaluation of an expensive whole
+NEAR = 5e-4  # gap at which prices of an expensive whole suffice
 
 
 class RowSource(Protocol):
@@ -238,7 +238,7 @@ class _Search:
             if is_last or is_stopped or self.is_done():
                 return True
             if reached + margin <= found.reached < of_last and steps < MAX_STEPS:
-                # What is left lacks strategies that are cheap at its prices: those near them join it.
+                # The rest lacks strategies that are cheap at its prices: add those near them.
                 steps, of_last = steps + 1, found.reached
                 others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
                 prices = self._of_all_rows(others.tolist())

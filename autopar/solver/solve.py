@@ -19,7 +19,7 @@ from autopar.solver.problem import Problem, Solution
 from autopar.solver.search import Stated, search
 from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed, warn_unproven
 
-ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
+ILP_ROUNDING = 1e-5  # relative seconds that the ILP's integrality tolerance may leave open
 
 
 def solve(

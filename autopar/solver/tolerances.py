@@ -12,7 +12,7 @@ from autopar.console.units import format_share
 from autopar.errors import warn_user
 from autopar.solver.deadline import why_over
 
-ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none, as long sums differ by it
+ROUNDING = 1e-9  # relative gap that counts as none: rounding of long sums
 EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
 
 

@@ -74,7 +74,7 @@ def behind_wait(parameters: Sequence[Tensor]) -> tuple[Pending | None, Sequence[
         reductions.append(pending)
         return pending, parameters
     behind = applied_eagerly(Wait, pending, *parameters)
-    # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
+    # Gradients that came through another bucket are reduced here, too: per layer, not all at the end.
     node: Any = behind[0].grad_fn
     taken, stays = False, True
     for leaf in _leaves_of(parameters):

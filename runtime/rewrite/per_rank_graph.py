@@ -84,7 +84,7 @@ class _Rewriter:
         self.by_edge: dict[Value, fx.Node] = {}
         """Value at the end of an edge that a bucket has moved, by (target, input position)."""
         self.casts_left: dict[Value, dict[Value, tuple[torch.dtype, Layout]]] = {}
-        """Those values that are cast only when they are used → all that are cast with them, their dtype and layout."""
+        """Values that are cast only when they are used → all that are cast with them, their dtype and layout."""
         self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}

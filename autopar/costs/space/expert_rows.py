@@ -31,7 +31,7 @@ def rows_of_experts(space: Space) -> dict[int, ExpertRows]:
             continue
         sources = [(space.index[node.name], output) for node, output in map(source_of, tensor_inputs(decision.node))]
         arriving = {place: found[n] for place, (n, output) in enumerate(sources) if _gives_rows(found, n, output)}
-        for rows in arriving.values():  # of one block, which decides its counts once
+        for rows in arriving.values():  # rows of one block, which decides its counts once
             num_outputs = 0 if decision.node.target is COMBINE else len(decision.candidates.strategies[0].outputs)
             outputs = frozenset(range(num_outputs))
             found[number] = ExpertRows(frozenset(arriving), outputs, rows.counts, rows.position)

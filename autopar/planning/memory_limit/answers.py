@@ -83,7 +83,7 @@ def without_idle_modes(
             edges[end].append(edge)
     same = math.ulp(answer.seconds)  # less makes no difference to the sum
 
-    def seconds(node: int) -> float:  # of the node and its edges
+    def seconds(node: int) -> float:  # seconds of the node and its edges
         here = (float(edge.seconds[tuple(choices[end] for end in edge.ends)]) for edge in edges[node])
         return math.fsum((float(problem.nodes[node].seconds[choices[node]]), *here))
 

@@ -35,10 +35,10 @@ from autopar.solver.solve import solve
 from autopar.solver.tolerances import without_warnings
 
 WEIGHTS = 1000  # parts into which weights are divided: rows take whole numbers
-MAX_ROUNDS = 60  # of cutting planes
+MAX_ROUNDS = 60  # rounds of cutting planes
 MAX_ROWS = 40  # moments that the ILP may meet
 SMALL_PROBLEM = 200_000  # pairs of strategies that the ILP takes
-FIXING_SECONDS = 5.0  # of work for each ILP: what it does not decide in that, it seldom decides in more
+FIXING_SECONDS = 5.0  # seconds of work per ILP, which seldom decides later
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Search(_Visited):
         """The best bound, and the weights that prove it."""
 
     def by_weights(self) -> None:
-        """Cutting planes, until neither the bound nor the best point gets better."""
+        """Add cutting planes until neither the bound nor the best point improves."""
         weights = MemoryRow(((max(len(self.formulation.memory.lifetimes.calls) - 1, 0), 1),))
         seen: set[MemoryRow] = set()
         while len(seen) < MAX_ROUNDS and weights not in seen and not self.is_done():

@@ -29,10 +29,10 @@ from autopar.solver.search import Found, RowSource, search
 from autopar.solver.solve import solve
 from autopar.solver.tolerances import Tolerances
 
-FEW_CALLS = 256  # of a model that is planned to the end
-STOP_GAP = 1e-3  # of the seconds: default optimality gap if a smaller one is expensive
-HALF = 0.5  # of the time, at most, until any choices are found: the least peak takes the rest
-SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
+FEW_CALLS = 256  # calls of a model whose plan is proven to the end
+STOP_GAP = 1e-3  # relative optimality gap at which an expensive search stops by default
+HALF = 0.5  # largest share of the time until any choices are found; the least peak takes the rest
+SPARE = 0.08  # share of the time that a refusal may take beyond it, to name the least peak
 
 
 def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, settings: Settings) -> Answer:

@@ -13,7 +13,7 @@ from autopar.solver.problem import Problem
 
 MAX_ROWS = 24  # moments that have a row: with more, searches take too long
 MAX_MIXED = 4  # times that what prices mix adds moments: then single layers are over it, one after the other
-OVER = 1e-3  # of the limit: what choices have to be over it on average at a moment, for a row to be worth it
+OVER = 1e-3  # share of the limit by which a mixture must exceed it at a moment to state a row
 
 
 @dataclass(slots=True)

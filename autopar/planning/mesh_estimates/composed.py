@@ -209,7 +209,7 @@ class Staged:
         sending = parts[0].sending
         blocks = parts[0].num_blocks
         overlapped = of_weights if self.schedule.halves_backwards else back
-        # What the block that ends last reduces overlaps nothing.
+        # The reductions of the block that ends last overlap nothing.
         behind = reductions - np.minimum(reductions, overlapped * (1 - 1 / blocks))
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
         slowed = slowing[self.ranks].sum(axis=1).max() if self.schedule.halves_backwards else slowing.sum()

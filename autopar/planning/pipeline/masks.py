@@ -44,7 +44,7 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
         left = left_of(decision, there, pins[there])
         if left.any():
             found[here] = left
-        elif there in planned.specified:  # where a value has no gradient, a stage may lack all that are looked at
+        elif there in planned.specified:  # if a value has no gradient, a stage may lack all of these strategies
             found[here] = left_of(decision, there, planned.specified[there])
     for number, value in enumerate(program.output[: program.num_results]):
         if not isinstance(value, fx.Node):

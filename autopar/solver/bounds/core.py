@@ -77,7 +77,7 @@ class Core:
             cut = [tables[table][np.ix_(*(rows[axis] for axis in axes))] for table, axes in step.inputs]
             inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
             total = bag_sum(EliminationStep(tuple(map(len, rows)), inputs), cut)
-            outside: Floats = np.full((1,) * len(around), bound)  # of a part that no node of the core is in
+            outside: Floats = np.full((1,) * len(around), bound)  # bound of a part without nodes of the core
             for axis, (other, near) in enumerate(zip(bucket.bag[1:], around, strict=True)):
                 shape = [-1 if axis == dim else 1 for dim in range(len(around))]
                 outside = (

@@ -76,7 +76,7 @@ class Domains:
 
 
 def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
-    """Problems without strategies that leave a neighbour no choice, and so on (AC-3); None where nothing is left.
+    """Drop strategies that leave a neighbour no choice, repeatedly (AC-3); None if nothing is left.
 
     They differ in bytes and budgets.
     """

@@ -92,7 +92,7 @@ class MessagePassing:
             changed = np.subtract(own, self._own[node], out=np.full(len(own), np.inf), where=allowed)
             self._left[node] = self._left[node] + changed
             self._own[node] = own
-        joined: dict[tuple[tuple[int, tuple[int, ...]], ...], Floats] = {}  # what equal nodes have between them is one
+        joined: dict[tuple[tuple[int, tuple[int, ...]], ...], Floats] = {}  # equal nodes share one table
         for joint in self._core.joints:
             if joint.tables not in joined:
                 parts = [_spread(self._evaluated[table], axes, len(joint.ends)) for table, axes in joint.tables]
@@ -103,7 +103,7 @@ class MessagePassing:
         self.cost = np.inf if self._visited is None else self._cost_of(self._visited)
 
     def sweep(self) -> None:
-        """Once through all nodes and back; choices are read off on the way back."""
+        """Pass messages once through all nodes and back; read choices off on the way back."""
         self._sweep(self._visits[0], None)
         choices = [0] * len(self.problem.nodes)
         domains = Domains(self._own, self._ends, self._costs) if self._is_guarded else None
@@ -186,7 +186,7 @@ class MessagePassing:
             ends, costs = self._ends[edge], self._costs[edge]
             given = tuple(choices[end] if axis in before else slice(None) for axis, end in enumerate(ends))
             found = costs[given]
-            if leads_on:  # what is left of the others is behind
+            if leads_on:  # the others have only earlier neighbours left
                 left = [axis for axis in range(len(ends)) if axis not in before]
                 found = _least(found, [self._sent[edge][axis] for axis in left], left.index(place))
             row = row + found

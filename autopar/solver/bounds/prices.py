@@ -21,14 +21,17 @@ from autopar.solver.problem import Floats, Integers
 from autopar.solver.tolerances import is_closed
 
 MAX_PLANES = 60  # evaluations in search of prices
-NEARER = 0.5  # of the way from the best prices to those that are best against all visited solutions
+NEARER = 0.5  # share of the way from the best prices to those that are best against all visited solutions
 BOX = 16.0  # times the prices to begin with: further ones are not looked at
-LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
+LEAST_BOX = 0.1  # least price of all memory, relative to the bound
 SETTLED = 1.5  # times the gap between a bound and its choices: a smaller gain is not due to a better price
 PATIENCE = 5  # evaluations in a row that prove no more
-ROUGHLY, CLOSER = 5e-3, 10.0  # of the bound: largest gap at which mixtures are first checked; growth of that threshold
-LEAST_SHARE = 1e-6  # of a mixture: smaller ones are rounding
-WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
+ROUGHLY, CLOSER = (
+    5e-3,
+    10.0,
+)  # largest gap at which mixtures are first checked, relative to the bound, and its shrinkage
+LEAST_SHARE = 1e-6  # least weight in a mixture; smaller ones are rounding
+WORTHWHILE = 5e-6  # gain of better prices, relative to the bound, that is worth another evaluation
 
 
 Mixture = tuple[tuple[tuple[int, ...], float], ...]
@@ -51,7 +54,7 @@ class PricedRows(Protocol):
     def at(
         self, prices: tuple[float, ...], known_bound: float = -np.inf, sufficient: float = np.inf
     ) -> tuple[float, tuple[int, ...] | None]:
-        """L(λ) or a bound on it, and choices that attain it, or nearly; None where none were found.
+        """Return L(λ) or a bound on it, and choices that (nearly) attain it; None if none were found.
 
         Where L(λ) is no more than what is `known_bound`, any choices that show it will do, as will a bound that is
         `sufficient`.
@@ -127,7 +130,7 @@ def best_prices(
             best = replace(best, choices=choices, seconds=seconds)
         most, wanted = planes.after(choices, seconds, over)
         is_near = is_closed(best.seconds + constant, best.bound + constant, max(gap, wide_gap)) or best.bound >= cutoff
-        is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
+        is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
         if is_near or is_stalled or is_settled or is_over(deadline):
             break

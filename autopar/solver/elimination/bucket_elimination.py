@@ -22,12 +22,12 @@ from autopar.solver.elimination.order import elimination_order, separators
 from autopar.solver.problem import Problem
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is never built, and its message is far smaller
-MAX_BYTES = 1_500_000_000  # of all messages together
-BYTES = 8  # of an entry
+MAX_BYTES = 1_500_000_000  # bytes of all messages together
+BYTES = 8  # bytes per entry
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
 EXPENSIVE_WORK = 5_000_000_000  # entries: more take longer than messages; up to there no other order is looked for
-ORDERS = ((True, False), (False, False), (False, True))  # whether they are balanced, and by growth
+ORDERS = ((True, False), (False, False), (False, True))  # (balanced, by growth)
 
 
 @dataclass(frozen=True, slots=True)

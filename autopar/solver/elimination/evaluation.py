@@ -37,7 +37,7 @@ def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int,
     equals.
     """
     chosen = [0] * len(elimination.buckets)
-    best: dict[tuple[int, ...], int] = {}  # of a step, where its neighbours are chosen: equal layers choose alike
+    best: dict[tuple[int, ...], int] = {}  # best choice of a step by its neighbours' choices; equal layers choose alike
     for bucket in reversed(elimination.buckets):
         node, *neighbours = bucket.bag
         given = (bucket.step, *[chosen[other] for other in neighbours])
@@ -51,7 +51,7 @@ def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int,
 
 
 def bag_sum(step: EliminationStep, tables: Sequence[Floats], out: Floats | None = None) -> Floats:
-    """All tables of a step added up over its bag, in the memory of `out` (one dim) if given."""
+    """Add up all tables of a step over its bag, in the memory of `out` (one dim) if given."""
     if out is None:
         out = np.empty(math.prod(step.sizes))
     total = out[: math.prod(step.sizes)].reshape(step.sizes)

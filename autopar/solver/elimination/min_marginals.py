@@ -46,7 +46,7 @@ class ReducedCosts:
 def _cut_bag_sum(
     step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...], first: Integers | None = None
 ) -> Floats:
-    """All tables of a step added up over its bag, at some strategies of the neighbours, and of the node (None: all)."""
+    """Add up all tables of a step over its bag, at some strategies of the neighbours and of the node (None: all)."""
     every = (np.arange(step.sizes[0]) if first is None else first, *rows)
     cut = [cut_table(tables[number], tuple(every[axis] for axis in axes)) for number, axes in step.inputs]
     sizes = tuple(len(each) for each in every)

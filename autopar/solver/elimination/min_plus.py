@@ -28,7 +28,7 @@ MAX_THREADS = 8
 
 
 def least_sums(ones: Floats, others: Floats) -> Floats:
-    """min_i ones[b, j, i] + others[b, k, i] as [b, j, k]; infinite where all sums are.
+    """Return min_i ones[b, j, i] + others[b, k, i] as [b, j, k]; infinite where all sums are.
 
     The minima over each j and each k are subtracted before and added after, and entries above the least sum of any pair
     are cut off: M is near the sums that matter, and rounds them as they would be anyhow.
@@ -59,7 +59,7 @@ def _finite_maximum(points: Floats) -> float:
 
 
 def _distances(ones: Floats, others: Floats) -> Floats:
-    """max_i |ones[b, j, i] − others[b, k, i]| as [b, j, k]."""
+    """Return max_i |ones[b, j, i] − others[b, k, i]| as [b, j, k]."""
     (batch, rows, size), columns = ones.shape, others.shape[1]
     found = np.empty((batch, rows, columns))
     deep, high = max(1, BLOCK // (rows * columns * size)), max(1, BLOCK // (columns * size))
@@ -85,14 +85,14 @@ def num_threads() -> int:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads whose kernels start no others; all others of the process go on with as many as they have."""
+    """Return threads whose kernels start no others; the process's other threads are as before."""
     of_others, count = torch.get_num_threads(), num_threads()
     started = threading.Barrier(count + 1)
     pool = ThreadPoolExecutor(count, "least sums", initializer=_use_one_thread)
     for _ in range(count):
         pool.submit(started.wait)
     started.wait()
-    torch.set_num_threads(of_others)  # what a thread says is taken over by all that begin later
+    torch.set_num_threads(of_others)  # threads that start later inherit this number
     return pool
 
 

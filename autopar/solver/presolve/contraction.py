@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.solver.problem import Edge, Integers, Node, Problem
 
-RARE = 0.05  # of all pairs may be allowed
+RARE = 0.05  # largest share of allowed pairs in a contraction
 GROWTH = 4  # times as many strategies as the larger of the two had
 SMALL = 4096  # pairs: tables of no more cost nothing
 
@@ -110,7 +110,7 @@ class _State:
         return -math.prod(self.nodes[end].num_strategies for end in ends), ends
 
     def _edges_by_ends(self) -> dict[tuple[int, int], list[int]]:
-        """The edges of two ends, by these, of pairs with many strategies."""
+        """Group edges between nodes with many strategies by their ends."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for number, edge in self.edges.items():
             if len(edge.ends) == 2 and not edge.is_loop and edge.seconds.size > SMALL:

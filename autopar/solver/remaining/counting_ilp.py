@@ -30,7 +30,7 @@ from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem
 
 MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
 FIRST_EFFORT = 0.1  # CP-SAT's deterministic seconds: mostly the best is found in that, and is yet to be proven
-MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
+MIN_TOLERANCE = 1e-10  # relative to the limit: smallest difference that the ILP resolves
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,9 @@ class _Counting:
         return True
 
     def _requested(self) -> dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]]:
-        """Child step → its neighbours' choices → the variables of parents that give them, as often as they do."""
+        """Map child steps to their neighbours' choices, and these to the parents' variables that give them, with
+        repetition.
+        """
         requested: dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]] = {}
         for parent in self.steps:
             for child, axes in parent.children:

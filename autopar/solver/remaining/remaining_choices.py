@@ -24,7 +24,7 @@ from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
 FEW = 5_000  # choices of all bags together that are soon counted
-ROUNDING = 1e-12  # of all that is added up: what sums in another order may differ by
+ROUNDING = 1e-12  # relative difference of sums in another order
 
 
 class TooManyChoicesError(Exception):

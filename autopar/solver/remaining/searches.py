@@ -14,7 +14,7 @@ from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
 
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
-SHARE = 0.25  # of the time that is left, at most, goes to one search
+SHARE = 0.25  # largest share of the remaining time for one search
 
 UNSEARCHED = Counted(None, -math.inf, False)
 

@@ -25,7 +25,7 @@ import numpy as np
 from autopar.costs.hardware.profile import Protocol
 
 WORTH = 0.8  # a second protocol, the best of many cuts, must lower the error to this share,
-WORTH_OWN = 0.9  # what is told apart by collective, without any choice, to this one,
+WORTH_OWN = 0.9  # lines per collective, without any choice, to this one,
 WORTH_LEAST = 0.01  # and both by this much: a percent
 FEWEST = 3  # samples that a line of its own needs
 
