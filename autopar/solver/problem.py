@@ -157,7 +157,7 @@ class Parts:
             self._alike.append(_Alike(seconds, byte_arrays, tuple(np.array(ends[key]).T), np.array(edges[key])))
 
     def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, list[int]]:
-        """Return seconds, and bytes per row, of a choice per node: of all nodes, or of some (a mask) and their edges."""
+        """Return seconds, and bytes per row, of a choice per node: of all, or of some (a mask) and their edges."""
         chosen = np.array(choices, dtype=np.intp)
         seconds: list[float] = []
         num_bytes = [0] * self._num_rows

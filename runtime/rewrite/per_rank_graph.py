@@ -254,7 +254,7 @@ class _Rewriter:
         again = self._moves_again(edge, path)
         for move, regathered in zip(path.moves, path.regathered, strict=True):
             if regathered:
-                value = self._gather_alone(value, move, edge.tensor)
+                value = self._gather_alone(value, move, edge.tensor, regather=(0,))
             else:
                 value = self._move(value, move, edge.tensor, again)
         return value
@@ -264,12 +264,10 @@ class _Rewriter:
         if self.segment is None or not path.moves or edge.tensor.is_of_weights:
             return False
         source = self.space.decisions[edge.source]
-        segment = (
-            self.reshard_segments.get(edge.source) if source.kind == "shared_reshard" else self.modes.get(source.node)
-        )
-        before, after = (
-            edge.tensor.local_bytes(layout, self.mesh.sizes) for layout in (path.moves[0].before, path.moves[-1].after)
-        )
+        is_moved = source.kind == "shared_reshard"
+        segment = self.reshard_segments.get(edge.source) if is_moved else self.modes.get(source.node)
+        ends = path.moves[0].before, path.moves[-1].after
+        before, after = (edge.tensor.local_bytes(each, self.mesh.sizes) for each in ends)
         return bool(moves_again(self.segment[1], segment == self.segment, before, after))
 
     def _value(self, decision: int, output: int) -> fx.Node:
@@ -299,29 +297,25 @@ class _Rewriter:
 
     def _summed_as(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
         """Move a weight by itself whose gradient is summed in another dtype than its own."""
-        axis, kwargs = joined_name(self.mesh.names, move.axes), {"reduce": tensor.reduced}
-        if move.source is I:
-            new = self._emit(reduce_gradients, (axis, value), kwargs, None)
-        else:
-            dim = move.source.dim
-            size = move.after.local_shape(tensor.shape, self.mesh.sizes)[dim]
-            new = self._emit(gather_parameters, (axis, (dim,), (size,), value), kwargs, None)
+        if move.source is not I:
+            return self._gather_alone(value, move, tensor)
+        axis = joined_name(self.mesh.names, move.axes)
+        new = self._emit(reduce_gradients, (axis, value), {"reduce": tensor.reduced}, None)
         return self._emit_weight(operator.getitem, (new, 0), move.after)
 
-    def _gather_alone(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
-        """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
+    def _gather_alone(self, value: fx.Node, move: Move, tensor: MovedTensor, **options: Any) -> fx.Node:
+        """Gather a weight that shares its path with no other; with `regather` it is freed after use."""
         axis, dim = joined_name(self.mesh.names, move.axes), move.source.dim
         size = move.after.local_shape(tensor.shape, self.mesh.sizes)[dim]
-        summed = {} if tensor.reduced is None else {"reduce": tensor.reduced}
-        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": (0,), **summed}, None)
+        options |= {} if tensor.reduced is None else {"reduce": tensor.reduced}
+        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), options, None)
         return self._emit_weight(operator.getitem, (gathered, 0), move.after)
 
     def _bucket(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket together, one collective per step of their common path."""
-        values = [
-            self._input(source, 0) if source in self.cast_late else self._value(source, 0) for source in bucket.sources
-        ]
-        casts = [self.cast_late.get(source) for source in bucket.sources]
+        late = self.cast_late
+        values = [self._input(each, 0) if each in late else self._value(each, 0) for each in bucket.sources]
+        casts = [late.get(source) for source in bucket.sources]
         layouts = list(bucket.layouts)
         for step in bucket.steps:
             moves = [path.moves[step.number] for path in bucket.paths]

@@ -181,7 +181,7 @@ def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.
         return replace(make_plan(costs, context.pins)[0], recompute={"search": str(len(gaps))})
 
     monkeypatch.setattr(simulated, "timeline_of", same)
-    monkeypatch.setattr(simulated, "_shares", lambda plan, timeline: (1.0, {}))
+    monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
     as_simulated(first, again, NEVER)
     assert gaps[0] == 0.0 and 0 < gaps[1] <= simulated.WORTH and len(gaps) == simulated.ROUNDS - 1
 
@@ -195,6 +195,6 @@ def test_a_shorter_plan_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatc
         return replace(make_plan(costs, context_of(first).pins)[0], recompute={"another": "plan"})
 
     monkeypatch.setattr(simulated, "timeline_of", lambda plan: replace(timeline_of(plan), seconds=next(seconds)))
-    monkeypatch.setattr(simulated, "_shares", lambda plan, timeline: (1.0, {}))
+    monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
     found = as_simulated(first, again, NEVER)
     assert len(searched) == 1 and found.simulated == 0.9
