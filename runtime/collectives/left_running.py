@@ -30,7 +30,12 @@ from autopar.runtime.collectives.direct import applied, applied_eagerly, run_eag
 from autopar.runtime.collectives.layout_moves import waited_for
 
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
-QUIET = frozenset(("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0"))
+QUIET = frozenset(
+    (
+        *("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0"),
+        *("_CastWeightBackward", "_CastWeightsBackward"),
+    )
+)
 """Nodes of the autograd graph that a parameter passes on its way to the first bucket; none of them communicates."""
 
 
@@ -148,7 +153,8 @@ class Wait(torch.autograd.Function):
     def forward(ctx: Any, pending: Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.pending = pending
-        return parameters
+        # A leaf gives its `grad_dtype` to an output that it is itself: autograd would cast gradients before the wait.
+        return tuple([x.view_as(x) if x.is_leaf and x.grad_dtype != x.dtype else x for x in parameters])
 
     @staticmethod
     @once_differentiable
