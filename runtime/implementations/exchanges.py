@@ -53,17 +53,25 @@ class Way:
 
 @dataclass(slots=True, eq=False)
 class Travelling:
-    """Rows on their way; in the backward their gradients."""
+    """Rows on their way.
+
+    The graph of rows refers to their gradients alone, so that rows that nobody takes are freed at once.
+    """
 
     way: Way
     rows: Tensor | None = None
-    gradient: Tensor | None = None
+    gradients: Travelling | None = None
+    """Gradients of the rows, which are on their way in the backward."""
 
     def __del__(self) -> None:
         # Nobody waited, e.g. because a call failed: a collective holds its buffers until it is waited for.
-        for each in (getattr(self, "rows", None), getattr(self, "gradient", None)):
-            if each is not None:
-                _c10d.wait_tensor(each)
+        if getattr(self, "rows", None) is not None:
+            _c10d.wait_tensor(self.rows)
+
+    def taken(self) -> Tensor | None:
+        """Return the rows to one who waits for them."""
+        rows, self.rows = self.rows, None
+        return rows
 
 
 def exchanged(x: Tensor, way: Way) -> Tensor:
@@ -75,17 +83,15 @@ def leaving(x: Tensor, way: Way) -> Travelling | Tensor:
     """Begin `exchanged`; `arrived` returns the rows."""
     if torch.compiler.is_compiling():
         return exchanged(x, way)
-    travelling = Travelling(way)
-    travelling.rows = _Leave.apply(x, travelling)  # type: ignore[assignment]
-    return travelling
+    gradients = Travelling(way.back)
+    return Travelling(way, _Leave.apply(x, way, gradients), gradients)  # type: ignore[arg-type]
 
 
 def arrived(rows: Travelling | Tensor) -> Tensor:
     """Return rows that were on their way, once they are there; to be called once."""
     if isinstance(rows, Tensor):
         return rows
-    coming, rows.rows = rows.rows, None
-    return _Arrive.apply(coming, rows)  # type: ignore[return-value]
+    return _Arrive.apply(rows.taken(), rows.gradients)  # type: ignore[return-value]
 
 
 class _Exchange(torch.autograd.Function):
@@ -103,28 +109,27 @@ class _Exchange(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: Way, gradients: Travelling) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.travelling = travelling
-        return travelling.way.begin(x)
+        ctx.way, ctx.gradients = way, gradients
+        return way.begin(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gradient, ctx.travelling.gradient = ctx.travelling.gradient, None
-        way: Way = ctx.travelling.way.back
-        return way.take(grad) if gradient is None else _c10d.wait_tensor(gradient), None
+        coming = ctx.gradients.taken()
+        return ctx.way.back.take(grad) if coming is None else _c10d.wait_tensor(coming), None, None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, travelling: Travelling) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, gradients: Travelling) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.travelling = travelling
+        ctx.gradients = gradients
         return _c10d.wait_tensor(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.travelling.gradient = ctx.travelling.way.back.begin(grad)
-        return grad, None  # `_Leave` takes the one that is on its way
+        ctx.gradients.rows = ctx.gradients.way.begin(grad)
+        return grad, None  # `_Leave` takes those that are on their way

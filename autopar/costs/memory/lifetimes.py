@@ -110,6 +110,15 @@ class Lifetimes:
             found[place] = found[place + 1] if own[place] == own[place + 1] else place + 1
         return found
 
+    @cached_property
+    def arrivals(self) -> np.ndarray:
+        """Place behind the last call that runs while rows from each place are on their way; the next if none does."""
+        found = np.arange(1, len(self.calls) + 2)
+        for exchange, nodes in self.space.meanwhile.items():
+            first, last = (self.position[self.space.index[node.name]] for node in (exchange, nodes[-1]))
+            found[first] = last + 1
+        return found
+
     def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
         """Return the mode index of each decision's segment, given the mode of each segment."""
         of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}

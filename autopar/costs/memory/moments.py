@@ -126,6 +126,7 @@ class Role(enum.Enum):
     COPIED = "a gathered weight in the message that it is copied out of"
     ON_WAY = "a weight that is fetched ahead in the forward"
     ON_WAY_AGAIN = "a weight that is fetched ahead in the backward"
+    TRAVELLING = "rows of experts on their way, where they are sent from and where they arrive"
     WORKING = "what a backward works on"
     WORKING_FORWARD = "what a forward works on that makes its gradients"
     HANDED_ON = "gradients that a backward leaves for the calls before it"
@@ -138,6 +139,7 @@ class Scope(enum.Enum):
     ALWAYS = "everywhere"
     HERE = "at p"
     ONWARD = "from p on"
+    MEANWHILE = "behind p, while rows that the call at p sends are on their way"
     UNTIL = "before p: its backward has run; behind the backward of p at p, too"
     ALL_LAYER = "in the layer of p"
     LAYER_BEFORE = "in the layer of p, before p"
@@ -210,6 +212,7 @@ class Presence:
             Role.COPIED: {GATHERING: Scope.ALL_LAYER},
             Role.ON_WAY: {FORWARD: Scope.AHEAD},
             Role.ON_WAY_AGAIN: dict.fromkeys(backward, Scope.AHEAD),
+            Role.TRAVELLING: dict.fromkeys(KINDS, Scope.MEANWHILE),
             Role.WORKING: {COMPUTING: Scope.HERE},
             Role.WORKING_FORWARD: {FORWARD: Scope.HERE},
             Role.HANDED_ON: dict.fromkeys(BEHIND, Scope.HERE),
@@ -273,6 +276,8 @@ class Presence:
             return Span(places, used, np.minimum(used + 1, count))
         if scope is Scope.ONWARD:
             return Span(places, used, end)
+        if scope is Scope.MEANWHILE:
+            return Span(places, used + 1, self.lifetimes.arrivals)
         if scope is Scope.UNTIL:
             return Span(places, nothing, np.minimum(used + behind, count))
         if scope in (Scope.SAVED, Scope.WHOLE):

@@ -21,6 +21,7 @@ import numpy as np
 from autopar.costs.pricing.message_sizes import worth_a_message
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
+from autopar.ir.program.operators.expert_operators import DISPATCH
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import MODES
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R
@@ -223,6 +224,27 @@ class TensorBytes:
             ("sent", self.space.kind(edge)),
             lambda: np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0),
         )
+
+    def travelling(self, number: int) -> Bytes | None:
+        """Return the bytes of rows that a call sends while others run; None if none run.
+
+        As many arrive, and as many of gradients in the backward.
+        """
+        decision = self.space.decisions[number]
+        if decision.kind != "call" or decision.node not in self.space.meanwhile:
+            return None
+
+        def make() -> Bytes:
+            call, strategies = decision.candidates.call, decision.candidates.strategies
+            assert call is not None, "a call has one candidate"
+            if call.target is DISPATCH:
+                rows, layouts = call.outputs[0], [each.outputs[0] for each in strategies]
+            else:
+                rows, layouts = call.inputs[0], [each.inputs[0] for each in strategies]
+            travels = [self.space.travels(number, choice) for choice in range(len(strategies))]
+            return np.where(travels, self.local(rows.shape, layouts, rows.dtype.itemsize), 0)
+
+        return self.cached(("travelling", id(decision.candidates)), make)
 
     def gradients(self, number: int) -> Bytes | None:
         """Return the bytes of a parameter's gradient, once it is reduced; None where there is none."""

@@ -17,6 +17,7 @@ from autopar.models.named import named
 from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.runtime.recompute.test_recompute import watched
+from tests.support.experts import SortedExperts
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
@@ -232,4 +233,53 @@ def _of_classes(dtype: torch.dtype, role: str) -> tuple[int, int]:
 @pytest.mark.parametrize("role", ["column", "data"])
 def test_a_loss_works_on_its_logits_once_in_float32(ranks: Ranks, dtype: torch.dtype, role: str) -> None:
     for found, predicted in ranks.run(_of_classes, dtype, role):
+        assert predicted == pytest.approx(found, rel=0.03)
+
+
+class Layer(nn.Module):
+    """Routed experts, whose rows are much of its memory, next to a shared one, which works on more."""
+
+    def __init__(self, weighted: str) -> None:
+        super().__init__()
+        self.experts = SortedExperts(weighted=weighted, top_k=4, sizes=(64, 16))  # all take every token: none has more
+        self.shared = nn.Sequential(nn.Linear(64, 512), nn.SiLU(), nn.Linear(512, 64))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD + (self.experts(x_BSD) + self.shared(x_BSD))
+
+
+class Experts(nn.Module):
+    """Two layers of experts."""
+
+    def __init__(self, weighted: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(weighted) for _ in range(2))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_BSD = layer(x_BSD)
+        return x_BSD.square().mean()
+
+
+def _of_experts(weighted: str, mode: str) -> tuple[int, int]:
+    """Bytes at the highest moment of a later step on this rank, and those of the plan."""
+    x_BSD = torch.randn(2, 256, 64)
+    on, options = mesh((2,), ("ep",)), by_flag(recompute=mode)
+    compiled: Any = autopar.compile(Experts(weighted), on, (x_BSD,), strategy="expert_data", **options)
+
+    def step() -> None:
+        compiled(x_BSD).backward()
+
+    step()
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    optimizer.step()
+    held = lambda: [*held_in_training(compiled, optimizer), x_BSD]  # noqa: E731
+    return min(peak_bytes(step, optimizer.zero_grad, held) for _ in range(2)), compiled.plan.peak_bytes
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("weighted", ["before", "after"])
+def test_rows_of_experts_are_counted_while_a_shared_expert_runs(ranks: Ranks, weighted: str, mode: str) -> None:
+    for found, predicted in ranks.run(_of_experts, weighted, mode):
         assert predicted == pytest.approx(found, rel=0.03)
