@@ -76,25 +76,28 @@ def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None 
             found = again((space or now.space).waiting_for(known), best, gap)
         except (CutOffError, InfeasibleError, TimeLimitError):
             break
-        space, gap = None, WORTH * min(1.0, timeline.seconds / best.device_seconds)
-        best, timeline, goes_on = _better(best, timeline, found)
+        gap = WORTH * min(1.0, timeline.seconds / best.device_seconds)
+        best, timeline, goes_on = _better(best, timeline, found, is_simpler=space is not None)
+        space = None
         if not goes_on:
             break
     return _with_timeline(best, timeline)
 
 
-def _better(best: Plan, timeline: Timeline, found: Plan) -> tuple[Plan, Timeline, bool]:
+def _better(best: Plan, timeline: Timeline, found: Plan, is_simpler: bool) -> tuple[Plan, Timeline, bool]:
     """Return a next plan if its timeline is shorter, or else the plan before with the next one's costs.
 
-    Also return whether another search may follow: a shorter plan is not searched for again, and a plan whose step is
-    longer with the next one's costs keeps its own.
+    A next plan that is simpler, as its positions are in order, is also taken if it is as fast. Also return whether
+    another search may follow: a shorter plan is not searched for again, and a plan whose step is longer with the next
+    one's costs keeps its own.
     """
     next_one = timeline_of(found)
-    if found.choices == best.choices and found.recompute == best.recompute:
-        return found, next_one, True
-    seconds = simulated_seconds(best, timeline)
-    if simulated_seconds(found, next_one) < (1 - WORTH) * seconds:
+    seconds, further = simulated_seconds(best, timeline), simulated_seconds(found, next_one)
+    is_same = found.choices == best.choices and found.recompute == best.recompute
+    if further < (1 - WORTH) * seconds and not is_same:
         return found, next_one, False
+    if is_same or (is_simpler and further <= (1 + WORTH) * seconds):
+        return found, next_one, True
     if context_of(found).space.has_same_candidates(context_of(best).space):
         priced = _priced_as(best, found)
         own = timeline_of(priced)  # under other costs the same layouts may be reached by other moves

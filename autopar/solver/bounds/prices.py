@@ -149,7 +149,7 @@ class _Planes:
     """Linear program over prices; each visited solution is an upper bound on what they prove."""
 
     def __init__(self, budgets: np.ndarray, box: float) -> None:
-        """A full row costs no more than `box` seconds at any price."""
+        """Cap the price of a full row at `box` seconds."""
         solver = pywraplp.Solver.CreateSolver("GLOP")
         assert solver is not None
         self._solver, self._unit = solver, np.maximum(box / np.maximum(budgets, 1.0), 1e-300)
