@@ -186,15 +186,15 @@ def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.
     assert gaps[0] == 0.0 and 0 < gaps[1] <= simulated.WORTH and len(gaps) == simulated.ROUNDS - 1
 
 
-def test_a_shorter_plan_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shorter_plan_is_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first, searched = _plan(), list[Space]()
-    seconds = iter((1.0, 0.9))
+    seconds = iter((1.0, 0.9, 0.8))
 
     def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
         searched.append(costs)
-        return replace(make_plan(costs, context_of(first).pins)[0], recompute={"another": "plan"})
+        return replace(make_plan(costs, context_of(first).pins)[0], recompute={"search": str(len(searched))})
 
     monkeypatch.setattr(simulated, "timeline_of", lambda plan: replace(timeline_of(plan), seconds=next(seconds)))
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
     found = as_simulated(first, again, NEVER)
-    assert len(searched) == 1 and found.simulated == 0.9
+    assert len(searched) == 2 and found.simulated == 0.8

@@ -88,7 +88,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     if (travelling := memory.travelling(number)) is not None:
         sent_and_arriving = memory.copies((travelling,), 2)
         yield Part(Role.TRAVELLING, WORKING, used, sent_and_arriving, ends)
-        if rows is not None:  # bytes of their own tokens all ranks have as many
+        if rows is not None:  # all ranks have equally many tokens of their own
             yield Part(Role.TRAVELLING, WORKING, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
         yield from _some(found[:1], used, ends)
