@@ -8,10 +8,11 @@ collective:
     share of a kind = (seconds that its step waits for it - seconds of messages that nothing hides) / seconds of others
 
 and the problem is solved again, from the plan, at most twice. The next plan is taken if its timeline, with all
-micro-batches, is shorter. Otherwise the plan before is kept, with the costs of its own step and the bound of the last
-search, which holds for all plans under these costs, unless moves that are cheaper by these make its step longer; if
-costs and step differ even then, it is searched for once more. If axes zigzag-shard positions that the plan has in
-order, the next search is of the space without them, and made in any case.
+micro-batches, is shorter, and searched for again if its step waits for more than its costs say. Otherwise the plan
+before is kept, with the costs of its own step and the bound of the last search, which holds for all plans under these
+costs, unless moves that are cheaper by these make its step longer; if costs and step differ even then, it is searched
+for once more. If axes zigzag-shard positions that the plan has in order, the next search is of the space without them,
+and made in any case.
 
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
@@ -87,12 +88,15 @@ def _better(best: Plan, timeline: Timeline, found: Plan, is_simpler: bool) -> tu
     """Return a next plan if its timeline is shorter, or else the plan before with the next one's costs.
 
     A next plan that is simpler, as its positions are in order, is also taken if it is as fast. Also return whether
-    another search may follow: a plan whose step is longer with the next one's costs keeps its own.
+    another search may follow: not after a shorter plan whose step is within its costs, and not after one whose step is
+    longer with the next one's costs.
     """
     next_one = timeline_of(found)
     seconds, further = simulated_seconds(best, timeline), simulated_seconds(found, next_one)
     is_same = found.choices == best.choices and found.recompute == best.recompute
-    if is_same or further < (1 - WORTH) * seconds or (is_simpler and further <= (1 + WORTH) * seconds):
+    if further < (1 - WORTH) * seconds and not is_same:
+        return found, next_one, next_one.seconds > (1 + DIFFERENT) * found.device_seconds
+    if is_same or (is_simpler and further <= (1 + WORTH) * seconds):
         return found, next_one, True
     if context_of(found).space.has_same_candidates(context_of(best).space):
         priced = _priced_as(best, found)

@@ -186,9 +186,12 @@ def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.
     assert gaps[0] == 0.0 and 0 < gaps[1] <= simulated.WORTH and len(gaps) == simulated.ROUNDS - 1
 
 
-def test_a_shorter_plan_is_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("simulated_seconds", "searches"), [((1.0, 0.9, 0.8), 2), ((2e-9, 1e-9), 1)])
+def test_a_shorter_plan_is_searched_for_again_if_its_step_waits_for_more_than_its_costs_say(
+    simulated_seconds: tuple[float, ...], searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, searched = _plan(), list[Space]()
-    seconds = iter((1.0, 0.9, 0.8))
+    seconds = iter(simulated_seconds)
 
     def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
         searched.append(costs)
@@ -197,4 +200,4 @@ def test_a_shorter_plan_is_searched_for_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(simulated, "timeline_of", lambda plan: replace(timeline_of(plan), seconds=next(seconds)))
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
     found = as_simulated(first, again, NEVER)
-    assert len(searched) == 2 and found.simulated == 0.8
+    assert len(searched) == searches and found.simulated == simulated_seconds[-1]
