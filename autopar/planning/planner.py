@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -145,10 +144,8 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
     deadline = after(settings.search.time_limit)
     *first, last = formulations
     for formulation in first:
-        # With a cut-off it is not worked out why nothing fits.
-        tried = replace(settings, cutoff=min(settings.cutoff, sys.float_info.max))
         try:
-            return Solved(formulation, pins, settings, _best(formulation, pins, tried))
+            return Solved(formulation, pins, settings, _best(formulation, pins, settings.without_reasons()))
         except CutOffError as error:
             if error.seconds < math.inf:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -66,6 +67,10 @@ class Settings:
     def lasting(self, seconds: float) -> Settings:
         """Return the settings with another time limit."""
         return replace(self, search=replace(self.search, time_limit=seconds))
+
+    def without_reasons(self) -> Settings:
+        """Return the settings with a cut-off, under which it is not worked out why nothing fits."""
+        return replace(self, cutoff=min(self.cutoff, sys.float_info.max))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ clearly longer than the sum, so that the sum may have chosen wrongly; then the p
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -75,11 +74,9 @@ def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> P
     """Return the plan under other pins; None if there is none in time within the limits of the settings."""
     if is_over(deadline):
         return None
-    # With a cut-off it is not worked out why nothing fits.
-    left = replace(settings.lasting(seconds_until(deadline)), cutoff=min(settings.cutoff, sys.float_info.max))
     with warnings.catch_warnings(), suppress(InfeasibleError, CutOffError, TimeLimitError):
         warnings.simplefilter("ignore")  # the plan that is compared has warned
-        found = again(pins, left)
+        found = again(pins, settings.lasting(seconds_until(deadline)).without_reasons())
         context = replace(context_of(found), settings=settings)
         return replace(found, context=context) if seconds_of_microbatch(found) < settings.cutoff else None
     return None
