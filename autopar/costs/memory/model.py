@@ -226,8 +226,8 @@ class MemoryModel(TensorBytes):
             elif inside:
                 found.append(self._sent_once(edge, again, self.lifetimes.counts_source(edge, mode)))
             else:
-                is_input = source.kind in ("input", "buffer") and there
-                found.append(self._entering(edge, is_input, again))
+                is_counted = self.lifetimes.counts_before(edge) or (source.kind in ("input", "buffer") and there)
+                found.append(self._entering(edge, is_counted, again))
         if all(each is None for each in found):
             return None
         nothing = self.nothing(

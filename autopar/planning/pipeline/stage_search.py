@@ -56,7 +56,7 @@ MOST_PLANNED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
 """Decisions of a stage up to which it is planned again within the tolerance; larger ones would take minutes."""
-STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
+STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients", "constants")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 BUDGET_SLACK = 1.02
 """Factor on a budget: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
