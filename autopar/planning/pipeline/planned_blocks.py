@@ -85,7 +85,8 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
 
     def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...], Space]:
         left, others = narrowed(space, pins)
-        return *make_plan(left, others, alone, runs), left
+        plan, choices = make_plan(left, others, alone, runs)
+        return plan, choices, left
 
     space, specified, pins = _pinned(request)
     if possible := possible_zigzag_axes(space, pins):
