@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 import autopar
 from autopar import Mesh
@@ -14,6 +15,7 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space, TensorEdge
 from autopar.errors import InfeasibleError
+from autopar.models.catalogue import LanguageModel
 from autopar.planning.formulation import Formulation, narrowed
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.options.groups import Memory, Offloaded
@@ -55,6 +57,29 @@ def test_a_plan_of_a_preset_holds_in_the_whole_space(strategy: str, offload: Off
     assert set(plan.recompute.values()) == ({"none"} if offload == "none" else {"offload"}) or not plan.recompute
     assert context_of(plan).space.kept is not None
     assert plan.verify().ok
+
+
+@pytest.mark.parametrize("strategy", ["zero3+megatron", "expert_data", "zero1"])
+def test_a_plan_of_experts_holds_with_several_micro_batches(strategy: str) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(
+            Qwen3MoeConfig(
+                vocab_size=64,
+                num_hidden_layers=2,
+                hidden_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                head_dim=16,
+                moe_intermediate_size=32,
+                num_experts=4,
+                num_experts_per_tok=2,
+            )
+        )
+        ids = torch.zeros(8, 32, dtype=torch.int64)
+    axes = {"dp": 2, "ep": 2} if strategy == "expert_data" else AXES
+    for count in (1, 2):
+        options: dict[str, Any] = {"strategy": strategy, "precision": "bf16-mixed", "microbatches": count}
+        assert autopar.plan(model, Mesh(axes), (ids, ids), hardware="h100", **options).verify().ok
 
 
 def test_pins_that_contradict_each_other_are_named_though_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,10 @@ class Accumulation:
         """Return whether an edge brings a weight, as it is stored or cast, to a call or a shared reshard."""
         return edge.tensor.bucketed and self.space.decisions[edge.target].kind != "output"
 
+    def moves_once(self, edge: TensorEdge) -> bool:
+        """Return whether a step moves a tensor once, unless it is gathered again for the backward."""
+        return self.is_weight(edge) or self.holds(edge)
+
     def is_cast(self, number: int) -> bool:
         """Return whether a decision casts a weight for use."""
         return self.space.decisions[number].name in self.space.weight_casts

@@ -273,11 +273,13 @@ class Space:
         return 1.0 + self.uneven_share(rows, choices, imbalance)
 
     def table(self, edge: TensorEdge, saved: bool = False) -> ReshardTable:
-        """Return the reshard table with every layout that either end of the edge may have.
+        """Return the reshard table with every layout that either end of the edge may have, before the space was
+        narrowed: a tensor may pass other layouts than those that are left.
 
         `saved` is the table of a parameter that is not gathered again in the backward.
         """
-        by_identity = self.decisions[edge.source].candidates, self.decisions[edge.target].candidates
+        decisions = self.decisions if self.kept is None else self.kept[0].decisions
+        by_identity = decisions[edge.source].candidates, decisions[edge.target].candidates
         dims, zigzag_dims = _split_dims(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
         tensor = replace(edge.tensor, regather=False) if saved and edge.tensor.regather else edge.tensor
         return reshard_table(tensor, dims, self.mesh, self.hardware, zigzag_dims)

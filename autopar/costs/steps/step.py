@@ -160,7 +160,7 @@ class _Step:
             return bool(entry.bucket.regathered)
         edge = entry.edge
         ends = self.choices[edge.source], self.choices[edge.target]
-        return not more.is_weight(edge) or bool(more.each_time(edge)[ends])
+        return not more.moves_once(edge) or bool(more.each_time(edge)[ends])
 
     def _followed(self, entries: Iterable[Entry]) -> Iterator[tuple[int, Bucket]]:
         """Yield every bucket of gathered weights, with the call that follows it in each micro-batch."""
