@@ -92,6 +92,18 @@ class Formulation:
         self.incumbent: tuple[tuple[int, ...], Mapping[str, str]] | None = None
         """Choices of decisions, and modes of segments, of a plan of the same decisions under other costs."""
 
+    def narrowed(self, pins: Pins) -> tuple[Formulation, Pins]:
+        """Return the formulation of the space that pins leave, and the pins that still exclude some (`narrowed`)."""
+        space, others = narrowed(self.space, pins)
+        return Formulation(space, self.memory.on(space)), others
+
+    def widened(self, pins: Pins) -> tuple[Formulation, Pins]:
+        """Return the formulation of the space before it was narrowed, and all pins on that."""
+        if self.space.kept is None:
+            return self, pins
+        memory = self.memory.widened()
+        return Formulation(memory.space, memory), _widened(pins, self.space.kept[1])
+
     def name(self, number: int) -> str:
         """Return a node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""
         return self._names[number]
@@ -311,3 +323,25 @@ def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
 def pinned_by(pins: Pins) -> object:
     """Return a hashable key that identifies the pins."""
     return tuple([(number, mask.tobytes()) for number, mask in pins.items()])
+
+
+def narrowed(space: Space, pins: Pins) -> tuple[Space, Pins]:
+    """Return the space of the strategies that pins leave, and the pins that still exclude some there.
+
+    Presets on several axes leave one strategy of hundreds, and less than a thousandth of the entries of edges. If more
+    than half of these are left, the space stays, so that what is computed of it serves plans under other pins.
+    """
+    masks = {number: mask for number, mask in pins.items() if mask.any()}
+    found = space.keeping({number: mask for number, mask in masks.items() if not mask.all()})
+    if 2 * found.num_entries > space.num_entries:
+        return space, pins
+    return found, {number: mask for number, mask in pins.items() if number not in masks}
+
+
+def _widened(pins: Pins, masks: Pins) -> Pins:
+    """Return pins of a space that keeps the strategies of masks, and these masks, as pins of the space before."""
+    found = {**masks, **pins}
+    for number in pins.keys() & masks.keys():
+        found[number] = masks[number].copy()
+        found[number][masks[number]] = pins[number]
+    return found

@@ -21,7 +21,7 @@ from autopar.costs.space.space import Space
 from autopar.costs.steps.step import step_timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.program.recompute_segments import MODES
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation, Pins, narrowed, pinned_by
 from autopar.planning.memory_limit.answers import Answer, without_idle_modes
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
@@ -85,6 +85,7 @@ class Statements:
         self.space, self._incumbent = space, incumbent
         self._kept: dict[object, tuple[Formulation, ...]] = {}
         self._zigzag_axes: dict[frozenset[str], Statements] = {}
+        self._narrowed: dict[object, tuple[Statements, Pins]] = {}
 
     def of(self, settings: Settings, microbatches: Microbatches | None = None) -> tuple[Formulation, ...]:
         """Return the formulations of plans with these settings (`formulations_of`)."""
@@ -98,6 +99,14 @@ class Statements:
                 for formulation in self._kept[key]:
                     formulation.incumbent = own.choices, self._incumbent.recompute
         return self._kept[key]
+
+    def narrowed(self, pins: Pins) -> tuple[Statements, Pins]:
+        """Return the statements of the space that pins leave, and the pins that still exclude some (`narrowed`)."""
+        key = pinned_by(pins)
+        if key not in self._narrowed:
+            space, others = narrowed(self.space, pins)
+            self._narrowed[key] = Statements(space), others
+        return self._narrowed[key]
 
     def with_zigzag_axes(self, axes: Collection[str]) -> Statements:
         """Return the statements of the space in which these axes zigzag-shard positions."""
@@ -114,7 +123,7 @@ class Statements:
             return
         for formulation in itertools.chain.from_iterable(self._kept.values()):
             formulation.near = PricedMemory(row, plan.multiplier).of_the_same_calls(own, formulation.memory)
-        for each in self._zigzag_axes.values():
+        for each in (*self._zigzag_axes.values(), *(stated for stated, _ in self._narrowed.values())):
             each.begin_at_prices_of(plan)
 
 
@@ -234,19 +243,22 @@ def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -
     stay.
     """
     settings = settings or context.settings
-    made = solved_by(formulations_of(context.memory_model, settings), pins, settings)
+    narrow, left = Formulation(context.space, context.memory_model).narrowed(pins)
+    made = solved_by(formulations_of(narrow.memory, settings), left, settings)
     answer, model = fetched_ahead(made.answer, made.formulation.memory, settings)
     answer = _of_a_microbatch(answer, model)
     changed = replace(
         context,
+        space=narrow.space,
         memory_model=model,
-        pins=pins,
+        pins=left,
         choices=answer.choices,
         problem=answer.problem,
         settings=settings,
         row=answer.row,
     )
-    return written_down(changed, answer)
+    found = written_down(changed, answer)
+    return replace(found, context=context_of(found).widened())
 
 
 def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:

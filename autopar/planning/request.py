@@ -332,13 +332,14 @@ class PlanRequest:
         """
         specified = self.annotations_about(space.program, space.mesh, stored=bool(storage))
         problems, deadline = (stated or Statements(space)).with_zigzag_axes(()), after(self.settings.search.time_limit)
-        pins = pins_of(specified, problems.space, self.mode, storage or {})
+
+        def pinned(stated: Statements) -> tuple[Statements, Pins]:
+            pins = {} if stated.space.kept else pins_of(specified, stated.space, self.mode, storage or {})
+            return stated.narrowed(pins) if self.strategy else (stated, pins)  # else parameters may be kept whole
 
         def with_zigzag_axes(axes: Collection[str]) -> tuple[Statements, Pins]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # warnings were issued for the first space
-                other = problems.with_zigzag_axes(axes)
-                return other, pins_of(specified, other.space, self.mode, storage or {})
+            with warnings.catch_warnings(action="ignore"):  # the first space has warned
+                return pinned(problems.with_zigzag_axes(axes))
 
         def made(pins: Pins, settings: Settings, costs: Statements | None = None) -> Plan:
             found, _ = replace(self, settings=settings)._made(costs or problems, pins)
@@ -351,14 +352,14 @@ class PlanRequest:
             context, settings = context_of(incumbent), self.settings.lasting(seconds_until(deadline))
             if gap:
                 settings = replace(settings, search=replace(settings.search, gap=max(gap, settings.search.gap or 0.0)))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first search has warned
-                same = costs.has_same_candidates(context.space)
-                allowed = context.pins if same else pins_of(specified, costs, self.mode, storage or {})
-                found = made(allowed, settings, Statements(costs, incumbent))
+            with warnings.catch_warnings(action="ignore"):  # the first search has warned
+                stated, same = Statements(costs, incumbent), costs.has_same_candidates(context.space)
+                stated, allowed = (stated, context.pins) if same else pinned(stated)
+                found = made(allowed, settings, stated)
             own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
             return replace(found, context=own, notes=(*found.notes, *incumbent.notes[-1:] * context.keeps_whole))
 
+        problems, pins = pinned(problems)
         if possible := possible_zigzag_axes(problems.space, pins):
             problems, pins = with_zigzag_axes(possible)
         plan = made(pins, self.settings)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
@@ -16,7 +18,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, PipelineError, PlanError
 from autopar.ir.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
-from autopar.planning.formulation import Pins
+from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.options.groups import Memory, Search
 from autopar.solver.problem import Problem
 
@@ -145,6 +147,15 @@ class PlanContext:
     """The moments that the limit of the problem is at; None where it has none, or that is not known."""
     host_seconds: float = 0.0
     """Seconds that hosts add to each sum of costs (`Plan.host_seconds`)."""
+
+    def widened(self) -> PlanContext:
+        """Return the context in the space before it was narrowed to what pins leave, which has all strategies."""
+        if self.space.kept is None:
+            return self
+        whole, pins = Formulation(self.space, self.memory_model).widened(self.pins)
+        kept = {number: np.flatnonzero(mask) for number, mask in self.space.kept[1].items()}
+        choices = tuple([int(kept[n][choice]) if n in kept else choice for n, choice in enumerate(self.choices)])
+        return replace(self, space=whole.space, memory_model=whole.memory, pins=pins, choices=choices)
 
 
 def context_of(plan: Plan, requested: str = "context") -> PlanContext:

@@ -73,7 +73,7 @@ def parts_by_decision(
     for edge in space.edges:
         path, parts = space.path(edge, choices), found[edge.target]
         share = space.share(space.rows_on(edge), choices, imbalance)
-        if more.is_weight(edge) and not more.each_time(edge)[choices[edge.source], choices[edge.target]]:
+        if more.moves_once(edge) and not more.each_time(edge)[choices[edge.source], choices[edge.target]]:
             each = more.reduction_seconds(edge, choices)
             found[edge.target] = parts._replace(backward=parts.backward + each, once=parts.once + path.seconds - each)
             continue

@@ -1,5 +1,7 @@
 """One stage program as a schedule runs it: once per micro-batch, on weights that are moved once per step.
 
+Constants, too, are computed once per step.
+
 A step is `begin`, a forward and a backward per micro-batch, and `finish`. The module's parameters are the leaves that
 the graph of a micro-batch takes; between steps it has none. A weight that no move or cast changes is its own leaf.
 Reductions of the other gradients overlap with the last backward (`collectives.moved_gradients`), and waited for in
@@ -14,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.program.effects import constant_placeholders
 from autopar.runtime.collectives.moved_gradients import MovedGradients
 from autopar.runtime.module.executable import Executable, graph_of
 from autopar.runtime.module.inputs import Arguments
@@ -35,8 +38,12 @@ class Stage(nn.Module):
         self.executable = executable
         self._root = [root]  # in a list, so that it is no submodule
         self._random_state = random_state or RandomState()
+        program = executable.program
         self._hoisted = hoist(
-            executable.local.module.graph, executable.program.parameters.values(), executable.plan.reduce_each
+            executable.local.module.graph,
+            program.parameters.values(),
+            executable.plan.reduce_each,
+            constant_placeholders(program),
         )
         self._first_uses, self._adds_parts = first_uses(self._hoisted), adds_parts(self._hoisted)
         self._graph = graph_of(self._hoisted.body, executable.program, executable.plan)
@@ -53,7 +60,8 @@ class Stage(nn.Module):
     def begin(self, microbatches: Sequence[Arguments], first_step: int) -> None:
         """Move the weights, and make leaves of them; `first_step` counts the micro-batches of the steps before."""
         self._microbatches, self._first_step = microbatches, first_step
-        given = self.executable.weights_of(self._root[0])
+        root = self._root[0]
+        given = {**self._constants_of(root), **self.executable.weights_of(root)}
         with self._surroundings(0):
             self._moved = self._hoisted.weights(*(given[name] for name in self._hoisted.parameters))
         for number, (moved, is_part) in enumerate(zip(self._moved, self._adds_parts, strict=True)):
@@ -64,7 +72,7 @@ class Stage(nn.Module):
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
         """Run the forward of a micro-batch; return the tensors that it sends, and the user's outputs."""
         program, root = self.executable.program, self._root[0]
-        given = {**self.executable.constants, **self.executable.buffers_of(root)}
+        given = self._constants_of(root)
         given.update(self.executable.inputs_of(self._microbatches[self.microbatch]))
         given.update(zip(program.received, received, strict=True))
         inputs = [*self._leaves(), *(given[name] for name in self._hoisted.others)]
@@ -95,6 +103,9 @@ class Stage(nn.Module):
         """Let go of what a step holds."""
         self._moved, self._microbatches, self._gradients = (), (), None
         self._parameters.clear()
+
+    def _constants_of(self, root: nn.Module) -> dict[str, Tensor]:
+        return {**self.executable.constants, **self.executable.buffers_of(root)}
 
     def _moved_gradients(self) -> MovedGradients:
         return MovedGradients(self._moved, self._leaves(), self._first_uses)

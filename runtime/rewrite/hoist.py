@@ -1,5 +1,7 @@
-"""A per-rank graph in two: what is done to weights once per step, and what every micro-batch runs.
+"""A per-rank graph in two: what is done once per step, and what every micro-batch runs.
 
+What gives the same in every micro-batch (`ir.program.effects.constant_calls`, such as tables of rotary embeddings) is
+computed once, and so are the slices that a rank takes of it.
 Weights, and views of them, are cast and moved (gathered, exchanged, made ready for a reduction of their gradients)
 before the first micro-batch. The inputs of a micro-batch's graph are then leaves: their gradients add up over the
 micro-batches as each rank computes them, and go backward through the moves once, reduced in buckets, at the end of the
@@ -11,7 +13,7 @@ bucket that gathers some of its weights again becomes two.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.ir.program.calls import is_cast
+from autopar.ir.program.effects import independent_of
 from autopar.runtime.collectives import gradient_buckets, layout_moves
 from autopar.runtime.recompute.unmixed import unmixed
 from autopar.runtime.rewrite import reduced_each
@@ -33,7 +36,7 @@ VIEWS = (aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.view.
 
 @dataclass(frozen=True, slots=True)
 class Hoisted:
-    """The two graphs; `weights` takes the parameters and gives the first inputs of `body`."""
+    """The two graphs; `weights` takes parameters and constants, and gives the first inputs of `body`."""
 
     weights: fx.GraphModule
     body: fx.GraphModule
@@ -43,8 +46,10 @@ class Hoisted:
     """Placeholders of `body` behind the weights, as the whole graph calls them."""
 
 
-def hoist(graph: fx.Graph, parameters: Iterable[str], reduce_each: bool = False) -> Hoisted:
-    """Split a per-rank graph; `parameters` are the placeholders that hold parameters.
+def hoist(
+    graph: fx.Graph, parameters: Iterable[str], reduce_each: bool = False, constants: Collection[str] = ()
+) -> Hoisted:
+    """Split a per-rank graph; `parameters` are the placeholders that hold parameters, `constants` of what stays.
 
     With `reduce_each` every micro-batch reduces the gradients of weights that the step gathers (ZeRO-2).
     """
@@ -52,7 +57,7 @@ def hoist(graph: fx.Graph, parameters: Iterable[str], reduce_each: bool = False)
     known = frozenset(parameters)
     if reduce_each:
         reduced_each.reduce_each(graph, _done_once(graph, known))
-    once = _done_once(graph, known)
+    once = _done_once(graph, known) | _constant(graph, constants)
     for node in reversed(graph.nodes):  # a view that does not move costs nothing
         if node.target in VIEWS and once.isdisjoint(node.users):
             once.discard(node)
@@ -94,6 +99,13 @@ def _done_once(graph: fx.Graph, parameters: frozenset[str]) -> set[fx.Node]:
         if node.op == "call_function" and takes and once.issuperset(takes) and (_moves(node) or node.target in VIEWS):
             once.add(node)
     return once
+
+
+def _constant(graph: fx.Graph, names: Collection[str]) -> set[fx.Node]:
+    """Return calls of constants alone, and the placeholders that they take."""
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    calls = independent_of(graph, {node.name for node in given if node.name not in names})
+    return {*calls, *(node for node in given if node.name in names and not calls.isdisjoint(node.users))}
 
 
 def _moves(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.planning.options.groups import Memory
 from autopar.planning.planner import make_plan
-from autopar.planning.settings import Settings
+from autopar.planning.settings import Settings, context_of
 from tests.support.planned import SLOW_LINKS, space_of
 
 MOST = 20_000  # combinations, whose memory is worked out one by one
@@ -113,3 +113,9 @@ def test_a_plan_is_the_best_of_all_combinations(
     plan, chosen = make_plan(space, pins, Settings(Memory(limit, recompute="none")))
     assert seconds[chosen] == pytest.approx(best, rel=1e-9) and plan.seconds == pytest.approx(best, rel=1e-9)
     assert plan.gap <= 1e-9 and (limit is None or plan.peak_bytes <= limit)
+    narrow, _ = make_plan(space.keeping(pins), {}, Settings(Memory(limit, recompute="none")))
+    context = context_of(narrow).widened()
+    assert narrow.seconds == pytest.approx(best, rel=1e-9) and seconds[context.choices] == pytest.approx(best, rel=1e-9)
+    assert context.space is space and {n: each.tolist() for n, each in context.pins.items()} == {
+        n: each.tolist() for n, each in pins.items()
+    }

@@ -117,7 +117,7 @@ SLOW_LINK = replace(HIDING, flops={"float32": 1e9}, links=(Link("wire", None, 1e
 def _overlapped_by_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
     """A plan before its costs are those of its step, what it leads to, and the next ones, which split nothing."""
     plan = _plan(SLOW_LINK)
-    context = context_of(plan)
+    context = context_of(plan).widened()  # other plans than the preset's take part
     first = replace(plan, waits={}, context=replace(context, space=context.space.waiting_for({})))
     splits_nothing = {
         number: np.array([all(choice == "-" for choice in each.choices) for each in decision.candidates.strategies])

@@ -2,6 +2,7 @@
 
     weights      moved (gathered, cast) once a step, and resident so all the time, unless gathered again in the
                  backward: those are moved for each micro-batch
+    constants    what gives the same in every micro-batch, computed once a step, and slices of it, resident all the time
     gradients    added up in the layout in which the calls use the weight, in the dtype that `Program.accumulates` says,
                  and reduced once at the end of the step, when they are there as they are stored, too; of weights that
                  are gathered again for the backward, and with `reduce_each` of all that one message gathers from where
@@ -28,8 +29,9 @@ import numpy as np
 
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.microbatches import Microbatches
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.memory.tensor_bytes import SAME, SLICED, Bytes, Modes, TensorBytes
 from autopar.costs.space.space import TensorEdge
+from autopar.ir.program.effects import constant_calls
 
 
 class Accumulation:
@@ -42,6 +44,10 @@ class Accumulation:
         self._received = frozenset(program.received)
         self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
         self._with_edge = {w.source for w in self.space.edges if self.is_weight(w)}
+        several = constant_calls(program) if microbatches.several else frozenset()
+        self.constants = frozenset([n for n, each in enumerate(self.space.decisions) if each.node in several])
+        """Calls that give the same in every micro-batch, and shared reshards of what they give."""
+        self._first_uses = self._first_uses_of_constants()
 
     # Once a step, or for each micro-batch.
 
@@ -49,13 +55,20 @@ class Accumulation:
         """Return whether an edge brings a weight, as it is stored or cast, to a call or a shared reshard."""
         return edge.tensor.bucketed and self.space.decisions[edge.target].kind != "output"
 
+    def moves_once(self, edge: TensorEdge) -> bool:
+        """Return whether a step moves a tensor once, unless it is gathered again for the backward."""
+        return self.is_weight(edge) or self.holds(edge)
+
     def is_cast(self, number: int) -> bool:
         """Return whether a decision casts a weight for use."""
         return self.space.decisions[number].name in self.space.weight_casts
 
     def once(self, number: int) -> bool:
-        """Return whether a decision costs seconds once a step: an optimizer's step, a weight's cast, a loss's sum."""
-        return self.space.decisions[number].kind in ("parameter", "output") or self.is_cast(number)
+        """Return whether a decision costs seconds once a step: an optimizer's step, a weight's cast, a loss's sum, or
+        a constant.
+        """
+        kind = self.space.decisions[number].kind
+        return kind in ("parameter", "output") or self.is_cast(number) or number in self.constants
 
     def each_time(self, edge: TensorEdge) -> np.ndarray:
         """Return whether each micro-batch gathers the edge's weight and reduces its gradient.
@@ -107,15 +120,17 @@ class Accumulation:
     # Weights and their gradients.
 
     def holds(self, edge: TensorEdge) -> bool:
-        """Return whether a weight, or a view of one, stays resident as the edge moves it.
+        """Return whether a weight, a view of one, or a constant stays resident as the edge moves it.
 
         No micro-batch then saves it for itself.
         """
+        if edge.source in self.constants:
+            return True
         return self.microbatches.several and (self.is_weight(edge) or edge.tensor.view)
 
     def held(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a weight as it was moved, all the time."""
-        if not self.holds(edge) or self.is_cast(edge.target):
+        if not self.holds(edge) or self.is_cast(edge.target) or edge.source in self.constants:
             return None
         return self.tensors.cached(("held", self._kind(edge)), lambda: self._held(edge))
 
@@ -127,6 +142,38 @@ class Accumulation:
         if not self.microbatches.stashes:
             return np.where(self.each_time(edge), 0, found)
         return np.where(self.each_time(edge), own, found) * self.microbatches.in_flight
+
+    def constant(self, edge: TensorEdge) -> Bytes | None:
+        """Return the bytes of a constant, all the time: of a copied slice, or of the whole at the first use of it."""
+        if edge.source not in self.constants or edge.target in self.constants:
+            return None
+        is_first = (edge.target, edge.target_input) in self._first_uses
+        return self.tensors.cached(
+            ("constant", self.space.kind(edge), is_first), lambda: self._constant(edge, is_first)
+        )
+
+    def _constant(self, edge: TensorEdge, is_first: bool) -> Bytes:
+        before, after = self.tensors.bytes_at_ends(edge)
+        is_view = np.isin(self.tensors.kinds(edge), (SAME, SLICED))
+        found = np.where(is_view, before[:, None] * is_first, after[None, :])
+        return found * (self.microbatches.in_flight if self.microbatches.stashes else 1)
+
+    def _first_uses_of_constants(self) -> frozenset[tuple[int, int]]:
+        """Return where each constant, or a view of it, goes first to what is no constant."""
+        owners: dict[int, tuple[int, int]] = {}
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for edge in self.space.edges:
+            if edge.source not in self.constants:
+                continue
+            owner, target = (
+                owners.get(edge.source, (edge.source, edge.source_output)),
+                self.space.decisions[edge.target],
+            )
+            if edge.target not in self.constants:
+                found.setdefault(owner, (edge.target, edge.target_input))
+            elif target.kind == "shared_reshard" or self.lifetimes.saved(target).aliases:
+                owners[edge.target] = owner
+        return frozenset(found.values())
 
     def accumulated(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a gradient to which every micro-batch adds its own."""

@@ -34,10 +34,15 @@ class HostCopies:
         edge: Callable[[TensorEdge], Modes | None],
         stays: Callable[[TensorEdge], np.ndarray],
         cached: Callable[[object, Callable[[], Bytes]], Bytes],
+        widened: Callable[[], HostCopies],
     ) -> None:
-        """Take bytes saved on the device by mode (`own`, `edge`); `stays` is true if an edge takes no memory."""
+        """Take bytes saved on the device by mode (`own`, `edge`); `stays` is true if an edge takes no memory.
+
+        `widened` gives the copies in the space before it was narrowed, which has the choices that split nothing.
+        """
         self.space, self.lifetimes = space, lifetimes
         self._own, self._edge, self._stays, self._cached = own, edge, stays, cached
+        self._widened = widened
         self._exposed: dict[str, float] = {}
 
     def bytes_of(self, number: int) -> Bytes | None:
@@ -82,7 +87,7 @@ class HostCopies:
     def exposed(self, segment: str) -> float:
         """Return how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
         if not self._exposed:
-            self._exposed = self._shares()
+            self._exposed = self._shares() if self.space.kept is None else self._widened()._shares()
         return self._exposed[segment]
 
     def _shares(self) -> dict[str, float]:

@@ -237,7 +237,17 @@ class Lifetimes:
         if source.kind != "call":
             return True  # parameters and inputs are always resident; the edge into a shared reshard counts its tensor
         saved = self.saved(source)
-        return edge.source_output in saved.aliases or edge.source_output in saved.outputs
+        return edge.source_output in saved.aliases or edge.source_output in saved.outputs or self.counts_before(edge)
+
+    def counts_before(self, edge: TensorEdge) -> bool:
+        """Return whether an earlier edge counts the tensor.
+
+        Without a gradient a tensor has no shared reshard, which would count it.
+        """
+        if edge.tensor.requires_grad:
+            return False
+        alike = (each for each in self._outgoing[edge.source] if each.source_output == edge.source_output)
+        return next(filter(self.needs_input, alike), edge) != edge
 
     def in_place(self, decision: Decision) -> bool:
         """Return whether a call makes its gradient where its first input was."""

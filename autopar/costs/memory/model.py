@@ -55,7 +55,7 @@ class MemoryModel(TensorBytes):
         offloads: bool = False,
         lifetimes: Lifetimes | None = None,
     ) -> None:
-        """`offloads`: whether what segments save for their backward may leave for the host.
+        """`offloads`: what segments save for their backward may leave for the host.
 
         `lifetimes` are those of a space with the same calls, if they are known.
         """
@@ -67,18 +67,15 @@ class MemoryModel(TensorBytes):
         self.prefetch = prefetch
         """Number of layers ahead of their use that weights are fetched."""
         self.lifetimes = lifetimes or Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
-        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.edge, self.stays, self.cached)
+        bytes_of = self.own, self.edge, self.stays, self.cached
+        self.host_copies = HostCopies(space, self.lifetimes, *bytes_of, lambda: self.widened().host_copies)
         self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
         self._edges: dict[tuple[int, int], Modes | None] = {}
-        self.parts: dict[object, Any] = {}
-        """Cache of `parts`, by decision and edge."""
+        self.parts: dict[object, Any] = {}  # cache of `parts`, by decision and edge
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
         self.live = None if space.program.learns or self.microbatches.several else Live(self, self.lifetimes)
-        """Lifetimes in a forward-only program; they replace all tensors saved for a backward and its working sets.
-
-        None if the program trains, or has several micro-batches.
-        """
+        """Lifetimes in a forward-only program, instead of tensors that are saved for a backward; None in others."""
 
     @property
     def frees_gradients(self) -> bool:
@@ -90,6 +87,14 @@ class MemoryModel(TensorBytes):
         other = copy.copy(self)
         other.prefetch = prefetch
         return other
+
+    def on(self, space: Space) -> MemoryModel:
+        """Return the same model on another space of the same calls."""
+        return MemoryModel(space, self.microbatches, self.prefetch, lifetimes=self.lifetimes)
+
+    def widened(self) -> MemoryModel:
+        """Return the same model on the space before it was narrowed."""
+        return self if self.space.kept is None else self.on(self.space.widened()[0])
 
     # Permanently resident bytes.
 
@@ -221,8 +226,8 @@ class MemoryModel(TensorBytes):
             elif inside:
                 found.append(self._sent_once(edge, again, self.lifetimes.counts_source(edge, mode)))
             else:
-                is_input = source.kind in ("input", "buffer") and there
-                found.append(self._entering(edge, is_input, again))
+                is_counted = self.lifetimes.counts_before(edge) or (source.kind in ("input", "buffer") and there)
+                found.append(self._entering(edge, is_counted, again))
         if all(each is None for each in found):
             return None
         nothing = self.nothing(

@@ -19,7 +19,7 @@ from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
 GRADIENTS, GATHERED, WORKING = "gradients", "gathered weights", "working set"
-RETURNED, MOVED, SENT = "received gradients", "moved weights", "sent tensors"
+RETURNED, MOVED, SENT, CONSTANTS = "received gradients", "moved weights", "sent tensors", "constants"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +139,7 @@ def _of_many(memory: MemoryModel, edge: TensorEdge) -> list[tuple[Role, str, Byt
     more = memory.accumulation
     return [
         (Role.MOVED, MOVED, more.held(edge)),
+        (Role.MOVED, CONSTANTS, more.constant(edge)),
         (Role.GRADIENT, GRADIENTS, more.accumulated(edge)),
         (Role.ARRIVED, GRADIENTS, more.arrived(edge)),
         (Role.FRESH, GRADIENTS, more.fresh(edge)),

@@ -208,15 +208,11 @@ class TensorBytes:
         before, after = self.bytes_at_ends(edge)
         unmoved = np.zeros_like(before) if there else before
         found = np.where(self.stays(edge), unmoved[:, None], after[None, :])
-        if edge.tensor.regather and self.may_be_saved(edge.source):
+        if edge.tensor.regather:
             strategies = self.space.decisions[edge.source].candidates.strategies
             again = np.array([not strategy.saved for strategy in strategies])
             found[again[:, None] & self.only_gathers(edge)] = 0
         return found
-
-    def may_be_saved(self, number: int) -> bool:
-        """Return whether a parameter has strategies that save it once it is gathered; others gather it again."""
-        return any(strategy.saved for strategy in self.space.decisions[number].candidates.strategies)
 
     def sent(self, edge: TensorEdge) -> Bytes:
         """Return the bytes of a tensor where it has come over links; where not, it is made again."""

@@ -7,6 +7,7 @@ Decisions are the calls, the parameters (their storage layout), the inputs, the 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -108,6 +109,8 @@ class Space:
     """Mesh axes that zigzag-shard positions if they split them; the others have them in order."""
     rebuild: Callable[[Collection[str]], Space] | None = field(default=None, repr=False)
     """Lays the space out anew with other zigzag-sharding axes."""
+    kept: tuple[Space, Mapping[int, np.ndarray]] | None = field(default=None, repr=False)
+    """The space that this one keeps some strategies of, with masks of these; None if it has all (`keeping`)."""
     meanwhile: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     """Dispatches and combines of experts' rows → the calls that run while these travel (`calls_meanwhile`)."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
@@ -160,6 +163,40 @@ class Space:
                 by_identity[id(candidates)] = replace(candidates, seconds=np.array(steps))
             decisions[number] = replace(decision, candidates=by_identity[id(candidates)])
         return replace(self, optimizer=optimizer, decisions=decisions)
+
+    @property
+    def num_entries(self) -> int:
+        """Pairs of strategies at the ends of all edges."""
+        counts = [len(each.candidates.strategies) for each in self.decisions]
+        return sum(counts[edge.source] * counts[edge.target] for edge in self.edges)
+
+    def keeping(self, masks: Mapping[int, np.ndarray]) -> Space:
+        """Return the same space with the strategies that masks over those of decisions leave, and no others.
+
+        Decisions of equal candidates under equal masks share theirs again. `widened` takes it back.
+        """
+        made: dict[tuple[int, bytes], Candidates] = {}
+        decisions = list(self.decisions)
+        for number, mask in masks.items():
+            candidates = decisions[number].candidates
+            key = id(candidates), mask.tobytes()
+            if key not in made:
+                made[key] = replace(
+                    candidates,
+                    strategies=tuple(itertools.compress(candidates.strategies, mask)),
+                    seconds=candidates.seconds[mask],
+                    forward_seconds=candidates.forward_seconds[mask],
+                )
+            decisions[number] = replace(decisions[number], candidates=made[key])
+        return replace(self, decisions=decisions, kept=(self, masks))
+
+    def widened(self) -> tuple[Space, Mapping[int, np.ndarray]]:
+        """Return the space that this one keeps some strategies of, under the same costs, and masks of the kept ones."""
+        if self.kept is None:
+            return self, {}
+        space, masks = self.kept
+        space = space if space.optimizer == self.optimizer else space.with_optimizer(self.optimizer)
+        return space.waiting_for(dict(self.overlapped.waited)) if self.overlapped.waited else space, masks
 
     def with_zigzag_axes(self, axes: Collection[str]) -> Space:
         """Return the space in which these axes zigzag-shard positions, and no others."""
@@ -236,11 +273,13 @@ class Space:
         return 1.0 + self.uneven_share(rows, choices, imbalance)
 
     def table(self, edge: TensorEdge, saved: bool = False) -> ReshardTable:
-        """Return the reshard table with every layout that either end of the edge may have.
+        """Return the reshard table with every layout that either end of the edge may have, before the space was
+        narrowed: a tensor may pass other layouts than those that are left.
 
         `saved` is the table of a parameter that is not gathered again in the backward.
         """
-        by_identity = self.decisions[edge.source].candidates, self.decisions[edge.target].candidates
+        decisions = self.decisions if self.kept is None else self.kept[0].decisions
+        by_identity = decisions[edge.source].candidates, decisions[edge.target].candidates
         dims, zigzag_dims = _split_dims(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
         tensor = replace(edge.tensor, regather=False) if saved and edge.tensor.regather else edge.tensor
         return reshard_table(tensor, dims, self.mesh, self.hardware, zigzag_dims)

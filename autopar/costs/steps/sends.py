@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.simulation import behind_another, simulate
 from autopar.costs.timeline.values import COMPUTE, Task
 
 STREAM = "sends"
@@ -61,11 +61,11 @@ def overlapped_with_sends(tasks: Sequence[Task], share: float, forward: Send, ba
         forward: What the stage sends to the stage after it.
         backward: What it sends to the stage before it.
     """
-    found = simulate(_with_sends(tasks, forward, backward), share)
-    own = [each for each in found.events if each.task.stream != STREAM]
+    found = behind_another(_with_sends(tasks, forward, backward), share)
+    own = [each for each in found if each.task.stream != STREAM]
     first = _begin_of_backward(tasks)
     ends = [max((each.end for each in part), default=0.0) for part in (own[:first], own)]
-    of_gradient, of_output = (each.end - each.start for each in found.events if each.task.stream == STREAM)
+    of_gradient, of_output = (each.end - each.start for each in found if each.task.stream == STREAM)
     return MicrobatchSeconds(ends[0], ends[1] - ends[0], of_output, of_gradient)
 
 

@@ -33,7 +33,7 @@ from autopar.costs.steps.order import Arrived, Call, Entry, Gathered, Moved, ord
 from autopar.costs.steps.tasks import Tasks
 from autopar.costs.steps.uses import Uses
 from autopar.costs.steps.weights import Backward, BucketMessages, Reductions, Regathered, of_sums
-from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.simulation import behind_another, simulate
 from autopar.costs.timeline.values import Task, Timeline
 
 END = -1
@@ -57,9 +57,9 @@ def forward_and_backward(tasks: Sequence[Task], share: float) -> tuple[float, fl
     """Return the seconds of the forward and of the backward of a micro-batch's tasks; collectives take a `share` of the
     device.
     """
-    found = simulate(tasks, share)
-    forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
-    return forward, found.seconds - forward
+    found = behind_another(tasks, share)
+    forward = max((each.end for each in found if each.task.phase == "forward"), default=0.0)
+    return forward, max((each.end for each in found), default=0.0) - forward
 
 
 def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
@@ -160,7 +160,7 @@ class _Step:
             return bool(entry.bucket.regathered)
         edge = entry.edge
         ends = self.choices[edge.source], self.choices[edge.target]
-        return not more.is_weight(edge) or bool(more.each_time(edge)[ends])
+        return not more.moves_once(edge) or bool(more.each_time(edge)[ends])
 
     def _followed(self, entries: Iterable[Entry]) -> Iterator[tuple[int, Bucket]]:
         """Yield every bucket of gathered weights, with the call that follows it in each micro-batch."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from autopar.costs.timeline.values import COMPUTE, Event, Task, Timeline
@@ -78,6 +79,19 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
             else:
                 left[number] = max(0.0, seconds - passing * rate)
     return Timeline(tuple(map(Event, tasks, starts, ends, waited)), now, launching)
+
+
+def behind_another(tasks: Sequence[Task], share: float = 0.0) -> tuple[Event, ...]:
+    """Return the events of tasks that follow the same tasks, from where these end.
+
+    The host has launched the first ones while the tasks before them ran, as in all micro-batches but the first.
+    """
+    count = len(tasks)
+    last = tuple({task.stream: number for number, task in enumerate(tasks)}.values())
+    again = [replace(task, after=tuple(number + count for number in task.after) or last) for task in tasks]
+    events = simulate([*tasks, *again], share).events
+    end = max((each.end for each in events[:count]), default=0.0)
+    return tuple([replace(each, start=each.start - end, end=each.end - end) for each in events[count:]])
 
 
 def _to_blame(

@@ -90,6 +90,34 @@ def changed_buffers(program: Program) -> frozenset[str]:
     return frozenset(changed)
 
 
+def independent_of(graph: fx.Graph, names: Collection[str]) -> frozenset[fx.Node]:
+    """Return the calls that no placeholder of these names is upstream of, and that draw nothing and write nothing."""
+    bound = {node for node in graph.nodes if node.op == "placeholder" and node.name in names}
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        draws = is_random(node) or "key" in node.kwargs
+        if draws or writes(node) or not bound.isdisjoint(node.all_input_nodes):
+            bound.add(node)
+        else:
+            found.add(node)
+    return frozenset(found)
+
+
+def constant_placeholders(program: Program) -> frozenset[str]:
+    """Return the placeholders of constants, and of buffers that the forward does not change."""
+    return frozenset((*program.constants, *program.buffers.values())) - changed_buffers(program)
+
+
+def constant_calls(program: Program) -> frozenset[fx.Node]:
+    """Return the calls that give the same in every micro-batch: those of constants and unchanged buffers alone."""
+    if "constant calls" not in program.facts:
+        given = {node.name for node in program.graph.nodes if node.op == "placeholder"}
+        program.facts["constant calls"] = independent_of(program.graph, given - constant_placeholders(program))
+    return program.facts["constant calls"]
+
+
 def of_weights_alone(program: Program) -> frozenset[fx.Node]:
     """Return calls whose inputs are parameters, or computed from parameters alone, without random numbers."""
     names = set(program.parameters.values())

@@ -48,12 +48,13 @@ def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, setti
     limit, options, deadline = settings.tensor_limit, settings.search, after(settings.search.time_limit)
     is_rough = options.gap is None and (settings.brief_counts or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
     stop_gap = STOP_GAP if is_rough else options.gap or 0.0
-    request = LimitQuestions(formulation, pins, deadline, SPARE * options.time_limit)
-    if limit is None or not formulation.memory.lifetimes.calls:
-        return _without_a_limit(request, modes, settings)
     counted = math.inf if settings.brief_counts else stop_gap
     tolerances = Tolerances(options.gap or 0.0, stop_gap, counted, cutoff=settings.cutoff)
-    found = _within(request, limit, modes, tolerances, options.solver)
+    request = LimitQuestions(formulation, pins, deadline, SPARE * options.time_limit)
+    with request.naming_pins():
+        if limit is None or not formulation.memory.lifetimes.calls:
+            return _without_a_limit(request, modes, settings)
+        found = _within(request, limit, modes, tolerances, options.solver)
     if share(found) > max(stop_gap, options.gap or 0.0):
         why = f"{why_over()}: " if is_over(deadline) else ""
         most = f"at most {format_share(share(found))} of its step could be saved"

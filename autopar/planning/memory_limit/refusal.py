@@ -5,7 +5,8 @@ If there is no plan, the refusal says why: the least that a plan takes, and what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.answers import Answer, choices_and_modes
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
 from autopar.solver.deadline import grace, is_over, moment_in, why_over
-from autopar.solver.infeasibility import Conflict, find_conflict
+from autopar.solver.infeasibility import Conflict, describe_conflict, find_conflict
 from autopar.solver.problem import Problem, Solution
 
 MAX_NAMED = 6  # pins whose worth is worked out
@@ -37,31 +38,49 @@ class LimitQuestions:
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
-    def smallest(self, pins: Pins, modes: Modes | None, sufficient: int = 0) -> LeastPeak:
-        """Return the plan under pins with the least peak, or one with a peak of at most `sufficient` (see
-        `least_peak`).
-        """
+    @contextmanager
+    def naming_pins(self) -> Iterator[None]:
+        """Name the pins that contradict each other where these have narrowed the space, so that it has none."""
+        try:
+            yield
+        except InfeasibleError as error:
+            if error.least_bytes is not None or self.formulation.space.kept is None:
+                raise
+            whole, pins = self.formulation.widened(self.pins)
+            raise InfeasibleError(describe_conflict(whole.problem(pins), self.deadline)) from None
+
+    def _smallest(self, modes: Modes | None, sufficient: int) -> LeastPeak:
+        """Return the plan with the least peak, or one with a peak of at most `sufficient` (see `least_peak`)."""
+        return least_peak(self.formulation, self.pins, modes, self._until, sufficient)
+
+    def _least(self, whole: Formulation, pins: Pins, modes: Modes | None) -> str:
+        """Return the least peak under other pins on the whole space."""
+        return format_bytes(least_peak(*whole.narrowed(pins), modes, self._until).peak_bytes)
+
+    @property
+    def _until(self) -> float:
         spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
-        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), sufficient)
+        return max(self.deadline, moment_in(spare))
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
         """Return why there is no plan: the least that one needs, and what the pins that take part are worth."""
-        conflict = self._conflict(limit, modes, smallest)
+        whole, pins = self.formulation.widened(self.pins)
+        conflict = self._conflict(whole, pins, limit, modes, smallest)
         start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
         start += str(smallest)
         # Modes that segments may not have are no pins.
-        pinned = None if conflict is None else tuple(node for node in conflict.nodes if node in self.pins)
-        if not self.pins or pinned == ():
+        pinned = None if conflict is None else tuple(node for node in conflict.nodes if node in pins)
+        if not pins or pinned == ():
             return f"{start}, whatever is pinned. Raise the limit, or use more devices."
         if not pinned:
-            free = format_bytes(self.smallest({}, modes).peak_bytes)
+            free = self._least(whole, {}, modes)
             return f"{start}; without any pin the least is {free}. Raise the limit, use more devices, or loosen a pin."
         worth = []
         for node in pinned[:MAX_NAMED]:
             if is_over(self.deadline):
                 break
-            others = {number: mask for number, mask in self.pins.items() if number != node}
-            least = format_bytes(self.smallest(others, modes).peak_bytes)
+            others = {number: mask for number, mask in pins.items() if number != node}
+            least = self._least(whole, others, modes)
             worth.append(f"without the pin on {self.formulation.name(node)!r} the least is {least}")
         more = f" ({len(pinned) - len(worth)} more pins take part)" if len(pinned) > len(worth) else ""
         if not worth:
@@ -69,11 +88,14 @@ class LimitQuestions:
             return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
         return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
 
-    def _conflict(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> Conflict | None:
+    def _conflict(
+        self, whole: Formulation, pins: Pins, limit: int, modes: Modes | None, smallest: LeastPeak
+    ) -> Conflict | None:
         """Return the pins that conflict with the limit; None if there are none, or that is not proven."""
-        if not self.pins or smallest.bound <= limit:
+        if not pins or smallest.bound <= limit:
             return None
-        return find_conflict(self.stated((smallest.weights,), limit, modes)[0], self.deadline)
+        row = smallest.weights
+        return find_conflict(whole.problem(pins, row, row.total * limit, modes), self.deadline)
 
     def smallest_within(self, limit: int, modes: Modes | None) -> LeastPeak:
         """Return the smallest plan; its peak may exceed the limit if no plan is proven to.
@@ -81,7 +103,7 @@ class LimitQuestions:
         Raises InfeasibleError where one is, and TimeLimitError where there was no time for any.
         """
         try:
-            smallest = self.smallest(self.pins, modes, limit)
+            smallest = self._smallest(modes, limit)
         except TimeLimitError:
             raise TimeLimitError(self._too_late(limit)) from None
         if smallest.bound > limit:

@@ -37,7 +37,7 @@ from autopar.costs.memory.peak import PlanMoments
 from autopar.costs.memory.resident_parts import parts_of
 from autopar.costs.steps.sends import Send, reduced_overlapped
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
-from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.simulation import behind_another, simulate
 from autopar.costs.timeline.values import COMPUTE, Task, Timeline
 from autopar.planning.mesh_estimates.shortened import Shortened
 from autopar.planning.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
@@ -261,11 +261,11 @@ class _Seconds:
         """Return what each block takes more at the ends of a stage: of its forward, its backward, and behind that."""
         found = np.zeros((3, self.count))
         for home in range(self.count):
-            own = simulate(_tasks_of(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
-            waited_for = [event for event in own.events if not (event.task.weights or event.task.overlapped)]
+            own = behind_another(_tasks_of(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
+            waited_for = [event for event in own if not (event.task.weights or event.task.overlapped)]
             turn = max((event.end for event in waited_for if event.task.phase == FORWARD), default=0.0)
-            end = max((event.end for event in waited_for), default=0.0)
-            found[:, home] = turn - each.forward[home], end - turn - each.backward[home], own.seconds - end
+            end, last = (max((event.end for event in events), default=0.0) for events in (waited_for, own))
+            found[:, home] = turn - each.forward[home], end - turn - each.backward[home], last - end
         return tuple(np.maximum(found, 0.0))
 
     def of_sums(self, tasks: Sequence[Task], alone: Floats) -> Floats:

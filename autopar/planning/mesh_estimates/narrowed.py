@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.layout import I, Layout
@@ -50,16 +49,7 @@ class Choices:
             for number, decision in enumerate(space.decisions)
             if (mask := offered.get(id(decision.candidates))) is not None and number not in pins
         }
-        masks |= _of_shared_reshards(space, masks)
-        made: dict[tuple[int, bytes], Candidates] = {}
-        decisions = list(space.decisions)
-        for number, mask in masks.items():
-            candidates = decisions[number].candidates
-            key = id(candidates), mask.tobytes()
-            if key not in made:
-                made[key] = _masked(candidates, mask)
-            decisions[number] = replace(decisions[number], candidates=made[key])
-        return replace(space, decisions=decisions)
+        return space.keeping(masks | _of_shared_reshards(space, masks))
 
     def _offered(self, space: Space) -> dict[int, np.ndarray]:
         """Return which candidate strategies use choices that any decision with the same candidates made."""
@@ -78,16 +68,6 @@ class Choices:
 def _on_axes(decision: Decision, strategy: Strategy) -> tuple[str, ...]:
     """Return the choice of a call for each axis, or the placement of a parameter."""
     return strategy.choices if decision.kind == "call" else tuple(map(repr, strategy.outputs[0]))
-
-
-def _masked(candidates: Candidates, mask: np.ndarray) -> Candidates:
-    strategies = tuple(each for each, is_left in zip(candidates.strategies, mask, strict=True) if is_left)
-    return replace(
-        candidates,
-        strategies=strategies,
-        seconds=candidates.seconds[mask],
-        forward_seconds=candidates.forward_seconds[mask],
-    )
 
 
 def _of_shared_reshards(space: Space, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:

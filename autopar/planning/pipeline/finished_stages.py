@@ -16,7 +16,6 @@ from autopar.errors import TimeLimitError
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.memory_limit.answers import Answer
-from autopar.planning.pipeline.masks import masks_of
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
 from autopar.planning.planner import Solved, fetched_ahead, formulations_of, plan_of, written
 from autopar.solver.oracles import lower_bound
@@ -52,12 +51,10 @@ class StageFinisher:
         """Return the plan of a stage by the choices of a known one of equal structure."""
         search, made = self.search, searched.made
         assert made is not None
-        space = search.space(program)
+        space, pins = search.narrowed(program, search.planned.request.storage)
         settings = search.settings(stage).lasting(search.planned.request.settings.search.time_limit)
         formulation = formulations_of(search.memory_of(space, stage), settings)[-1]
-        own = Solved(
-            formulation, masks_of(search.planned, space, search.planned.request.storage), settings, made.answer
-        )
+        own = Solved(formulation, pins, settings, made.answer)
         if id(searched) not in self.ahead:
             answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
             self.ahead[id(searched)] = answer, model.prefetch

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
+from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.space import Decision, Space
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.layout import Layout
@@ -24,12 +25,19 @@ def masks_of(planned: PlannedBlocks, space: Space, storage: Mapping[str, Layout]
     """Return the user's pins on the decisions of a stage, the layouts of what it sends, and those of stored
     parameters.
     """
-    program, whole, pins = space.program, planned.whole.space, planned.pins
+    program, whole, pins = space.program, planned.space, planned.pins
     found: dict[int, np.ndarray] = {}
+    known: dict[object, np.ndarray] = {}  # equal layers are pinned alike
 
     def left_of(decision: Decision, there: int, left: np.ndarray) -> np.ndarray:
         """Return the strategies of a stage's decision that are left of those of the whole model."""
         candidates = whole.decisions[there].candidates
+        key = id(candidates), id(decision.candidates), left.tobytes()
+        if key not in known:
+            known[key] = offered(decision, candidates, left)
+        return known[key]
+
+    def offered(decision: Decision, candidates: Candidates, left: np.ndarray) -> np.ndarray:
         pinned = [each for each, is_left in zip(candidates.strategies, left, strict=True) if is_left]
         is_chosen = all(any(s.saved for s in each.strategies) for each in (candidates, decision.candidates))
         names = {_name(each, is_chosen) for each in pinned}

@@ -16,7 +16,7 @@ from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import possible_zigzag_axes, zigzag_axes_of
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
-from autopar.planning.formulation import Pins
+from autopar.planning.formulation import Pins, narrowed
 from autopar.planning.options.groups import Memory
 from autopar.planning.pipeline.block_costs import PlannedWhole, block_costs, boundary_layout, cut_seconds
 from autopar.planning.pipeline.request import PipelineRequest
@@ -34,8 +34,11 @@ class PlannedBlocks:
     request: PipelineRequest
     blocks: tuple[Block, ...]
     whole: PlannedWhole
+    """In the space that pins leave."""
+    space: Space
+    """The space of the whole model before pins narrowed it."""
     specified: Pins
-    """The user's pins on the space of the whole model."""
+    """The user's pins on that space."""
     pins: Pins
     """The same, restricted to the strategies that are looked at."""
     costs: tuple[BlockCost, ...]
@@ -80,22 +83,24 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
         offloaded=settings.offloaded,
     )
 
-    def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        return make_plan(space, pins, alone, runs)
+    def planned(space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...], Space]:
+        left, others = narrowed(space, pins)
+        plan, choices = make_plan(left, others, alone, runs)
+        return plan, choices, left
 
     space, specified, pins = _pinned(request)
     if possible := possible_zigzag_axes(space, pins):
         space, specified, pins = _pinned(request, possible)
-    plan, choices = planned(space, pins)
-    needed = zigzag_axes_of(space, choices)
+    plan, choices, left = planned(space, pins)
+    needed = zigzag_axes_of(left, choices)
     if needed < set(space.zigzag_axes):
         space, specified, pins = _pinned(request, needed)
-        plan, choices = planned(space, pins)
+        plan, choices, left = planned(space, pins)
     request = replace(request, zigzag_axes=space.zigzag_axes)
-    whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "offloaded"), choices, plan.recompute)
+    whole = PlannedWhole(MemoryModel(left, runs, offloads=activations == "offloaded"), choices, plan.recompute)
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
     nodes = {node.name: node for node in request.program.graph.nodes}
-    return PlannedBlocks(request, blocks, whole, specified, pins, block_costs(whole, blocks), sent, nodes)
+    return PlannedBlocks(request, blocks, whole, space, specified, pins, block_costs(whole, blocks), sent, nodes)
 
 
 def _restricted_pins(request: PipelineRequest, space: Space, pins: Pins) -> Pins:

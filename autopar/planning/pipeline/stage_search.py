@@ -34,7 +34,7 @@ from autopar.costs.steps.step import microbatch_seconds
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
-from autopar.planning.formulation import Pins
+from autopar.planning.formulation import Pins, narrowed
 from autopar.planning.memory_limit.answers import share
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.pipeline.masks import masks_of
@@ -56,7 +56,7 @@ MOST_PLANNED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
 """Decisions of a stage up to which it is planned again within the tolerance; larger ones would take minutes."""
-STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients")
+STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients", "constants")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 BUDGET_SLACK = 1.02
 """Factor on a budget: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""
@@ -228,14 +228,12 @@ class StageSearch:
         """Return the space of the first stage that has the structure of one, and its pins."""
         program, number = self.program(first, end)
         if number not in self.spaces:
-            space = self.space(program)
-            self.spaces[number] = space, masks_of(self.planned, space, self.planned.request.storage)
+            self.spaces[number] = self.narrowed(program, self.planned.request.storage)
         return self.spaces[number]
 
     def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
         """Return a stage's best choices within its budget and the tolerance; InfeasibleError if there are none."""
-        space = self.space(program)
-        return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
+        return self._solved(*self.narrowed(program, storage), stage, TOLERANCE)
 
     def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
         """Return the best choices within a gap, which save no more than they may while others run."""
@@ -266,9 +264,11 @@ class StageSearch:
     def _stage_bytes(made: Solved) -> StageBytes:
         return stage_bytes_of(made.formulation.memory, made.answer.choices, made.answer.modes)
 
-    def space(self, program: Program) -> Space:
+    def narrowed(self, program: Program, storage: Mapping[str, Layout]) -> tuple[Space, Pins]:
+        """Return the space of a stage that its masks leave, and the pins that still hold in it."""
         received = {name: self.planned.boundary(name) for name in program.received}
-        return self.planned.request.space(program, received)
+        space = self.planned.request.space(program, received)
+        return narrowed(space, masks_of(self.planned, space, storage))
 
     def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE, peak: int | None = None) -> Settings:
         """Return the settings to plan a stage, within less than its budget if a peak is given.

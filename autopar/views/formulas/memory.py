@@ -103,9 +103,6 @@ class SymbolicMemory(MemoryModel):
     def array(self, sizes: Sequence[int]) -> Bytes:
         return np.array(sizes, dtype=object)
 
-    def may_be_saved(self, number: int) -> bool:
-        return self._memory.may_be_saved(number)
-
     def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
         (strategy,) = decision.candidates.strategies
         return self.local(self._sizes.shape((decision.node.name, 0)), strategy.outputs[:1], 1)

@@ -38,8 +38,8 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
 
     `alternatives` adds what every other role on every axis would take. Raises InputError for a name that means none.
     """
-    context = context_of(plan, "explain")
-    space = context.space
+    context = context_of(plan, "explain").widened()
+    plan, space = replace(plan, context=context), context.space
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
     strategy = decision.candidates.strategies[context.choices[number]]

@@ -48,7 +48,7 @@ DERIVED = (
 
 def verify(plan: Plan) -> Verification:
     """Check a plan against the space it was made in; PlanError with all claims that do not hold."""
-    found = check(plan, context_of(plan, "verify"))
+    found = check(plan, context_of(plan, "verify").widened())
     if not found.ok:
         raise PlanError(f"{found}. Plan again, or load a plan that was not changed.")
     return found

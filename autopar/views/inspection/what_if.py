@@ -25,7 +25,7 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
     names a stage, which no plan without a pipeline has, and InfeasibleError where no plan keeps to all.
     """
-    context, specified = context_of(plan, "what_if"), annotations_from(spoken, options)
+    context, specified = context_of(plan, "what_if").widened(), annotations_from(spoken, options)
     for each in specified:
         if each.stage is not None:
             raise PipelineError(

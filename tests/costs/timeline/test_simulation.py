@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.simulation import behind_another, simulate
 from autopar.costs.timeline.values import COMPUTE, Task, Timeline
 
 SHARES = st.sampled_from([0.0, 0.25, 1.0])
@@ -122,6 +122,20 @@ def _over(seconds: float, stream: str, links: dict[str, float], *after: int) -> 
 def test_collectives_of_several_axes_share_the_card_that_they_cross() -> None:
     found = simulate([_over(4, "dp", {"card": 1.0}), _over(4, "sp", {"card": 1.0}), _over(4, "tp", {"nvlink": 1.0})])
     assert _spans(found) == [(0, 8), (0, 8), (0, 4)]
+
+
+def test_a_micro_batch_behind_another_waits_for_the_slower_of_device_and_host() -> None:
+    tasks = [Task("norm", COMPUTE, 0.1, "forward", 1.0), Task("linear", COMPUTE, 5.0, "forward", 0.1)]
+    assert simulate(tasks).seconds == pytest.approx(6.1), "the first one waits for its first launch"
+    assert behind_another(tasks)[-1].end == pytest.approx(5.1), "the host is ahead"
+    slow = [Task("norm", COMPUTE, 0.1, "forward", 1.0), Task("add", COMPUTE, 0.2, "forward", 1.0)]
+    assert behind_another(slow)[-1].end == pytest.approx(2.0), "the host is behind"
+
+
+@given(tasks(launches=False), st.floats(0.0, 1.0))
+def test_without_launches_a_micro_batch_takes_as_long_behind_another(given: list[Task], share: float) -> None:
+    end = max((each.end for each in behind_another(given, share)), default=0.0)
+    assert end == pytest.approx(simulate(given, share).seconds)
 
 
 def test_what_leaves_room_on_a_link_is_not_slowed() -> None:

@@ -47,7 +47,7 @@ def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.
 
 def test_where_a_stage_has_no_strategy_that_is_looked_at_it_has_all_that_the_user_leaves() -> None:
     search = _search()
-    space = search.space(search.program(0, 2)[0])
+    space, _ = search.narrowed(search.program(0, 2)[0], {})
     here = next(number for number, each in enumerate(space.decisions) if each.kind == "call")
     there = search.planned.whole.space.index[space.decisions[here].name]
     strategies = search.planned.whole.space.decisions[there].candidates.strategies

@@ -99,9 +99,29 @@ def _mixed(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
 
 def test_what_is_computed_from_weights_is_computed_for_every_micro_batch() -> None:
     found = hoist(graph_of(_mixed, "w", "unused"), ["w", "unused"])
-    assert targets(found.weights) == ["to.dtype"]
-    assert targets(found.body) == ["mul.Tensor", "all_reduce", "ones.default"]
+    assert targets(found.weights) == ["to.dtype", "ones.default"]
+    assert targets(found.body) == ["mul.Tensor", "all_reduce"]
     assert found.parameters == ("w", "unused")
+
+
+def _with_tables(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
+    call = graph.call_function
+    angles = call(aten.mul.Tensor, (call(aten.arange.default, (4,)), given["rates"]))
+    table = call(layout_moves.split, (call(aten.cos.default, (angles,)), "x", 0))
+    noise = call(aten.mul.Tensor, (call(aten.rand.default, ([4],)), table))
+    changed = call(aten.add.Tensor, (given["count"], 1))
+    x = call(aten.mul.Tensor, (call(aten.mul.Tensor, (given["x"], table)), given["w"]))
+    return x, noise, changed
+
+
+def test_constants_and_slices_of_them_are_computed_once() -> None:
+    graph = graph_of(_with_tables, "w", "rates", "count", "x")
+    found = hoist(graph, ["w"], constants=["rates"])
+    assert targets(found.weights) == ["arange.default", "mul.Tensor", "cos.default", "split"]
+    assert targets(found.body) == ["rand.default", "mul.Tensor", "add.Tensor", "mul.Tensor", "mul.Tensor"]
+    assert found.parameters == ("w", "rates") and found.others == ("count", "x")
+    assert "arange.default" in targets(hoist(graph, ["w"]).weights), "of nothing that is given"
+    assert "cos.default" not in targets(hoist(graph, ["w"]).weights), "of a buffer that may change"
 
 
 def _packed(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
@@ -119,9 +139,10 @@ def test_a_view_of_a_weight_that_moves_is_moved_once_and_another_is_taken_for_ev
 
 def test_a_weight_enters_as_it_is_and_as_it_was_moved_where_both_are_used() -> None:
     found = hoist(graph_of(_mixed, "w", "unused"), ["w", "unused"])
-    assert len(placeholders(found.body)) == 3  # w, its cast, and the parameter that is an output itself
+    assert len(placeholders(found.body)) == 4  # w, its cast, the parameter that is an output itself, and a constant
     w, unused = torch.randn(3), torch.randn(2)
-    assert [each.dtype for each in found.weights(w, unused)] == [torch.float32, torch.float32, torch.float64]
+    dtypes = [each.dtype for each in found.weights(w, unused)]
+    assert dtypes == [torch.float32, torch.float32, torch.float64, torch.float32]
 
 
 def test_a_parameter_that_nothing_uses_is_taken_and_not_handed_on() -> None:

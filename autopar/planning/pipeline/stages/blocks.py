@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.errors import PipelineError
 from autopar.ir.program.calls import module_of
-from autopar.ir.program.effects import changed_buffers, is_random
+from autopar.ir.program.effects import changed_buffers, independent_of
 from autopar.ir.program.paths import layer_of
 from autopar.ir.program.program import Program
 
@@ -65,17 +65,7 @@ def shared_calls(program: Program) -> frozenset[fx.Node]:
     """Return the calls that any stage may compute for itself: from inputs, constants and constant buffers, drawing
     nothing.
     """
-    parameters, changed = set(program.parameters.values()), changed_buffers(program)
-    bound = {node for node in program.graph.nodes if node.name in parameters or node.name in changed}
-    shared: set[fx.Node] = set()
-    for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node in bound or is_random(node) or not bound.isdisjoint(node.all_input_nodes):
-            bound.add(node)
-        else:
-            shared.add(node)
-    return frozenset(shared)
+    return independent_of(program.graph, changed_buffers(program).union(program.parameters.values()))
 
 
 def is_call(node: fx.Node) -> bool:

@@ -1,0 +1,107 @@
+"""Constants, such as tables of rotary embeddings, count once: for all layers, and for all micro-batches of a step."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+import autopar
+from autopar import Memory, Pipeline
+from autopar.models.catalogue import LanguageModel
+from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.runtime.recompute.test_recompute import watched
+from tests.support.ranks import Ranks, mesh
+
+POSITIONS, HEAD = 1024, 64
+TABLE = POSITIONS * HEAD * 4
+
+
+def _model(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A narrow model, whose tables are larger than its activations."""
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=HEAD,
+    )
+    with torch.device("meta"):
+        return LanguageModel(config), (torch.zeros(4, POSITIONS, dtype=torch.int64),) * 2
+
+
+def _saved(strategy: str, mode: Any, layers: int) -> tuple[int, int]:
+    """Bytes that a forward leaves for its backward on this rank, weights excluded, and those of the plan."""
+    model, inputs = _model(layers)
+    on = mesh((2,), ("cp" if strategy == "gather_kv" else "dp",))
+    compiled: Any = autopar.compile(model, on, inputs, strategy=strategy, memory=Memory(recompute=mode))
+    compiled.to_empty(device="cpu")
+    for tensor in (*compiled.parameters(), *compiled.buffers()):
+        nn.init.ones_(tensor)
+    values = tuple(torch.randint(0, 16, each.shape) for each in inputs)
+    with watched() as storages:
+        loss = compiled(*values)
+    gc.collect()
+    stored = (*compiled.parameters(), *compiled.buffers(), *values)
+    known = {(each.to_local() if isinstance(each, DTensor) else each).untyped_storage()._cdata for each in stored}
+    alive = [storage for ref in storages.values() if (storage := ref()) is not None and storage._cdata not in known]
+    assert loss.requires_grad
+    return sum(each.nbytes() for each in alive), sum(row.saved_bytes for row in compiled.plan.rows)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("strategy", ["zero3", "gather_kv"])
+def test_layers_share_the_tables_that_they_save(ranks: Ranks, strategy: str, mode: str) -> None:
+    for found, predicted in ranks.run(_saved, strategy, mode, 3):
+        assert predicted == pytest.approx(found, rel=0.02)
+
+
+def _peak(schedule: str, mode: Any, axes: dict[str, int], strategy: str | None, count: int) -> tuple[int, int, float]:
+    """Bytes at the highest moment of the second step on this rank, those of the plan, and how many tables they are."""
+    model, inputs = _model(4)
+    on = mesh(tuple(axes.values()), tuple(axes))
+    options: dict[str, Any] = {"pipeline": Pipeline(schedule=schedule)} if "pp" in axes else {}
+    compiled: Any = autopar.compile(
+        model, on, inputs, strategy=strategy, microbatches=count, memory=Memory(recompute=mode), **options
+    )
+    compiled.to_empty(device="cpu")
+    for parameter in compiled.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    for buffer in compiled.buffers():
+        nn.init.ones_(buffer)
+    batch = tuple(torch.zeros(each.shape, dtype=torch.int64) for each in inputs)
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    compiled.train_step(*batch)
+    optimizer.step()
+    found = peak_bytes(
+        lambda: compiled.train_step(*batch),
+        optimizer.zero_grad,
+        lambda: [*held_in_training(compiled, optimizer), *batch],
+    )
+    plan = compiled.plan
+    return found, plan.rank_bytes(on.get_local_rank("pp")) if "pp" in axes else plan.peak_bytes, found / TABLE
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode", "axes", "strategy"),
+    [
+        ("1f1b", "full", {"pp": 2}, None),
+        ("gpipe", "full", {"pp": 2}, None),
+        ("1f1b", "full", {"pp": 2, "cp": 2}, "gather_kv"),
+        ("", "full", {"cp": 2}, "gather_kv"),
+        ("", "selective", {"dp": 2}, "zero3"),
+    ],
+)
+def test_micro_batches_share_tables(
+    ranks: Ranks, schedule: str, mode: str, axes: dict[str, int], strategy: str | None
+) -> None:
+    world = torch.Size(axes.values()).numel()
+    for found, predicted, _ in ranks.run(_peak, schedule, mode, axes, strategy, 2, world_size=world):
+        assert predicted == pytest.approx(found, rel=0.1)

@@ -1,0 +1,116 @@
+"""Plans in the space that a preset leaves: few strategies are looked at, and views show all that there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+import autopar
+from autopar import Mesh
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.plan import Plan
+from autopar.costs.space.space import Space, TensorEdge
+from autopar.errors import InfeasibleError
+from autopar.models.catalogue import LanguageModel
+from autopar.planning.formulation import Formulation, narrowed
+from autopar.planning.memory_limit.memory_limit import best_within
+from autopar.planning.options.groups import Memory, Offloaded
+from autopar.planning.settings import Settings, context_of
+from tests.support.parity import SLOW_DEVICES
+from tests.support.pinned import IDS_BS, Net
+from tests.support.planned import X_BD, TwoLinears, space_of
+
+AXES = {"dp": 2, "tp": 2}
+
+
+def _plan(hardware: Any = SLOW_DEVICES, **options: Any) -> Plan:
+    return autopar.plan(Net(), Mesh(AXES), (IDS_BS,), hardware=hardware, **options)
+
+
+def test_a_preset_leaves_few_strategies_to_look_at() -> None:
+    preset, free = (context_of(_plan(strategy=each)) for each in ("zero3+megatron", None))
+    assert 20 * preset.space.num_entries < preset.widened().space.num_entries == free.space.num_entries
+    assert free.space.kept is None
+
+
+def test_an_explanation_names_the_roles_that_a_preset_rules_out() -> None:
+    found = _plan(strategy="zero3+megatron").explain("layers.0.up")
+    ruled_out = {each.role for each in found.alternatives if each.reason == "ruled out by annotations"}
+    assert "row" in ruled_out
+
+
+def test_a_preset_gives_way_to_what_if() -> None:
+    plan = _plan(strategy="zero3+megatron")
+    found = plan.what_if("layers.0.up", tp="row")
+    assert found.explain("layers.0.up").strategy != plan.explain("layers.0.up").strategy
+    assert found.verify().ok and plan.verify().ok
+
+
+@pytest.mark.parametrize("strategy", ["zero3+megatron", "megatron_sequence", "zero1+megatron"])
+@pytest.mark.parametrize("offload", ["none", "activations"])
+def test_a_plan_of_a_preset_holds_in_the_whole_space(strategy: str, offload: Offloaded) -> None:
+    plan = _plan("h100", strategy=strategy, memory=Memory(offload=offload), precision="bf16-mixed", microbatches=2)
+    assert set(plan.recompute.values()) == ({"none"} if offload == "none" else {"offload"}) or not plan.recompute
+    assert context_of(plan).space.kept is not None
+    assert plan.verify().ok
+
+
+@pytest.mark.parametrize("strategy", ["zero3+megatron", "expert_data", "zero1"])
+def test_a_plan_of_experts_holds_with_several_micro_batches(strategy: str) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(
+            Qwen3MoeConfig(
+                vocab_size=64,
+                num_hidden_layers=2,
+                hidden_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                head_dim=16,
+                moe_intermediate_size=32,
+                num_experts=4,
+                num_experts_per_tok=2,
+            )
+        )
+        ids = torch.zeros(8, 32, dtype=torch.int64)
+    axes = {"dp": 2, "ep": 2} if strategy == "expert_data" else AXES
+    for count in (1, 2):
+        options: dict[str, Any] = {"strategy": strategy, "precision": "bf16-mixed", "microbatches": count}
+        assert autopar.plan(model, Mesh(axes), (ids, ids), hardware="h100", **options).verify().ok
+
+
+def test_pins_that_contradict_each_other_are_named_though_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(TwoLinears(), (X_BD,), SLOW_DEVICES)
+    edge = next(each for each in space.edges if space.decisions[each.source].kind == "parameter")
+    ends = edge.source, edge.target
+
+    def seconds(own: Space, each: TensorEdge) -> np.ndarray:
+        found = given(own, each)
+        if (each.source, each.target) == ends and space is own:
+            found[1:, 1:] = np.inf
+        return np.full_like(found, np.inf) if (each.source, each.target) == ends and space is not own else found
+
+    given = Space.reshard_seconds
+    monkeypatch.setattr(Space, "reshard_seconds", seconds)
+    pins = {end: np.arange(len(space.decisions[end].candidates.strategies)) > 0 for end in ends}
+    messages = []
+    for each, others in ((space, pins), (space.keeping(pins), {})):
+        with pytest.raises(InfeasibleError) as raised:
+            best_within(Formulation(each, MemoryModel(each)), others, None, Settings())
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1] and "forbids every pair of strategies allowed for them" in messages[0]
+
+
+def test_a_refusal_within_a_limit_says_what_the_pins_of_a_preset_are_worth() -> None:
+    with pytest.raises(InfeasibleError, match=r"without the pin on '.*' the least is|without any pin the least is"):
+        _plan(strategy="data_parallel", memory=Memory(4000, recompute="none"))
+
+
+def test_a_space_stays_of_which_pins_leave_more_than_half() -> None:
+    space = space_of(TwoLinears(), (X_BD,), SLOW_DEVICES)
+    number = len(space.decisions) - 1
+    pins = {number: torch.arange(len(space.decisions[number].candidates.strategies)).numpy() > 0}
+    assert narrowed(space, pins) == (space, pins)
