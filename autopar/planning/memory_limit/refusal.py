@@ -36,19 +36,24 @@ class LimitQuestions:
     deadline: float
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
+    is_brief: bool = False
+    """True if a refusal does not work out what pins are worth, nor a bound beyond the limit."""
 
     def smallest(self, pins: Pins, modes: Modes | None, sufficient: int = 0) -> LeastPeak:
         """Return the plan under pins with the least peak, or one with a peak of at most `sufficient` (see
         `least_peak`).
         """
         spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
-        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), sufficient)
+        return least_peak(
+            self.formulation, pins, modes, max(self.deadline, moment_in(spare)), sufficient, self.is_brief
+        )
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
         """Return why there is no plan: the least that one needs, and what the pins that take part are worth."""
+        start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but {smallest}"
+        if self.is_brief:
+            return f"{start}."
         conflict = self._conflict(limit, modes, smallest)
-        start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
-        start += str(smallest)
         # Modes that segments may not have are no pins.
         pinned = None if conflict is None else tuple(node for node in conflict.nodes if node in self.pins)
         if not self.pins or pinned == ():
