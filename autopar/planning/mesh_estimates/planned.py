@@ -139,7 +139,8 @@ class Planned:
         if (least := subject.at_least(mesh)) > best:
             return Contender(mesh, microbatches, excluded="bound", reason=no_better(least))
         if (slower := self.estimates.slower_at(mesh, microbatches)) is not None:
-            return Contender(mesh, microbatches, excluded="estimate", reason=no_better(slower))
+            reason = f"clearly slower by an estimate: a step takes about {format_seconds(slower)}"
+            return Contender(mesh, microbatches, excluded="estimate", reason=reason)
         if math.isfinite(subject.limit(mesh)):
             return Contender(mesh, microbatches, excluded="memory", reason="not known to fit within the memory limit")
         return Contender(mesh, microbatches, excluded="error", reason="no schedule or strategy fits it")

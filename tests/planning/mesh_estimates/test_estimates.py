@@ -150,6 +150,19 @@ def test_an_estimate_is_searched_with_positions_in_order_as_a_plan_is(monkeypatc
     assert given == [(first, inner._laid_out(frozenset())[0].space)]
 
 
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"pp": 2, "dp": 2}], ids=str)
+def test_of_a_candidate_that_is_left_out_the_step_within_its_limit_is_known(axes: dict[str, int]) -> None:
+    estimates, _ = estimates_of(LIMIT)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == axes)
+    found = estimates.estimate(Candidate(mesh, 2))
+    assert found is not None and estimates.slower_at(mesh, 2) is None
+    assert estimates.estimate(Candidate(mesh, 2), 1e-9) is None
+    alone = estimates.slower_at(mesh, 2)
+    assert alone is not None and alone < found.seconds, "the limit costs time"
+    assert estimates.estimate(Candidate(mesh, 2), (alone + found.seconds) / 2) is None
+    assert estimates.slower_at(mesh, 2) == found.seconds
+
+
 @pytest.mark.slow
 def test_a_stage_of_one_layer_waits_for_its_weights() -> None:
     overlapped = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e6),), communication_share=0.0)

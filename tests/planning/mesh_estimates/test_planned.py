@@ -76,6 +76,17 @@ def test_the_next_candidate_follows_one_without_room() -> None:
     assert compared.excluded[0].reason == "no room" and compared.excluded[2].microbatches == 2
 
 
+def test_a_candidate_that_is_slower_by_an_estimate_is_not_said_to_have_no_room() -> None:
+    planned, _ = search((1.0, 1.0))
+    estimates: Any = planned.estimates
+    estimates.slower_at = lambda mesh, count: 3.0 if mesh == LARGE else None
+    found = planned.best()
+    assert found is not None
+    (excluded,) = (each for each in planned.comparison(found).excluded if each.mesh == LARGE)
+    assert excluded.excluded == "estimate"
+    assert excluded.reason == "clearly slower by an estimate: a step takes about 3.00 s"
+
+
 def test_estimates_of_the_same_plan_are_one_candidate() -> None:
     planned, _ = search((1.0, 1.0), (2.0, 2.0), (2.001, 2.0), apart=0.0)
     found = planned.best()
