@@ -6,11 +6,14 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_estimates.estimates import Estimate
 from autopar.planning.mesh_estimates.planned import Planned
 from autopar.planning.mesh_search.search import Candidate, Turn
+from autopar.solver.deadline import after
 from tests.support.meshes import candidate, plans_of
 
 BOUNDED, LARGE = Mesh({"dp": 64}), Mesh({"dp": 128})
@@ -51,6 +54,19 @@ def test_nothing_is_planned_that_is_worse_by_its_estimate_less_the_error_so_far(
     # The second was 19% off, so that the third may be better than it looks.
     assert len(made) == 2
     assert round(planned.error, 2) == 0.19
+
+
+def test_the_last_candidate_that_is_worth_planning_has_all_that_is_left_of_the_time() -> None:
+    planned, _ = search((1.0, 1.0), (1.005, 1.005), (1.3, 1.3))
+    planned.deadline, given, exact = after(1000.0), list[float](), planned.exact
+
+    def make(estimate: Estimate, turn: Turn) -> Candidate[Any]:
+        given.append(turn.time_limit)
+        return exact(estimate, turn)
+
+    planned.exact = make
+    planned.best()
+    assert given == pytest.approx([500.0, 1000.0], rel=0.01), "the third is too slow by its estimate"
 
 
 def test_what_is_further_from_its_estimate_is_followed_by_more() -> None:
