@@ -92,7 +92,7 @@ def test_the_next_candidate_follows_one_without_room() -> None:
     assert compared.excluded[0].reason == "no room" and compared.excluded[2].microbatches == 2
 
 
-def test_a_candidate_that_is_slower_by_an_estimate_is_not_said_to_have_no_room() -> None:
+def test_a_candidate_that_is_slower_by_an_estimate_is_listed_as_slower() -> None:
     planned, _ = search((1.0, 1.0))
     estimates: Any = planned.estimates
     estimates.slower_at = lambda mesh, count: 3.0 if mesh == LARGE else None
