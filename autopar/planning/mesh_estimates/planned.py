@@ -3,8 +3,8 @@
 order    by estimate; after a plan without a pipeline one with, where it is about as good, and the other way round
 error    how far plans were from their estimates so far, at least LEAST_ERROR: what is left is worth planning if its
          estimate, less by that, beats the best plan
-time     a candidate has a half of what is left, or all of it if no other is worth planning; a mesh whose candidate does
-         not fit has its next one
+time     a candidate has a half of what is left. It has all of it if no other is worth planning, or if it is a pipeline,
+         which has no plan before its end, and there is an answer. A mesh whose candidate does not fit has its next one
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEAST_ERROR = 0.01
 """Relative to the step: what an estimate may be off by, where plans so far were closer."""
 ABOUT_AS_GOOD = 1.1
 SHARE = 0.5
-"""Share of the remaining time that each candidate may take, but the last one."""
+"""Share of the remaining time that a candidate may take while others wait."""
 Exact = Callable[[Estimate, Turn], Candidate[Any]]
 
 
@@ -78,7 +78,8 @@ class Planned:
             if (same := self._same_as(chosen)) is not None:
                 self.same[same].append(chosen)
                 continue
-            tried = self._try(chosen, SHARE if num_others else 1.0)
+            has_all = not num_others or (self.answers and self.estimates.subject.axis in chosen.mesh.axes)
+            tried = self._try(chosen, 1.0 if has_all else SHARE)
             if tried.found is None and not tried.reason.startswith(NOT_TRIED) and chosen.mesh not in self.tried:
                 later[chosen.mesh] += 1
                 further = self.estimates.of(chosen.mesh)[later[chosen.mesh] :]

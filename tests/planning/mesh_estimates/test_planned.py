@@ -56,8 +56,20 @@ def test_nothing_is_planned_that_is_worse_by_its_estimate_less_the_error_so_far(
     assert round(planned.error, 2) == 0.19
 
 
-def test_the_last_candidate_that_is_worth_planning_has_all_that_is_left_of_the_time() -> None:
-    planned, _ = search((1.0, 1.0), (1.005, 1.005), (1.3, 1.3))
+@pytest.mark.parametrize(
+    ("axis", "estimates", "shares"),
+    [
+        (None, (1.0, 1.005, 1.3), [500.0, 1000.0]),  # the third is too slow by its estimate
+        (None, (1.0, 1.001, 1.005), [500.0, 500.0, 1000.0]),
+        ("dp", (1.0, 1.001, 1.005), [500.0, 1000.0, 1000.0]),  # all are pipelines, the first without an answer
+    ],
+)
+def test_the_last_candidate_and_pipelines_behind_an_answer_have_all_that_is_left_of_the_time(
+    axis: str | None, estimates: tuple[float, ...], shares: list[float]
+) -> None:
+    planned, _ = search(*((each, each) for each in estimates))
+    subject: Any = planned.estimates.subject
+    subject.axis = axis
     planned.deadline, given, exact = after(1000.0), list[float](), planned.exact
 
     def make(estimate: Estimate, turn: Turn) -> Candidate[Any]:
@@ -66,7 +78,7 @@ def test_the_last_candidate_that_is_worth_planning_has_all_that_is_left_of_the_t
 
     planned.exact = make
     planned.best()
-    assert given == pytest.approx([500.0, 1000.0], rel=0.01), "the third is too slow by its estimate"
+    assert given == pytest.approx(shares, rel=0.01)
 
 
 def test_what_is_further_from_its_estimate_is_followed_by_more() -> None:
