@@ -32,8 +32,8 @@ class Settings:
 
     memory: Memory = Memory()
     search: Search = Search()
-    brief_counts: bool = False
-    """True for one of many plans, none of which is worth a long search."""
+    is_brief: bool = False
+    """True for one of many plans: no count takes long, and a refusal works nothing out for its reader."""
     cutoff: float = math.inf
     """Under a memory limit: seconds of a micro-batch with its share of what is done once a step, as another plan takes
     them. A search ends with CutOffError where it proves that no plan takes less."""

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
 from autopar.costs.hardware.collectives import transfer_seconds
 from autopar.costs.hardware.overlap import NOTHING, kind_of
@@ -48,62 +49,134 @@ WORTH = 1e-3
 """Relative to the step: how much shorter the next plan's timeline has to be."""
 
 
+class Simulated(Protocol):
+    """A plan of a search, and its simulated step."""
+
+    @property
+    def space(self) -> Space: ...
+    @property
+    def choices(self) -> Sequence[int]: ...
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step of one micro-batch."""
+        ...
+
+    @property
+    def simulated_seconds(self) -> float:
+        """Seconds of a simulated step of all micro-batches."""
+        ...
+
+    @property
+    def priced_seconds(self) -> float:
+        """Seconds of a step of one micro-batch by the sum of costs."""
+        ...
+
+    def is_same(self, other: Self) -> bool:
+        """Return whether another plan has the same choices."""
+        ...
+
+    def priced_as(self, other: Self) -> Self:
+        """Return the plan with the costs of another one."""
+        ...
+
+
+S = TypeVar("S", bound=Simulated)
 Again = Callable[[Space, Plan, float], Plan]
 """Search a space with other costs from a plan of the same decisions, up to an optimality gap."""
 
 
-def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None = None) -> Plan:
+def shortest_simulated(
+    best: S, again: Callable[[Space, S, float], S], deadline: float, space: Space | None = None
+) -> S:
     """Return the plan of least simulated seconds that searches with the costs of simulated steps lead to.
 
     Args:
-        plan: The plan of the first search.
+        best: The plan of the first search.
         again: Searches a space with other costs under the same pins and settings.
         deadline: Time after which no further search begins.
         space: Space of further searches, if it is another one than the plan's; one is made in any case.
     """
-    context = context_of(plan)
-    best, timeline, gap = plan, timeline_of(plan), 0.0
-    known = dict(context.space.overlapped.waited)
-    hides = context.space.hardware.communication_share < 1 and context.space.program.learns
+    gap, known = 0.0, dict(best.space.overlapped.waited)
+    hides = best.space.hardware.communication_share < 1 and best.space.program.learns
     for _ in range(ROUNDS - 1):
-        now = context_of(best)
-        apart, shares = waited_shares(now.space, now.choices, timeline) if hides else (0.0, {})
-        is_settled = apart <= DIFFERENT * timeline.seconds
+        seconds = best.timeline.seconds
+        apart, shares = waited_shares(best.space, best.choices, best.timeline) if hides else (0.0, {})
+        is_settled = apart <= DIFFERENT * seconds
         if (is_settled and space is None) or is_over(deadline) or whole_is_over():
             break
         known |= {} if is_settled else shares
         try:
-            found = again((space or now.space).waiting_for(known), best, gap)
+            found = again((space or best.space).waiting_for(known), best, gap)
         except (CutOffError, InfeasibleError, TimeLimitError):
             break
-        gap = WORTH * min(1.0, timeline.seconds / best.device_seconds)
-        best, timeline, goes_on = _better(best, timeline, found, is_simpler=space is not None)
+        gap = WORTH * min(1.0, seconds / best.priced_seconds)
+        best, goes_on = _better(best, found, is_simpler=space is not None)
         space = None
         if not goes_on:
             break
-    return _with_timeline(best, timeline)
+    return best
 
 
-def _better(best: Plan, timeline: Timeline, found: Plan, is_simpler: bool) -> tuple[Plan, Timeline, bool]:
-    """Return a next plan if its timeline is shorter, or else the plan before with the next one's costs.
+def _better(best: S, found: S, is_simpler: bool) -> tuple[S, bool]:
+    """Return a next plan if its simulated step is shorter, or else the plan before with the next one's costs.
 
     A next plan that is simpler, as its positions are in order, is also taken if it is as fast. Also return whether
     another search may follow: not after a shorter plan whose step is within its costs, and not after one whose step is
     longer with the next one's costs.
     """
-    next_one = timeline_of(found)
-    seconds, further = simulated_seconds(best, timeline), simulated_seconds(found, next_one)
-    is_same = found.choices == best.choices and found.recompute == best.recompute
-    if further < (1 - WORTH) * seconds and not is_same:
-        return found, next_one, next_one.seconds > (1 + DIFFERENT) * found.device_seconds
-    if is_same or (is_simpler and further <= (1 + WORTH) * seconds):
-        return found, next_one, True
-    if context_of(found).space.has_same_candidates(context_of(best).space):
-        priced = _priced_as(best, found)
-        own = timeline_of(priced)  # under other costs the same layouts may be reached by other moves
-        if simulated_seconds(priced, own) <= (1 + WORTH) * seconds:
-            return priced, own, True
-    return best, timeline, False
+    is_same, most = found.is_same(best), (1 + WORTH) * best.simulated_seconds
+    if not is_same and found.simulated_seconds < (1 - WORTH) * best.simulated_seconds:
+        return found, found.timeline.seconds > (1 + DIFFERENT) * found.priced_seconds
+    if is_same or (is_simpler and found.simulated_seconds <= most):
+        return found, True
+    if found.space.has_same_candidates(best.space):
+        priced = best.priced_as(found)  # under other costs the same layouts may be reached by other moves
+        if priced.simulated_seconds <= most:
+            return priced, True
+    return best, False
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulatedPlan:
+    plan: Plan
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, plan: Plan) -> _SimulatedPlan:
+        return cls(plan, timeline_of(plan))
+
+    @property
+    def space(self) -> Space:
+        return context_of(self.plan).space
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return context_of(self.plan).choices
+
+    @property
+    def simulated_seconds(self) -> float:
+        return simulated_seconds(self.plan, self.timeline)
+
+    @property
+    def priced_seconds(self) -> float:
+        return self.plan.device_seconds
+
+    def is_same(self, other: _SimulatedPlan) -> bool:
+        return self.plan.choices == other.plan.choices and self.plan.recompute == other.plan.recompute
+
+    def priced_as(self, other: _SimulatedPlan) -> _SimulatedPlan:
+        return self.of(_priced_as(self.plan, other.plan))
+
+
+def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None = None) -> Plan:
+    """Return the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
+
+    def next_one(costs: Space, best: _SimulatedPlan, gap: float) -> _SimulatedPlan:
+        return _SimulatedPlan.of(again(costs, best.plan, gap))
+
+    found = shortest_simulated(_SimulatedPlan.of(plan), next_one, deadline, space)
+    return _with_timeline(found.plan, found.timeline)
 
 
 def _with_timeline(plan: Plan, timeline: Timeline) -> Plan:

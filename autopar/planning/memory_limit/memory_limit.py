@@ -40,17 +40,17 @@ def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, setti
 
     Without a gap the optimum is searched. For many calls a choice within a thousandth of it suffices if a smaller gap
     is expensive: if elimination takes seconds, and counts of equal parts take longer. If that is not proven, the bound
-    is below the seconds, and a RuntimeWarning says so. `brief_counts`: none counts long. InfeasibleError where no
-    choice is within the limit, with the least that one needs, and TimeLimitError where none was found in time. With a
+    is below the seconds, and a RuntimeWarning says so. `is_brief`: none counts long. InfeasibleError where no choice is
+    within the limit, with the least that one needs, and TimeLimitError where none was found in time. With a
     cut-off (in seconds) CutOffError where memory costs time and none is found to be faster than that, or none is within
     the limit: what pays nothing for memory is an answer.
     """
     limit, options, deadline = settings.tensor_limit, settings.search, after(settings.search.time_limit)
-    is_rough = options.gap is None and (settings.brief_counts or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
+    is_rough = options.gap is None and (settings.is_brief or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
     stop_gap = STOP_GAP if is_rough else options.gap or 0.0
-    counted = math.inf if settings.brief_counts else stop_gap
+    counted = math.inf if settings.is_brief else stop_gap
     tolerances = Tolerances(options.gap or 0.0, stop_gap, counted, cutoff=settings.cutoff)
-    request = LimitQuestions(formulation, pins, deadline, SPARE * options.time_limit)
+    request = LimitQuestions(formulation, pins, deadline, SPARE * options.time_limit, settings.is_brief)
     with request.naming_pins():
         if limit is None or not formulation.memory.lifetimes.calls:
             return _without_a_limit(request, modes, settings)

@@ -37,6 +37,8 @@ class LimitQuestions:
     deadline: float
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
+    is_brief: bool = False
+    """True if a refusal does not work out what pins are worth, nor a bound beyond the limit."""
 
     @contextmanager
     def naming_pins(self) -> Iterator[None]:
@@ -51,7 +53,7 @@ class LimitQuestions:
 
     def _smallest(self, modes: Modes | None, sufficient: int) -> LeastPeak:
         """Return the plan with the least peak, or one with a peak of at most `sufficient` (see `least_peak`)."""
-        return least_peak(self.formulation, self.pins, modes, self._until, sufficient)
+        return least_peak(self.formulation, self.pins, modes, self._until, sufficient, self.is_brief)
 
     def _least(self, whole: Formulation, pins: Pins, modes: Modes | None) -> str:
         """Return the least peak under other pins on the whole space."""
@@ -64,10 +66,11 @@ class LimitQuestions:
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
         """Return why there is no plan: the least that one needs, and what the pins that take part are worth."""
+        start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but {smallest}"
+        if self.is_brief:
+            return f"{start}."
         whole, pins = self.formulation.widened(self.pins)
         conflict = self._conflict(whole, pins, limit, modes, smallest)
-        start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
-        start += str(smallest)
         # Modes that segments may not have are no pins.
         pinned = None if conflict is None else tuple(node for node in conflict.nodes if node in pins)
         if not pins or pinned == ():

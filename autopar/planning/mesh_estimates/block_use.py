@@ -6,39 +6,24 @@ seconds   a block begins where the one before it ends, in the simulated micro-ba
 ends      the first block of a stage waits for its weights, which no block before it lets be on their way, and its
           backward for the last gradients; so does the backward of the last block for weights that are gathered again.
           What a block takes more where it is simulated alone is added to stages that begin or end with it
-bytes     of one device, by block
-
-    stored       parameters, optimizer state, and weights that are resident as they were moved, all the time
-    gradients    as they are added up
-    reduced      the same as they are stored, at the end of a step
-    saved        for the backward of one micro-batch
-    transient    in addition, at the fullest moment of the block, what it saves itself included
-
-A stage of blocks i .. j with f micro-batches in flight takes, while block b runs backward,
-
-    sum of stored + sum of gradients + (f - 1) * sum of saved + (saved of i .. b - 1) + transient of b
-
-where of gradients that are not added up only those behind b are there.
+bytes     of one device, by block (`block_bytes`)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import Role
-from autopar.costs.memory.peak import PlanMoments
-from autopar.costs.memory.resident_parts import parts_of
 from autopar.costs.steps.sends import Send, reduced_overlapped
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.costs.timeline.simulation import behind_another, simulate
 from autopar.costs.timeline.values import COMPUTE, Task, Timeline
+from autopar.planning.mesh_estimates.block_bytes import StageBytes, bytes_of_blocks
 from autopar.planning.mesh_estimates.shortened import Shortened
 from autopar.planning.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
 from autopar.planning.pipeline.stage_seconds import weight_seconds_by_decision
@@ -46,7 +31,6 @@ from autopar.planning.pipeline.stages.blocks import Block
 from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
 
 Floats = NDArray[np.float64]
-LASTING = {Role.STORED: "stored", Role.MOVED: "stored", Role.GRADIENT: "gradients", Role.REDUCED: "reduced"}
 FORWARD = "forward"
 OPTIMIZER = "optimizer"
 
@@ -127,32 +111,6 @@ class BlockUse:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageBytes:
-    """Bytes of a device on every stage, arrays of one entry for each."""
-
-    stored: Floats
-    gradients: Floats
-    ending: Floats
-    """Gradients, and what they are reduced to, at the end of a step."""
-    saved: Floats
-    """Bytes that one micro-batch saves for its backward."""
-    running: Floats
-    """At the fullest moment of a backward, besides what is stored, accumulated and saved for other micro-batches."""
-    accumulates: bool
-
-    def peak(self, in_flight: Floats) -> Floats:
-        """Return the bytes at the fullest moment, with so many micro-batches in flight on each stage."""
-        if not self.accumulates:
-            return self.stored + self.running
-        running = self.gradients + (in_flight - 1) * self.saved + self.running
-        return self.stored + np.maximum(running, self.ending)
-
-    def resident(self, in_flight: Floats) -> Floats:
-        """Return the bytes of stages while others of their rank run."""
-        return self.stored + self.gradients + in_flight * self.saved
-
-
 def block_use(
     short: Shortened, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], is_whole: bool = True
 ) -> BlockUse:
@@ -179,9 +137,10 @@ def block_use(
     reductions, slowing, slowing_weights = seconds.of_sums(last, reduced_alone), np.zeros(count), np.zeros(count)
     if not is_whole:
         shares = np.divide(weights, each.backward, out=np.zeros(count), where=each.backward > 0)
-        slowing, slowing_weights = seconds.slowed(last), seconds.slowed(last, np.minimum(shares, 1.0))
+        slowing = seconds.slowed(last, reduced_alone)
+        slowing_weights = seconds.slowed(last, reduced_alone, np.minimum(shares, 1.0))
     step = seconds.of(step_tasks(memory, choices, modes)) if is_whole else each
-    num_bytes = _bytes(memory, choices, modes, homes, count)
+    num_bytes = bytes_of_blocks(memory, choices, modes, homes, count)
     whole = PlannedWhole(memory, tuple(choices), modes)
     sent = np.zeros(count)
     for node, (made, last) in crossings(space, blocks).items():
@@ -261,7 +220,7 @@ class _Seconds:
         """Return what each block takes more at the ends of a stage: of its forward, its backward, and behind that."""
         found = np.zeros((3, self.count))
         for home in range(self.count):
-            own = behind_another(_tasks_of(tasks, lambda row, home=home: self.home.get(row) == home), self.share)
+            own = behind_another(_tasks_of(tasks, [self.home.get(each.row) == home for each in tasks]), self.share)
             waited_for = [event for event in own if not (event.task.weights or event.task.overlapped)]
             turn = max((event.end for event in waited_for if event.task.phase == FORWARD), default=0.0)
             end, last = (max((event.end for event in events), default=0.0) for events in (waited_for, own))
@@ -274,7 +233,7 @@ class _Seconds:
         A message of several layers counts in each by its share of the reductions that weights take `alone`.
         """
         found: dict[str, Floats] = defaultdict(lambda: np.zeros(self.count))
-        shares = alone / total if (total := float(alone.sum())) else alone
+        shares = _shares(alone)
         for task in tasks:
             if not task.of_sums:
                 continue
@@ -284,17 +243,46 @@ class _Seconds:
                 found[task.stream] += task.seconds * shares
         return max(found.values(), key=np.sum, default=np.zeros(self.count))
 
-    def slowed(self, tasks: Sequence[Task], of_weights: Floats | None = None) -> Floats:
+    def slowed(self, tasks: Sequence[Task], alone: Floats, of_weights: Floats | None = None) -> Floats:
         """Return the seconds by which reductions of sums lengthen the backward of each block, if it is alone.
 
-        `of_weights`: the share of each backward that makes gradients of weights, if a schedule makes them apart.
+        Args:
+            tasks: The tasks of the last micro-batch.
+            alone: Seconds of the reductions of each block's weights, by which blocks share messages of several.
+            of_weights: The share of each backward that makes gradients of weights, if a schedule makes them apart.
         """
         found = np.zeros(self.count)
-        for home in range(self.count if any(task.of_sums for task in tasks) else 0):
-            own = _tasks_of(tasks, lambda row, home=home: self.home.get(row) == home)
+        if not any(task.of_sums for task in tasks):
+            return found
+        homes, listed = self._with_messages_of_several(tasks, _shares(alone))
+        for home in range(self.count):
+            own = _tasks_of(listed, [each == home for each in homes])
             apart = None if of_weights is None else float(of_weights[home])
             found[home] = reduced_overlapped(own, self.share, Send(), Send(), apart).slowing
         return found
+
+    def _with_messages_of_several(self, tasks: Sequence[Task], shares: Floats) -> tuple[list[int | None], list[Task]]:
+        """Return the block of each task, and the tasks: a message of several layers is in the block that completes it.
+
+        Messages of a block last as long as its share of all of them.
+        """
+        homes, last = list[int | None](), None
+        seconds = np.zeros(self.count)
+        for task in tasks:
+            home = self.home.get(task.row)
+            if home is None and task.of_sums and last is not None:
+                home = last
+                seconds[home] += task.seconds
+            last = last if home is None else home
+            homes.append(home)
+        scales = np.divide(seconds.sum() * shares, seconds, out=np.ones(self.count), where=seconds > 0)
+        listed = [
+            replace(task, seconds=task.seconds * float(scales[home]))
+            if home is not None and self.home.get(task.row) is None
+            else task
+            for task, home in zip(tasks, homes, strict=True)
+        ]
+        return homes, listed
 
     def _paced(self, found: Timeline, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of blocks, of repeated ones at least those of their busiest stream of weights.
@@ -319,45 +307,23 @@ class _Seconds:
         return forward, backward
 
 
-def _tasks_of(tasks: Sequence[Task], is_own: Callable[[str], bool]) -> list[Task]:
-    """Return the tasks of some rows, which wait for one another alone; those of the backward for the end of forward."""
+def _shares(seconds: Floats) -> Floats:
+    return seconds / total if (total := float(seconds.sum())) else seconds
+
+
+def _tasks_of(tasks: Sequence[Task], is_own: Sequence[bool]) -> list[Task]:
+    """Return some tasks, which wait for one another alone; those of the backward for the end of forward."""
     place: dict[int, int] = {}
     found: list[Task] = []
     turn: tuple[int, ...] = ()
     for number, task in enumerate(tasks):
-        if not is_own(task.row):
+        if not is_own[number]:
             continue
         if task.phase == FORWARD:
             turn = (len(found),) if task.stream == COMPUTE else turn
         place[number] = len(found)
         own = tuple(place[each] for each in task.after if each in place)
         found.append(replace(task, after=own or (() if task.phase == FORWARD else turn)))
-    return found
-
-
-def _bytes(
-    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], homes: Sequence[int | None], count: int
-) -> dict[str, Floats]:
-    """Return the bytes of blocks of the shorter program by what they are."""
-    calls = len(memory.lifetimes.calls)
-    moments = PlanMoments(memory, choices, modes)
-    at_place = np.array([homes[number] if homes[number] is not None else 0 for number in memory.lifetimes.calls])
-    found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "transient")}
-    for part in parts_of(memory):
-        if part.role in LASTING:
-            home = homes[part.ends[-1]] or 0
-            found[LASTING[part.role]][home] += float(part.modes[0][tuple(choices[end] for end in part.ends)])
-    np.add.at(found["saved"], at_place, moments.of(Role.SAVED)[:calls])
-    phase = Phase(0, first=not memory.microbatches.several)
-    totals = moments.totals(phase).max(axis=0)
-    before = np.concatenate([[0.0], np.cumsum(found["saved"])])[at_place]
-    if memory.microbatches.several:
-        there = np.full(calls, float(moments.of(Role.GRADIENT).sum()))
-    else:
-        behind = found["gradients"].sum() - np.cumsum(found["gradients"])
-        there = behind[at_place]
-    always = sum(moments.standing(phase).values())
-    np.maximum.at(found["transient"], at_place, np.maximum(totals - always - there - before, 0.0))
     return found
 
 

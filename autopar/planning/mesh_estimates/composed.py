@@ -209,8 +209,8 @@ class Staged:
         sending = parts[0].sending
         blocks = parts[0].num_blocks
         overlapped = of_weights if self.schedule.halves_backwards else back
-        # The reductions of the block that ends last overlap nothing.
-        behind = reductions - np.minimum(reductions, overlapped * (1 - 1 / blocks))
+        # The reductions of the block that ends last overlap nothing but what waits for them.
+        behind = reductions - np.minimum(reductions, overlapped * (1 - 1 / blocks) + slowing)
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
         slowed = slowing[self.ranks].sum(axis=1).max() if self.schedule.halves_backwards else slowing.sum()
         total = _step(self.schedule, there + back, 2 * sending) + slowed + ending.max()

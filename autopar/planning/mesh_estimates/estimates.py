@@ -95,7 +95,7 @@ class Estimates:
     """Time at which a search ends that has no estimate by its deadline."""
     found: dict[Candidate, Estimate | None] = field(default_factory=dict)
     slower: dict[Candidate, float] = field(default_factory=dict)
-    """Candidates that are not estimated within their limit, and seconds of their steps without one."""
+    """Candidates left out as clearly slower, and seconds of their steps: within their limit, or without one."""
     _known: Choices = field(default_factory=Choices)
     _inner: dict[tuple[tuple[tuple[str, int], ...], int], list[Inner]] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class Estimates:
         return words if math.isinf(best) else f"{words}, best step ≈ {format_seconds(best)}"
 
     def slower_at(self, mesh: Mesh, microbatches: int) -> float | None:
-        """Return the seconds without a limit of a candidate that is left out for them; None of others."""
+        """Return the seconds of a step of a candidate that is left out for them; None of others."""
         return self.slower.get(Candidate(mesh, microbatches))
 
     def best(self) -> list[Estimate]:
@@ -254,8 +254,9 @@ class Estimates:
             pass
         best = fastest.best
         if best is None or best.seconds >= below:
-            if below <= fastest.alone < math.inf:
-                self.slower[candidate] = fastest.alone
+            slower = fastest.within if fastest.alone < below else fastest.alone
+            if math.isfinite(slower):
+                self.slower[candidate] = slower
             return None
         return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
 
@@ -306,6 +307,8 @@ class _Fastest:
     best: Composed | None = None
     alone: float = math.inf
     """Seconds of the fastest plan without a limit."""
+    within: float = math.inf
+    """Seconds of the fastest plan within the limit, however slow."""
 
     def takes(self, steps: InOnePiece | InStages, levels: Iterator[Level]) -> bool:
         """Take the plans of a price into account; False if those of higher prices are no better."""
@@ -323,6 +326,7 @@ class _Fastest:
         for mode in dict.fromkeys((level.modes[0], level.modes[-1], *level.modes)):
             steps.add(level.use(mode))
             found = steps.best(self.limit)
+            self.within = min(self.within, math.inf if found is None else found.seconds)
             if found is not None and found.seconds < self._seconds:
                 self.best = found
             no_faster = mode == level.modes[0] and found is not None

@@ -8,12 +8,14 @@ first at next to nothing, so that of equally fast plans the smaller one is taken
 are stored in ever smaller parts, and gathered once a step or again for every backward. This is planned both with
 gradients reduced once a step (ZeRO-1, 3) and with every micro-batch (ZeRO-2). A price is that of the whole model:
 layers that were taken out would cost and save as much each as those that remain. Where all blocks stand on the same
-devices, the search is made again with the costs of the simulated step, as for exact plans (`planning.simulated`). The
-cost and savings of recomputation follow from the choices of each: nothing is searched again.
+devices, the search is made again with the costs of the simulated step, and with positions in order, as for exact plans
+(`planning.simulated`). The cost and savings of recomputation follow from the choices of each: nothing is searched
+again.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +41,9 @@ from autopar.planning.mesh_estimates.narrowed import Choices
 from autopar.planning.mesh_estimates.shortened import Shortened
 from autopar.planning.planner import Statements
 from autopar.planning.request import PlanRequest
-from autopar.planning.simulated import DIFFERENT, ROUNDS, WORTH, waited_shares
-from autopar.solver.deadline import is_over, seconds_until
+from autopar.planning.simulated import shortest_simulated
+from autopar.planning.step_seconds import step_seconds_of
+from autopar.solver.deadline import seconds_until
 from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.solve import solve
 
@@ -67,15 +70,39 @@ class Level:
     """True if all blocks stand on the same devices."""
     cost: tuple[float, float]
     """Seconds by the sum of costs, and what memory adds at a price of 1."""
-    _uses: dict[str, BlockUse] = field(default_factory=dict)
+    _uses: dict[str, BlockUse] = field(default_factory=dict, init=False)
+    _timeline: Timeline | None = field(default=None, init=False)
+
+    @property
+    def space(self) -> Space:
+        return self.memory.space
+
+    @property
+    def _fastest(self) -> dict[str, str]:
+        return dict.fromkeys(self.memory.lifetimes.segments, self.modes[0])
 
     @property
     def timeline(self) -> Timeline:
         """The simulated step of one micro-batch."""
-        return step_timeline(self.memory, self.choices, dict.fromkeys(self.memory.lifetimes.segments, self.modes[0]))
+        if self._timeline is None:
+            self._timeline = step_timeline(self.memory, self.choices, self._fastest)
+        return self._timeline
 
     @property
-    def seconds(self) -> float:
+    def priced_seconds(self) -> float:
+        """Seconds of a step of one micro-batch by the sum of costs."""
+        return step_seconds_of(self.memory, self.choices, self._fastest).seconds
+
+    def is_same(self, other: Level) -> bool:
+        """Return whether another plan has the same choices."""
+        return self.choices == other.choices and self.space.has_same_candidates(other.space)
+
+    def priced_as(self, other: Level) -> Level:
+        """Return the plan with the costs of another one."""
+        return replace(self, memory=other.memory.fetching_ahead(self.memory.prefetch))
+
+    @property
+    def simulated_seconds(self) -> float:
         """Seconds of a step of all micro-batches of the whole model, if all blocks stand on the same devices."""
         use = self.use(self.modes[0])
         return use.step_seconds + (self.memory.microbatches.count - 1) * use.microbatch_seconds
@@ -93,7 +120,7 @@ class Level:
         return self._uses[mode]
 
 
-@dataclass(slots=True)
+@dataclass
 class Inner:
     """Plans of a shorter model on the devices of a stage, built on request."""
 
@@ -110,13 +137,12 @@ class Inner:
     """Choices of plans so far: on more than FEW_AXES axes no others are looked at."""
     like: Inner | None = None
     """Plans of the same model in another form; the overlap of moves of weights is priced once for both."""
-    _space: Space | None = None
-    _zigzag_axes: frozenset[str] = frozenset()
-    """Axes over which attention divides its queries, so that positions are zigzag-sharded."""
+    _zigzag_axes: frozenset[str] | None = None
+    """Axes over which the last plan's attention divides its queries; None: all over which it may."""
     _stated: dict[frozenset[str], tuple[Statements, Pins]] = field(default_factory=dict)
     """Problems of the space in which these axes zigzag-shard positions, and its pins."""
     _levels: dict[tuple[float, bool], Level] = field(default_factory=dict)
-    _simulated: dict[tuple[float, bool], tuple[Level, ...]] = field(default_factory=dict)
+    _simulated: dict[tuple[float, bool], Level] = field(default_factory=dict)
 
     def levels(self, limit: float) -> Iterator[Iterator[Level]]:
         """Yield plans at ever higher prices of memory, the fastest without a limit first.
@@ -132,54 +158,53 @@ class Inner:
 
     def _levels_at(self, price: float, ways: Sequence[bool], limit: float) -> Iterator[Level]:
         for reduces_each in ways:
-            yield self._level(price, reduces_each, limit)
-            yield from self._as_simulated(price, reduces_each, limit)
-
-    def _level(self, price: float, reduces_each: bool, limit: float) -> Level:
-        key = price, reduces_each
-        if key not in self._levels:
-            self._levels[key] = self._planned(price, reduces_each, limit)
-        return self._levels[key]
+            key = price, reduces_each
+            if key not in self._levels:
+                self._levels[key] = self._planned(price, reduces_each, limit)
+            yield (first := self._levels[key])
+            if first.is_whole:
+                if key not in self._simulated:
+                    self._simulated[key] = self._as_simulated(first, key, limit)
+                if self._simulated[key] is not first:
+                    yield self._simulated[key]
 
     @property
     def _reduces_each(self) -> bool:
         return self.request.reduces_each and self.microbatches > 1
 
     def _planned(self, price: float, reduces_each: bool, limit: float) -> Level:
-        stated, pins = self._laid_out()
-        level = self._solved(stated, pins, price, reduces_each, limit)
-        needed = zigzag_axes_of(stated.space, level.choices)
-        if is_worth_another_search(stated.space, level.choices, needed):
+        """Return the plan of the first search; of a pipeline's stage with positions in order where it divides none."""
+        level = self._solved(*self._laid_out(self._zigzag_axes), price, reduces_each, limit)
+        if not level.is_whole and (needed := self._in_order(level)) is not None:
             self._zigzag_axes = needed  # plans at further prices begin here
-            stated, pins = self._laid_out()
-            level = self._solved(stated, pins, price, reduces_each, limit)
+            level = self._solved(*self._laid_out(needed), price, reduces_each, limit)
         return level
 
-    def _as_simulated(self, price: float, reduces_each: bool, limit: float) -> tuple[Level, ...]:
-        """Return plans of ever shorter simulated steps that searches with the costs of simulated steps lead to."""
-        key, (stated, pins) = (price, reduces_each), self._laid_out()
-        if key not in self._simulated:
-            best, found, known = self._levels[key], list[Level](), dict[str, float]()
-            hides = best.is_whole and stated.space.hardware.communication_share < 1
-            for _ in range(ROUNDS - 1 if hides else 0):
-                timeline = best.timeline
-                apart, shares = waited_shares(best.memory.space, best.choices, timeline)
-                if apart <= DIFFERENT * timeline.seconds or is_over(self.deadline):
-                    break
-                known |= shares
-                costs = Statements(stated.space.waiting_for(known))
-                level = self._within(costs, pins, key, limit if best.num_bytes <= limit else math.inf, limit)
-                if level.choices == best.choices or level.seconds >= (1 - WORTH) * best.seconds:
-                    break
-                found.append(level)
-                best = level
-            self._simulated[key] = tuple(found)
-        return self._simulated[key]
+    def _in_order(self, level: Level) -> frozenset[str] | None:
+        """Return the axes of a space whose positions are in order where the plan's queries are not divided; None if
+        that changes nothing.
+        """
+        needed = zigzag_axes_of(level.space, level.choices)
+        return needed if is_worth_another_search(level.space, level.choices, needed) else None
+
+    def _as_simulated(self, first: Level, key: tuple[float, bool], limit: float) -> Level:
+        """Return the plan that searches with the costs of simulated steps lead to, within the limit if the first is."""
+        most, needed = limit if first.num_bytes <= limit else math.inf, self._in_order(first)
+
+        def again(costs: Space, best: Level, gap: float) -> Level:
+            pins = self._laid_out(frozenset(costs.zigzag_axes))[1]
+            return self._within(Statements(costs), pins, key, most, limit)
+
+        in_order = None if needed is None else self._laid_out(needed)[0].space
+        best = shortest_simulated(first, again, self.deadline, in_order)
+        self._zigzag_axes = frozenset(best.space.zigzag_axes)  # plans at further prices begin here
+        return best
 
     def _within(self, stated: Statements, pins: Pins, key: tuple[float, bool], most: float, limit: float) -> Level:
         """Return the plan at a price, or the fastest of those at higher prices that take at most so many bytes.
 
-        Prices between are those at which the plans around them cost the same.
+        Prices between are those at which the plans around them cost the same, if there are such: a plan that takes more
+        memory and no less time was left by the gap of its search.
         """
         price, reduces_each = key
         larger = self._solved(stated, pins, price, reduces_each, limit)
@@ -188,8 +213,10 @@ class Inner:
         smaller = self._solved(stated, pins, PRICES[-1], reduces_each, limit)
         within = [smaller]
         for _ in range(BETWEEN if smaller.num_bytes <= most else 0):
-            price = (smaller.cost[0] - larger.cost[0]) / (larger.cost[1] - smaller.cost[1])
-            found = self._solved(stated, pins, price, reduces_each, limit)
+            seconds, saved = smaller.cost[0] - larger.cost[0], larger.cost[1] - smaller.cost[1]
+            if seconds <= 0 or saved <= 0:
+                break
+            found = self._solved(stated, pins, seconds / saved, reduces_each, limit)
             if found.choices in (smaller.choices, larger.choices):
                 break
             if found.num_bytes <= most:
@@ -197,7 +224,7 @@ class Inner:
                 within.append(found)
             else:
                 larger = found
-        return min(within, key=lambda each: each.seconds)
+        return min(within, key=lambda each: each.simulated_seconds)
 
     def _solved(self, stated: Statements, pins: Pins, price: float, reduces_each: bool, limit: float) -> Level:
         runs = Microbatches(
@@ -226,24 +253,30 @@ class Inner:
         cost = seconds, unit * num_bytes
         return Level(self.short, memory, choices, modes if limited else modes[:1], is_whole, cost)
 
-    def _laid_out(self) -> tuple[Statements, Pins]:
-        """Return the problems of the space in which the axes of `_zigzag_axes` zigzag-shard positions, and its pins."""
-        if self._space is None:
-            program = self.short.program
-            here = program.placeholders()
-            arriving = {name: each for name, each in self.arriving.items() if name in here}
-            overlapped = self.like.overlapped if self.like else None
-            self._space = self.request.space(
-                program, self.mesh, arriving, num_devices=self.num_devices, overlapped=overlapped
-            )
-            self._zigzag_axes = possible_zigzag_axes(self._space, self._pins_of(self._space))
-        if self._zigzag_axes not in self._stated:
-            space = self._space.with_zigzag_axes(self._zigzag_axes)
+    def _laid_out(self, zigzag_axes: frozenset[str] | None) -> tuple[Statements, Pins]:
+        """Return the problems of the space in which these axes zigzag-shard positions, and its pins.
+
+        None stands for all over which attention may divide its queries.
+        """
+        if zigzag_axes is None:
+            zigzag_axes = possible_zigzag_axes(self._base, self._pins_of(self._base))
+        if zigzag_axes not in self._stated:
+            space = self._base.with_zigzag_axes(zigzag_axes)
             pins = self._pins_of(space)
             if self.mesh.ndim > FEW_AXES:
                 space = self.known.narrowed(space, pins)
-            self._stated[self._zigzag_axes] = Statements(space), pins
-        return self._stated[self._zigzag_axes]
+            self._stated[zigzag_axes] = Statements(space), pins
+        return self._stated[zigzag_axes]
+
+    @functools.cached_property
+    def _base(self) -> Space:
+        """Space with all positions in order."""
+        here = self.short.program.placeholders()
+        arriving = {name: each for name, each in self.arriving.items() if name in here}
+        overlapped = self.like.overlapped if self.like else None
+        return self.request.space(
+            self.short.program, self.mesh, arriving, num_devices=self.num_devices, overlapped=overlapped
+        )
 
     def _pins_of(self, space: Space) -> Pins:
         with warnings.catch_warnings():
@@ -254,7 +287,7 @@ class Inner:
     @property
     def overlapped(self) -> OverlappedWork:
         """Computation that may be overlapped with moves of weights."""
-        return self._laid_out()[0].space.overlapped
+        return self._base.overlapped
 
 
 def priced(problem: Problem, price: float) -> Problem:

@@ -3,7 +3,8 @@
 order    by estimate; after a plan without a pipeline one with, where it is about as good, and the other way round
 error    how far plans were from their estimates so far, at least LEAST_ERROR: what is left is worth planning if its
          estimate, less by that, beats the best plan
-time     a candidate has a half of what is left; a mesh whose candidate does not fit has its next one
+time     a candidate has a half of what is left. It has all of it if no other is worth planning, or if it is a pipeline,
+         which has no plan before its end, and there is an answer. A mesh whose candidate does not fit has its next one
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LEAST_ERROR = 0.01
 """Relative to the step: what an estimate may be off by, where plans so far were closer."""
 ABOUT_AS_GOOD = 1.1
 SHARE = 0.5
-"""Share of the remaining time that each candidate may take."""
+"""Share of the remaining time that a candidate may take while others wait."""
 Exact = Callable[[Estimate, Turn], Candidate[Any]]
 
 
@@ -72,11 +73,13 @@ class Planned:
                 break
             chosen = self._next_estimate(queue, last, worth)
             queue.remove(chosen)
-            say(self._progress(sum(each.seconds < worth for each in queue)))
+            num_others = sum(each.seconds < worth for each in queue)
+            say(self._progress(num_others))
             if (same := self._same_as(chosen)) is not None:
                 self.same[same].append(chosen)
                 continue
-            tried = self._try(chosen)
+            has_all = not num_others or (self.answers and self.estimates.subject.axis in chosen.mesh.axes)
+            tried = self._try(chosen, 1.0 if has_all else SHARE)
             if tried.found is None and not tried.reason.startswith(NOT_TRIED) and chosen.mesh not in self.tried:
                 later[chosen.mesh] += 1
                 further = self.estimates.of(chosen.mesh)[later[chosen.mesh] :]
@@ -139,7 +142,8 @@ class Planned:
         if (least := subject.at_least(mesh)) > best:
             return Contender(mesh, microbatches, excluded="bound", reason=no_better(least))
         if (slower := self.estimates.slower_at(mesh, microbatches)) is not None:
-            return Contender(mesh, microbatches, excluded="estimate", reason=no_better(slower))
+            reason = f"clearly slower by an estimate: a step takes about {format_seconds(slower)}"
+            return Contender(mesh, microbatches, excluded="estimate", reason=reason)
         if math.isfinite(subject.limit(mesh)):
             return Contender(mesh, microbatches, excluded="memory", reason="not known to fit within the memory limit")
         return Contender(mesh, microbatches, excluded="error", reason="no schedule or strategy fits it")
@@ -160,10 +164,10 @@ class Planned:
         )
         return next(known, None)
 
-    def _try(self, estimate: Estimate) -> Tried[Any]:
+    def _try(self, estimate: Estimate, share: float) -> Tried[Any]:
         mesh = estimate.mesh
         known = [each for each in self.tried.values() if each.mesh != mesh]
-        turn = Turn(SHARE * seconds_until(self.deadline), cutoff_of(mesh, known))
+        turn = Turn(share * seconds_until(self.deadline), cutoff_of(mesh, known))
         tried = tried_on(lambda _, own: self.exact(estimate, own), mesh, turn)
         if tried.found is not None:
             self.error = max(self.error, abs(tried.found.seconds / estimate.seconds - 1))

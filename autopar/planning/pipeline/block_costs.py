@@ -3,7 +3,8 @@
 The plan is that of the whole model on the devices of one stage. Its restriction to the blocks of a stage is the best
 plan of that stage, given the layouts of the tensors that the stage receives and sends. Nothing else ties stages
 together, so the seconds of a stage are the sum over its blocks. Half of a backward counts for the gradient of the
-inputs, half for that of the weights.
+inputs, half for that of the weights. A block takes no less than the host needs to launch its computations, which all
+plans launch alike.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from autopar.costs.hardware.collectives import message_seconds
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.space.space import Space, TensorEdge
+from autopar.costs.steps.step import microbatch_tasks
+from autopar.costs.timeline.values import COMPUTE
 from autopar.ir.program.calls import source_of
 from autopar.ir.program.effects import of_weights_alone
 from autopar.ir.program.program import TensorInfo
@@ -60,10 +63,23 @@ def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost
         place = home[number]
         if place is not None:
             sums[place] = StepSeconds(*(a + b for a, b in zip(sums[place], parts, strict=True)))
-    return tuple(
-        BlockCost(parts.forward, parts.backward / 2, parts.backward / 2, parts.once, block.name)
-        for parts, block in zip(sums, blocks, strict=True)
-    )
+    found = []
+    for parts, block, (there, both) in zip(sums, blocks, _launching(whole, home, len(blocks)), strict=True):
+        forward = max(parts.forward, there)
+        half = max(parts.backward, both - forward) / 2
+        found.append(BlockCost(forward, half, half, parts.once, block.name))
+    return tuple(found)
+
+
+def _launching(whole: PlannedWhole, home: Sequence[int | None], count: int) -> list[tuple[float, float]]:
+    """Return the host's seconds to launch the computations of each block's forward, and of both passes."""
+    by_name = {each.name: place for each, place in zip(whole.space.decisions, home, strict=True)}
+    there, both = [0.0] * count, [0.0] * count
+    for task in microbatch_tasks(whole.memory, whole.choices, whole.modes):
+        if task.stream == COMPUTE and (place := by_name.get(task.row)) is not None:
+            there[place] += task.launch if task.phase == "forward" else 0.0
+            both[place] += task.launch
+    return list(zip(there, both, strict=True))
 
 
 def cut_seconds(

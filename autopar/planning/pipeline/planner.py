@@ -160,7 +160,7 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
     if (budgets := _budgets_of_fastest(search, free, memory, TOLERANCE)) is not None:
         search.budgets = budgets
         return free, search, best.seconds
-    thought, search.budgets = estimates_in_budgets(problem, memory, *sampled(search, best.starts, memory))
+    thought, search.budgets = estimates_in_budgets(problem, memory, sampled(search, best.starts, memory))
     try:
         return _best_cut_within(problem, search, deadline, thought)
     except PipelineError:

@@ -1,15 +1,20 @@
-"""Samples of the value of memory to a pipeline's stages: a stage of medium length, planned within several limits."""
+"""Samples of the value of memory to a pipeline's stages: stages of medium length, planned within several limits.
+
+Of the stages of a cut that have the same kinds of blocks, such as layers alone, or layers and the head, one is sampled.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 from autopar.errors import TimeLimitError
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
-from autopar.planning.pipeline.stages.memory_budgets import Sample, SamplesOf
+from autopar.planning.pipeline.stages.memory_budgets import Sample, Sampled
 from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.solver.deadline import is_over, seconds_until
 
@@ -31,38 +36,74 @@ REQUESTED = 8
 """Large stages that are planned, those of the cut that samples lead to among them, before the best cut is taken."""
 
 
-def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[SamplesOf, float, int]:
-    """Return the samples of each stage: choices of a stage of middling length of a cut, with what they hold there.
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Stages of a cut that have the same kinds of blocks, one of which is sampled for all."""
 
-    The seconds are those of its blocks, by the plan of the whole, and the number is that of its blocks. Samples serve
-    the search for stages, too.
+    stages: Sequence[int]
+    """Numbers of the stages, with ascending micro-batches in flight."""
+    span: tuple[int, int]
+    """First block and end block of one of middling length."""
+    found: list[SearchedStage] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.span[1] - self.span[0]
+
+    @property
+    def limits(self) -> Sequence[tuple[float, float]]:
+        return LIMITS if self.num_blocks > 1 else OF_A_BLOCK
+
+
+def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> list[Sampled]:
+    """Return the samples of each stage of a cut: choices of a stage with the same kinds of blocks, with what they hold.
+
+    Samples serve the search for stages, too.
     """
-    spans = sorted(pairwise((*starts, len(search.planned.blocks))), key=lambda span: search.own_seconds(*span))
-    first, end = spans[len(spans) // 2]
-    in_flight = [runs.in_flight for runs in search.runs]
-    count, chunks = len(in_flight), search.planned.request.schedule.chunks
-    by_flight = sorted(range(count), key=in_flight.__getitem__)
-    found: list[SearchedStage] = []
+    spans, count = list(pairwise((*starts, len(search.planned.blocks)))), len(search.runs)
+    chunks = search.planned.request.schedule.chunks
+    every = _alike(search, spans)
     until = search.deadline - (1 - SHARE_OF_TIME) * seconds_until(search.deadline)
-    for place, share in LIMITS if end - first > 1 else OF_A_BLOCK:
+    for number, alike in product(range(max(len(LIMITS), len(OF_A_BLOCK))), every):
+        if number >= len(alike.limits) or is_over(until):
+            continue
+        place, share = alike.limits[number]
         limit = int(min(share * memory / chunks, memory))
         search.budgets = (MemoryBudget(limit, limit),) * count
         with suppress(TimeLimitError):
-            found.append(search.ask(first, end, by_flight[int(place * (count - 1))], NEAR))
-        if is_over(until):
-            break
-    if any(each.made is not None and len(each.made.space.decisions) > LARGE for each in found):
+            alike.found.append(search.ask(*alike.span, alike.stages[int(place * (len(alike.stages) - 1))], NEAR))
+    if any(each.made and len(each.made.space.decisions) > LARGE for alike in every for each in alike.found):
         search.roughly, search.most_planned = ROUGHLY, REQUESTED
+    by_stage = {stage: each for alike in every for stage, each in _samples_of(search, alike, spans)}
+    return [by_stage[stage] for stage in range(count)]
+
+
+def _alike(search: StageSearch, spans: Sequence[tuple[int, int]]) -> list[_Alike]:
+    """Return the stages of a cut in groups that have the same kinds of blocks."""
+    groups: defaultdict[frozenset[int], list[int]] = defaultdict(list)
+    for stage, (first, end) in enumerate(spans):
+        groups[frozenset(search.kinds[first:end])].append(stage)
+    found = []
+    for stages in groups.values():
+        by_length = sorted((spans[stage] for stage in stages), key=lambda span: search.own_seconds(*span))
+        by_flight = sorted(stages, key=lambda stage: search.runs[stage].in_flight)
+        found.append(_Alike(by_flight, by_length[len(by_length) // 2]))
+    return found
+
+
+def _samples_of(search: StageSearch, alike: _Alike, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Sampled]]:
+    """Yield the samples of every stage of a group."""
 
     def of(known: SearchedStage, stage: int) -> Sequence[Sample]:
-        return Sample.of(known.seconds, search.holding(known, search.runs[stage]), in_flight[stage])
+        return Sample.of(known.seconds, search.holding(known, search.runs[stage]), search.runs[stage].in_flight)
 
-    ends = by_flight[0], by_flight[-1]
-    made = [pair for each in found if each.made is not None for pair in product(*(of(each, stage) for stage in ends))]
-    least, most = (in_flight[stage] for stage in ends)
-
-    def samples(stage: int) -> Sequence[Sample]:
-        share = (in_flight[stage] - least) / max(most - least, 1)  # bytes grow with the micro-batches in flight
-        return [one.towards(other, share) for one, other in made]
-
-    return samples, search.own_seconds(first, end), end - first
+    ends = alike.stages[0], alike.stages[-1]
+    made = [
+        pair for each in alike.found if each.made is not None for pair in product(*(of(each, stage) for stage in ends))
+    ]
+    least, most = (search.runs[stage].in_flight for stage in ends)
+    seconds = search.own_seconds(*alike.span)
+    for stage in alike.stages:
+        share = (search.runs[stage].in_flight - least) / max(most - least, 1)  # bytes grow with those in flight
+        samples = [one.towards(other, share) for one, other in made]
+        yield stage, Sampled(samples, seconds, alike.num_blocks, search.own_seconds(*spans[stage]) / seconds)

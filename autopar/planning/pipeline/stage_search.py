@@ -280,7 +280,7 @@ class StageSearch:
         within = requested.search.gap if memory is None else max(requested.search.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), grace())
         search = replace(requested.search, time_limit=left, gap=within)
-        return replace(requested.for_tensors(memory), search=search, brief_counts=True)
+        return replace(requested.for_tensors(memory), search=search, is_brief=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """Return the memory model of a stage."""

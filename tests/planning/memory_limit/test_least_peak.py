@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +22,12 @@ from autopar.costs.memory.peak import bytes_by_moment
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.planning import formulation
-from autopar.planning.formulation import Formulation
+from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings
+from autopar.solver.problem import Edge, Problem
 from tests.planning.test_planner import every_choice
 from tests.support.families import FAMILIES
 from tests.support.moments import at_moment
@@ -64,6 +68,26 @@ def test_a_brief_search_ends_where_it_is_known_whether_so_little_is_enough() -> 
         )
 
 
+def test_choices_are_fixed_anew_where_further_rows_state_more_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SPACES["attention"]()
+    memory = MemoryModel(space, Microbatches(6, 3))
+    monkeypatch.setattr("autopar.planning.memory_limit.least_peak.MAX_ROUNDS", 2)  # fixing does the rest
+    expected, stated, changed = least_peak(Formulation(space, memory), {}, None), Formulation.problems, list[int]()
+
+    def with_more_edges(self: Formulation, pins: Pins, rows: Sequence[MemoryRow], *more: Any) -> Sequence[Problem]:
+        found = stated(self, pins, rows, *more)
+        if len(rows) < 4:
+            return found
+        changed.append(len(rows))
+        zeros = np.zeros([found[0].nodes[node].num_strategies for node in (0, -1)])
+        edge = Edge((0, len(found[0].nodes) - 1), zeros, zeros.astype(np.int64))
+        return [replace(each, edges=(edge, *each.edges)) for each in found]
+
+    monkeypatch.setattr(Formulation, "problems", with_more_edges)
+    found = least_peak(Formulation(space, memory), {}, None)
+    assert changed and found.is_proven and found.peak_bytes == expected.peak_bytes
+
+
 def test_it_keeps_to_pins() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("cpu"))
     free = least_peak(Formulation(space, MemoryModel(space)), {}, None)
@@ -71,6 +95,20 @@ def test_it_keeps_to_pins() -> None:
     others = np.arange(len(space.decisions[number].candidates.strategies)) != free.choices[number]
     pinned = least_peak(Formulation(space, MemoryModel(space)), {number: others}, None)
     assert pinned.peak_bytes > free.peak_bytes and others[pinned.choices[number]]
+
+
+def test_a_brief_refusal_does_not_work_out_what_pins_are_worth() -> None:
+    space = space_of(TwoLinears(), (X_BD,), load("cpu"))
+    free, number = least_peak(Formulation(space, MemoryModel(space)), {}, None), space.index["p_up_weight"]
+    pins = {number: np.arange(len(space.decisions[number].candidates.strategies)) != free.choices[number]}
+    settings = Settings(Memory(free.peak_bytes))
+    with pytest.raises(InfeasibleError, match=r"without the pin on 'up\.weight' the least is"):
+        make_plan(space, pins, settings)
+    with pytest.raises(
+        InfeasibleError, match=r"per device, but the least that was found is .* less than [^;:]*B\.$"
+    ) as caught:
+        make_plan(space, pins, replace(settings, is_brief=True))
+    assert "without" not in str(caught.value)
 
 
 SPACES = {

@@ -81,18 +81,39 @@ def test_reductions_overlap_with_what_a_schedule_runs_last(name: str, overlapped
     assert found is not None and [each.reducing for each in found.stages] == [5 - overlapped] * 4
 
 
-@pytest.mark.parametrize(("launches", "backward"), [(1.0, 4.0), (8.0, 4.0), (10.0, 6.0)])
-def test_a_repeated_block_takes_what_its_launches_take(launches: float, backward: float) -> None:
-    """The host may launch the one block that stands for many ahead of the last one's long computation."""
-    rows = ("first", "repeated", "last")
+def _seconds_of(rows: tuple[str, ...], origin: tuple[int, ...]) -> _Seconds:
+    """Return the seconds of blocks of one row each."""
     memory: Any = SimpleNamespace(
         space=SimpleNamespace(
             hardware=SimpleNamespace(communication_share=0.0), decisions=[SimpleNamespace(name=row) for row in rows]
         ),
         lifetimes=SimpleNamespace(layer=rows),
     )
-    short: Any = SimpleNamespace(blocks=rows, origin=(0, 1, 1, 1, 2))
+    short: Any = SimpleNamespace(blocks=rows, origin=origin)
+    return _Seconds(memory, (), range(len(rows)), short)
+
+
+@pytest.mark.parametrize(("launches", "backward"), [(1.0, 4.0), (8.0, 4.0), (10.0, 6.0)])
+def test_a_repeated_block_takes_what_its_launches_take(launches: float, backward: float) -> None:
+    """The host may launch the one block that stands for many ahead of the last one's long computation."""
+    rows = ("first", "repeated", "last")
     forward = [Task(row, COMPUTE, seconds, launch=1.0, row=row) for row, seconds in zip(rows, (2, 5, 40), strict=True)]
     back = [Task(row, COMPUTE, 4.0, "backward", launch=launches, row=row) for row in reversed(rows)]
-    found = _Seconds(memory, (), range(3), short).of([*forward, *back])
+    found = _seconds_of(rows, (0, 1, 1, 1, 2)).of([*forward, *back])
     assert found.forward[1] == 5.0 and found.backward[1] == backward
+
+
+@pytest.mark.parametrize(("total", "slowed"), [(6.0, [3.0, 3.0]), (8.0, [4.0, 4.0])])
+def test_a_message_of_several_layers_slows_what_waits_behind_it_in_each(total: float, slowed: list[float]) -> None:
+    """Messages are of no layer; each layer has the share of them that its weights have of all reductions."""
+    rows = ("first", "last")
+
+    def back(row: str, place: int, of: str, seconds: float) -> list[Task]:
+        made, reduced = Task(row, COMPUTE, 1.0, "backward", row=row), (place,)
+        reduction = Task("reduction", "tp", seconds, "backward", after=reduced, row=of, of_sums=True)
+        exchange = Task("exchange", "tp", 1.0, "backward", after=reduced, row=row)
+        return [made, reduction, exchange, Task(row, COMPUTE, 1.0, "backward", after=(place + 2,), row=row)]
+
+    tasks = [*back("last", 0, "", total / 4), *back("first", 4, "", 3 * total / 4)]
+    found = _seconds_of(rows, (0, 1)).slowed(tasks, np.array([1.0, 1.0]))
+    assert found.tolist() == slowed

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 import time
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from autopar.compiler.offline import not_estimated, subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.costs.hardware.profile import Link
+from autopar.costs.space.space import Space
 from autopar.errors import AutoparError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estimates
-from autopar.planning.mesh_estimates.inner import PRICES, Inner
+from autopar.planning.mesh_estimates.inner import PRICES, Inner, Level
 from autopar.planning.mesh_estimates.planned import Exact
 from autopar.planning.mesh_search.search import Turn
 from autopar.planning.options.groups import Memory, Pipeline, Search
@@ -104,17 +106,61 @@ def _hidden_by_half() -> tuple[Estimate | None, Inner]:
 def test_an_estimate_is_of_the_plan_with_the_shortest_simulated_step() -> None:
     found, inner = _hidden_by_half()
     (first,) = inner._levels.values()
-    assert found is not None and found.seconds < 0.9 * first.seconds
-    assert found.seconds == min(each.seconds for each in itertools.chain(*inner._simulated.values()))
+    assert found is not None and found.seconds < 0.97 * first.simulated_seconds
+    assert found.seconds == min(each.simulated_seconds for each in inner._simulated.values())
 
 
 def test_of_plans_by_simulated_costs_one_within_the_limit_is_taken() -> None:
     _, inner = _hidden_by_half()
-    stated, pins = inner._laid_out()
+    stated, pins = inner._laid_out(None)
     largest, smallest = (inner._solved(stated, pins, each, False, LIMIT) for each in (PRICES[0], PRICES[-1]))
     most = (largest.num_bytes + smallest.num_bytes) / 2
     found = inner._within(stated, pins, (PRICES[0], False), most, LIMIT)
-    assert found.num_bytes <= most < largest.num_bytes and found.seconds <= smallest.seconds
+    assert found.num_bytes <= most < largest.num_bytes and found.simulated_seconds <= smallest.simulated_seconds
+
+
+@pytest.mark.parametrize("costs", [((1.0, 5.0), (2.0, 5.0)), ((2.0, 5.0), (1.0, 4.0))])
+def test_no_price_is_between_plans_of_which_one_is_no_worse_in_time_and_memory(
+    costs: tuple[tuple[float, float], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches end at a gap, so that one at a higher price may save nothing, or find a faster plan."""
+    _, inner = _hidden_by_half()
+    levels = [
+        SimpleNamespace(cost=cost, num_bytes=num_bytes, simulated_seconds=1.0, choices=(num_bytes,))
+        for cost, num_bytes in zip(costs, (9, 7), strict=True)
+    ]
+    found = iter(levels)
+    monkeypatch.setattr(inner, "_solved", lambda *_: next(found))
+    assert inner._within(*inner._laid_out(None), (PRICES[0], False), 8, LIMIT) is levels[1]
+
+
+def test_an_estimate_is_searched_with_positions_in_order_as_a_plan_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions in order are taken where the simulated step is no longer, as `shortest_simulated` decides."""
+    _, inner = _hidden_by_half()
+    (key, first), *_ = inner._levels.items()
+    given: list[object] = []
+
+    def shortest(best: Level, again: object, deadline: float, space: Space | None) -> Level:
+        given.append((best, space))
+        return best
+
+    monkeypatch.setattr(inner, "_in_order", lambda level: frozenset())
+    monkeypatch.setattr("autopar.planning.mesh_estimates.inner.shortest_simulated", shortest)
+    assert inner._as_simulated(first, key, math.inf) is first
+    assert given == [(first, inner._laid_out(frozenset())[0].space)]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"pp": 2, "dp": 2}], ids=str)
+def test_of_a_candidate_that_is_left_out_the_step_within_its_limit_is_known(axes: dict[str, int]) -> None:
+    estimates, _ = estimates_of(LIMIT)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == axes)
+    found = estimates.estimate(Candidate(mesh, 2))
+    assert found is not None and estimates.slower_at(mesh, 2) is None
+    assert estimates.estimate(Candidate(mesh, 2), 1e-9) is None
+    alone = estimates.slower_at(mesh, 2)
+    assert alone is not None and alone < found.seconds, "the limit costs time"
+    assert estimates.estimate(Candidate(mesh, 2), (alone + found.seconds) / 2) is None
+    assert estimates.slower_at(mesh, 2) == found.seconds
 
 
 @pytest.mark.slow

@@ -6,11 +6,14 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_estimates.estimates import Estimate
 from autopar.planning.mesh_estimates.planned import Planned
 from autopar.planning.mesh_search.search import Candidate, Turn
+from autopar.solver.deadline import after
 from tests.support.meshes import candidate, plans_of
 
 BOUNDED, LARGE = Mesh({"dp": 64}), Mesh({"dp": 128})
@@ -53,6 +56,31 @@ def test_nothing_is_planned_that_is_worse_by_its_estimate_less_the_error_so_far(
     assert round(planned.error, 2) == 0.19
 
 
+@pytest.mark.parametrize(
+    ("axis", "estimates", "shares"),
+    [
+        (None, (1.0, 1.005, 1.3), [500.0, 1000.0]),  # the third is too slow by its estimate
+        (None, (1.0, 1.001, 1.005), [500.0, 500.0, 1000.0]),
+        ("dp", (1.0, 1.001, 1.005), [500.0, 1000.0, 1000.0]),  # all are pipelines, the first without an answer
+    ],
+)
+def test_the_last_candidate_and_pipelines_behind_an_answer_have_all_that_is_left_of_the_time(
+    axis: str | None, estimates: tuple[float, ...], shares: list[float]
+) -> None:
+    planned, _ = search(*((each, each) for each in estimates))
+    subject: Any = planned.estimates.subject
+    subject.axis = axis
+    planned.deadline, given, exact = after(1000.0), list[float](), planned.exact
+
+    def make(estimate: Estimate, turn: Turn) -> Candidate[Any]:
+        given.append(turn.time_limit)
+        return exact(estimate, turn)
+
+    planned.exact = make
+    planned.best()
+    assert given == pytest.approx(shares, rel=0.01)
+
+
 def test_what_is_further_from_its_estimate_is_followed_by_more() -> None:
     planned, made = search((1.0, 1.4), (1.3, 1.2), (1.5, 1.5), (9.0, 9.0))
     planned.best()
@@ -74,6 +102,17 @@ def test_the_next_candidate_follows_one_without_room() -> None:
         ("memory", None),
     ]
     assert compared.excluded[0].reason == "no room" and compared.excluded[2].microbatches == 2
+
+
+def test_a_candidate_that_is_slower_by_an_estimate_is_listed_as_slower() -> None:
+    planned, _ = search((1.0, 1.0))
+    estimates: Any = planned.estimates
+    estimates.slower_at = lambda mesh, count: 3.0 if mesh == LARGE else None
+    found = planned.best()
+    assert found is not None
+    (excluded,) = (each for each in planned.comparison(found).excluded if each.mesh == LARGE)
+    assert excluded.excluded == "estimate"
+    assert excluded.reason == "clearly slower by an estimate: a step takes about 3.00 s"
 
 
 def test_estimates_of_the_same_plan_are_one_candidate() -> None:

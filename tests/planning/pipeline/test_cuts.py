@@ -216,6 +216,11 @@ def test_work_once_per_step_is_spread_over_the_micro_batches() -> None:
     assert best_cuts(problem).stage_seconds == (5, 3)
 
 
+def test_one_micro_batch_takes_as_long_by_all_cuts_and_the_most_even_one_is_taken() -> None:
+    schedule = Schedule("interleaved_zero_bubble", 2, 1, 2)
+    assert best_cuts(CutProblem((BlockCost(1.0, 1.0, 1.0),) * 12, (0.5,) * 12, schedule)).starts == (0, 3, 6, 9)
+
+
 def test_130_blocks_on_16_stages_are_cut_evenly() -> None:
     costs = [40.0, *[10.0 + index % 3 for index in range(128)], 60.0]
     for schedule in (Schedule("1f1b", 16, 32), Schedule("zbv", 8, 32, 2), Schedule("interleaved_1f1b", 4, 16, 4)):

@@ -28,6 +28,7 @@ from autopar.planning.pipeline.stages.cheapest_cut import cheapest_cut
 from autopar.planning.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, step_seconds
 from autopar.planning.pipeline.stages.memory_budgets import (
     Sample,
+    Sampled,
     budgets_of_least_peaks,
     estimates_in_budgets,
     fastest,
@@ -123,11 +124,10 @@ def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batche
     schedule = Schedule("interleaved_1f1b", 4, 8, 2)
     problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 32, (0.0,) * 32, schedule)
 
-    def samples(stage: int) -> list[Sample]:
-        return [Sample(12.0, 0, 10, 20), Sample(24.0, 0, 20, 4)]
+    sampled = [Sampled([Sample(12.0, 0, 10, 20), Sample(24.0, 0, 20, 4)], 12.0)] * 8
 
     def cut(memory: int) -> tuple[int, ...] | None:
-        table, budgets = estimates_in_budgets(problem, memory, samples, 12.0)
+        table, budgets = estimates_in_budgets(problem, memory, sampled)
         assert len(budgets) == 8
         return cheapest_cut(problem.fill(table), table, 4, problem.pace)
 
@@ -137,6 +137,17 @@ def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batche
     assert lengths[0] < lengths[3] and cut(10) is None
 
 
+def test_each_stage_has_memory_for_samples_of_its_own_blocks() -> None:
+    schedule = Schedule("interleaved_1f1b", 2, 1, 2)
+    problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 4, (0.0,) * 4, schedule)
+    every = [Sampled([Sample(3.0, lasting, 0)], 3.0) for lasting in (30, 30, 30, 70)]  # the head is in the last one
+    table, budgets = estimates_in_budgets(problem, 100, every)
+    assert budgets[3].peak >= 70 > budgets[2].peak >= 30
+    assert all(math.isfinite(table[stage, stage, stage + 1]) for stage in range(4))
+    larger = replace(every[3], size=2.0)  # twice as long as the one that was sampled
+    assert math.isinf(estimates_in_budgets(problem, 100, [*every[:3], larger])[0][3, 3, 4])
+
+
 def test_stages_of_one_block_are_not_mixed_of_two_plans() -> None:
     """A rank of two stages has no memory for the fast plan of one of them, but for half of it."""
     schedule = Schedule("interleaved_1f1b", 2, 1, 2)
@@ -144,7 +155,7 @@ def test_stages_of_one_block_are_not_mixed_of_two_plans() -> None:
 
     def seconds(num_blocks: int) -> list[float]:
         samples = [Sample(3.0, 100, 0), Sample(6.0, 20, 0)]
-        table, _ = estimates_in_budgets(problem, 110, lambda stage: samples, 3.0, num_blocks)
+        table, _ = estimates_in_budgets(problem, 110, [Sampled(samples, 3.0, num_blocks)] * 4)
         return sorted(float(table[stage, stage, stage + 1]) for stage in (0, 2))
 
     assert seconds(1) == [6.0, 6.0]

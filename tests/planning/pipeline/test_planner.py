@@ -157,6 +157,15 @@ def test_without_a_limit_a_stage_takes_what_its_blocks_take(axes: dict[str, int]
     assert not first and not last
 
 
+def test_a_block_takes_no_less_than_its_host_launches() -> None:
+    requested = request({"pp": 2}, Schedule("1f1b", 2, 4))
+    launched = replace(requested, wanted=PlanRequest(hardware=replace(SLOW_DEVICES, launch_s=1e6)))
+    usual, found = (planned_blocks(each, 2).costs for each in (requested, launched))
+    assert [each.forward for each in found[1:3]] == [4e6] * 2, "two products, a function and a sum"
+    assert all(each.forward < 1e6 for each in usual) and [each.once for each in found] == [e.once for e in usual]
+    assert min(each.backward_input + each.backward_weight for each in found[1:3]) >= 4e6
+
+
 @pytest.mark.parametrize("axes", MESHES[:2], ids=str)
 def test_shared_calls_count_in_every_stage_and_a_tied_weight_on_both(axes: dict[str, int]) -> None:
     requested = request(axes, Schedule("1f1b", 2, 4), plain=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from autopar.planning.pipeline import stage_search
 from autopar.planning.pipeline.masks import masks_of
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.stage_samples import sampled
 from autopar.planning.pipeline.stage_search import ROUGHLY, TOLERANCE, StageSearch
 from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.planning.settings import Settings
@@ -35,6 +37,7 @@ def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.
 
     def solved(space: Any, pins: Any, settings: Settings, *more: Any) -> None:
         given.append(settings.search.time_limit)
+        assert settings.is_brief, "nobody reads why a stage does not fit"
         raise InfeasibleError("nothing is looked for")
 
     monkeypatch.setattr(stage_search, "solved", solved)
@@ -93,3 +96,16 @@ def test_the_least_bytes_of_equal_stages_are_looked_for_once(monkeypatch: pytest
     monkeypatch.setattr(stage_search, "least_peak", least_peak)
     assert [search.least(first, first + 1, 1) for first in (1, 2, 1)] == [8, 8, 8] and len(requested) == 1
     assert search.least(1, 3, 1) == 9 and search.least(1, 2, 0) == 10, "longer, and with more micro-batches in flight"
+
+
+def test_stages_with_an_embedding_or_a_head_are_sampled_apart_from_stages_of_layers() -> None:
+    requested = request({"pp": 2}, Schedule("interleaved_1f1b", 2, 4, 2), num_layers=6)
+    blocks = planned_blocks(requested, 4)
+    assert [block.name for block in blocks.blocks] == ["embedding", *(f"layers.{n}" for n in range(6)), "head"]
+    until = (0.0, *accumulate(each.forward + each.backward_input + each.backward_weight for each in blocks.costs))
+    search = StageSearch(blocks, after(1000.0), (None,) * 4, until)
+    first, *layers, last = sampled(search, (0, 3, 5, 6), 2**40)
+    assert {each.span for every in search.by_structure.values() for each in every} == {(0, 3), (3, 5), (6, 8)}
+    assert first.size == last.size == 1.0 and [each.size for each in layers] == pytest.approx([1.0, 0.5])
+    assert layers[0].seconds == layers[1].seconds != last.seconds
+    assert min(each.lasting for each in first.samples) > min(each.lasting for each in layers[0].samples)

@@ -9,7 +9,8 @@ Alpa (Zheng et al., OSDI 2022, section 5.2) enumerates the maximum and solves on
 program runs over the stages and keeps, for every block that the next stage can begin with, the pairs (cost so far,
 slowest of this pass so far) of which no other is better in both. A pair is dropped if even a lower bound on its
 completion is not below a cut already known; the slowest so far is raised to what the rest of the pass needs at least,
-which makes many pairs equal. All three keep a cut of least cost, up to `_EQUAL` of it.
+which makes many pairs equal. All three keep a cut of least cost, up to `_EQUAL` of it. Of cuts that cost the same, as
+all may with one micro-batch, it is the one with the fastest slowest stage.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def cheapest_cut(fill: Floats, table: Floats, per_pass: int, pace: float) -> tup
             rows = rows[_undominated(cost[rows], most[rows], known * _EQUAL)]
             found.append(_Pairs(cost[rows], most[rows], np.full(len(rows), end), begun[rows]))
         pairs.append(_joined(found))
-    return _starts(pairs)
+    return even if pairs[-1].cost.min() * (1 + _EQUAL) ** 2 >= known else _starts(pairs)
 
 
 def _most_even(table: Floats) -> tuple[int, ...] | None:

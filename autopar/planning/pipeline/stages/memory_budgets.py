@@ -74,22 +74,36 @@ class Sample:
 
 
 SamplesOf = Callable[[int], Sequence[Sample]]
-"""Stage → its samples, for a stage of the size that was sampled."""
+"""Stage → its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Samples of one stage, for a stage of a cut with the same kinds of blocks."""
+
+    samples: Sequence[Sample]
+    seconds: float
+    """Seconds of the blocks that were sampled, without a memory limit."""
+    num_blocks: int = MOST_PARTS
+    """Number of the blocks that were sampled."""
+    size: float = 1.0
+    """Seconds of the stage's blocks, as multiples of `seconds`."""
 
 
 def estimates_in_budgets(
-    problem: CutProblem, memory: int, samples: SamplesOf, sampled: float, num_blocks: int = MOST_PARTS
+    problem: CutProblem, memory: int, sampled: Sequence[Sampled]
 ) -> tuple[Floats, tuple[MemoryBudget, ...]]:
-    """Return per-rank memory budgets and estimates of stages in them, from samples of one stage's seconds and blocks.
+    """Return per-rank memory budgets and estimates of stages in them, from the samples of the stages of a cut.
 
     That is [stage, first block, end block], with transfers; infinite where nothing fits.
     """
     schedule, own = problem.schedule, own_seconds(problem)
     in_flight = [schedule.in_flight(stage) for stage in range(schedule.num_stages)]
-    every = [_filled_in(samples(stage), stage_bytes, num_blocks) for stage, stage_bytes in enumerate(in_flight)]
-    size = sum(problem.own_seconds) / schedule.num_stages / sampled
-    budgets = shared_budgets(schedule, memory, lambda stage: [each.scaled(size) for each in every[stage]])
-    table = np.stack([_seconds_within(*each) for each in zip(own / sampled, every, budgets, in_flight, strict=True)])
+    every = [_filled_in(of.samples, number, of.num_blocks) for of, number in zip(sampled, in_flight, strict=True)]
+    scaled = [[each.scaled(of.size) for each in samples] for of, samples in zip(sampled, every, strict=True)]
+    budgets = shared_budgets(schedule, memory, scaled.__getitem__)
+    sizes = [seconds / of.seconds for seconds, of in zip(own, sampled, strict=True)]
+    table = np.stack([_seconds_within(*each) for each in zip(sizes, every, budgets, in_flight, strict=True)])
     return np.maximum(table, own) + transfers(problem), budgets
 
 
