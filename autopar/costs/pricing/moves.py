@@ -11,7 +11,7 @@ import torch
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.hardware.overlap import NOTHING, Message
 from autopar.costs.pricing.message_sizes import ALONE, Sharing
-from autopar.ir.sharding.layout import I, Layout, Placement, R, S
+from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S
 from autopar.ir.sharding.mesh import Mesh, joined_name
 from autopar.ir.sharding.rearranged import READ_AND_WRITTEN, is_rearranged
 
@@ -177,6 +177,11 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
 def is_gather(move: Move, tensor: MovedTensor) -> bool:
     """Return whether the move gathers a parameter for use and reduce-scatters its gradient (if it has one)."""
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
+
+
+def makes_parts(move: Move) -> bool:
+    """Return whether the move makes parts of a sum of what ranks have alike, which moves nothing."""
+    return move.source in (I, R) and move.target is P
 
 
 def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | None:

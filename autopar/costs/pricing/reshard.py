@@ -7,7 +7,8 @@ Paths are the shortest by their messages. The device's copies for these are pric
 another dim, and moves more, to save a copy.
 
 In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
-where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks. Computing
+where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks. A path in
+buckets may end in parts of a sum, which move nothing. Computing
 hides the collectives of a path's first move alone (`moves.in_bucket`), so that a second one may cost more than it
 saves.
 """
@@ -25,7 +26,7 @@ import numpy as np
 from autopar.costs.hardware.collectives import Transfer, rearranging_seconds, transfer_seconds
 from autopar.costs.hardware.overlap import Message
 from autopar.costs.hardware.profile import Hardware
-from autopar.costs.pricing.moves import Move, MovedTensor, in_bucket, regathered, transfers
+from autopar.costs.pricing.moves import Move, MovedTensor, in_bucket, makes_parts, regathered, transfers
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.ir.sharding.mesh import Mesh
 
@@ -47,7 +48,10 @@ class ReshardPath:
     """
     transfers: tuple[Transfer, ...]
     together: bool
-    """True if all moves run in buckets; the runtime keeps paths with another kind of move out of the buckets."""
+    """True if moves run in buckets: all but those at the end that make parts of a sum.
+
+    The runtime keeps paths with another kind of move out of the buckets.
+    """
     messages: tuple[Message | None, ...]
     """Message that each transfer shares with others; None if the transfer runs alone."""
 
@@ -196,6 +200,7 @@ def reshard_table(
     gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
     messages_of: dict[int, list[Message | None]] = {}
+    to_parts: list[tuple[int, int]] = []
     joined = tuple(mesh.joined.values()) if tensor.may_share_messages else ()
     for i, j, alike, move in _moves_among(layouts, joined):
         if not tensor.can_move(move.source, move.target):
@@ -217,14 +222,17 @@ def reshard_table(
             priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there, copied)
         alone[i, j], leading[i, j], following[i, j], forward[i, j], copies[i, j] = priced[kind]
         gathers[i, j] = move.gathers
+        if makes_parts(move):
+            to_parts.append((i, j))
     ways = _all_pairs(alone)
     if copies.any():
         ways = _Ways(ways.seconds + (1 - COPY_TIE) * _sum_along_paths(ways, copies), ways.following, ways.later)
     if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
-    in_buckets = _led_by(leading, _all_pairs(following))
+    in_buckets = _led_by(leading, _ending_in_parts(_all_pairs(following), to_parts, layouts))
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is saved for the backward
-        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
+        whole = np.isfinite(in_buckets.seconds) & np.array([P not in layout for layout in layouts])
+        ways = _Ways(np.where(whole, np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
 
 
@@ -324,6 +332,19 @@ def _all_pairs(seconds: np.ndarray) -> _Ways:
         np.copyto(distance, through, where=better)
         np.copyto(following, following[:, middle, None].copy(), where=better)
     return _Ways(distance, following, following)
+
+
+def _ending_in_parts(ways: _Ways, to_parts: Sequence[tuple[int, int]], layouts: Sequence[Layout]) -> _Ways:
+    """Return the paths that may go on by moves that make parts of a sum, between layouts of these positions."""
+    seconds, following = ways.seconds.copy(), ways.following.copy()
+    for before, after in sorted(to_parts, key=lambda each: list(layouts[each[1]]).count(P)):
+        through = seconds[:, before] + LOCAL_MOVE_SECONDS
+        better = through < seconds[:, after]
+        seconds[better, after] = through[better]
+        following[better, after] = following[better, before]
+        if better[before]:
+            following[before, after] = after
+    return _Ways(seconds, following, following)
 
 
 def _led_by(leading: np.ndarray, on: _Ways) -> _Ways:
