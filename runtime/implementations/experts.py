@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.program.operators.derivatives import once_differentiable
-from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, inverted, some_rows
+from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, some_rows
 from autopar.ir.sharding.mesh import joined_name
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, num_parts_of
 from autopar.runtime.implementations.exchanges import Travelling, Way, arrived, exchanged, leaving
@@ -114,7 +114,7 @@ def end_dispatch(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     """Return the result of `dispatch`, once rows have arrived."""
     rows, order, *others = started
     rows = arrived(rows)
-    return (rows if order is None else _Reorder.apply(rows, order), *others)  # type: ignore[return-value]
+    return (rows if order is None else _Reorder.apply(rows, order, False), *others)  # type: ignore[return-value]
 
 
 def _dispatched(
@@ -219,7 +219,7 @@ def _sent_home(
     order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
     num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
     sent, got = _host(splits)
-    return exchange(_Reorder.apply(rows, inverted(order)), Way(got, sent, experts.link, num_bytes))
+    return exchange(_Reorder.apply(rows, order, True), Way(got, sent, experts.link, num_bytes))
 
 
 def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
@@ -234,16 +234,21 @@ def _host(splits: Tensor) -> list[list[Any]]:
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order: `order` has the place of each before."""
+    """Rows in another order: `order` has the place of each before, or with `back` the place of each behind."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(order)
-        return x[order]
+        ctx.back = back
+        return _placed(x, order) if back else x[order]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        return torch.empty_like(grad).index_copy_(0, order, grad), None
+        return grad[order] if ctx.back else _placed(grad, order), None, None
+
+
+def _placed(x: Tensor, places: Tensor) -> Tensor:
+    return torch.empty_like(x).index_copy_(0, places, x)
