@@ -84,6 +84,10 @@ class Message:
     """
     overlapped: OverlappedWork = NOTHING
 
+    def overlaps(self, collective: str) -> bool:
+        """Return whether computing overlaps with a collective of the message."""
+        return self._side(collective) != Pass()
+
     def average(self, collective: str, num_bytes: float) -> float:
         """Return the bytes that move of a parameter of average size where `num_bytes` of this one do."""
         gathers = collective == GATHERING
