@@ -246,10 +246,10 @@ class _Rewriter:
             self._bucket(self.bucket_of[decision, position])
         if (decision, position) in self.casts_left:
             self._cast(self.casts_left[decision, position])
-        edge = self.space.inbound[decision, position]
+        edge, end = self.space.inbound[decision, position], (decision, position)
         path = self.space.path(edge, self.choices)
-        again, end = self._moves_again(edge, path), (decision, position)
         value = self.by_edge.get(end) or self._value(edge.source, edge.source_output)
+        again = self._moves_again(edge, path)
         for move, regathered in zip(path.moves, path.regathered, strict=True):
             if end in self.by_edge and not makes_parts(move):
                 continue  # the bucket has made it
