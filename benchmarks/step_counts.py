@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ALLOCATIONS = frozenset(
+NOT_WRITING = frozenset(
     (
+        "_unsafe_view",
+        "promote_types",
         "empty",
         "new_empty",
         "empty_like",
@@ -28,6 +30,7 @@ ALLOCATIONS = frozenset(
         "_local_scalar_dense",
     )
 )
+"""Operations that write no values, though they are no views by their schema."""
 NO_KERNELS = frozenset(("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler"))
 """Namespaces of collectives, and of marks for a profiler."""
 
@@ -67,7 +70,7 @@ class Operations(TorchDispatchMode):
 
 def kernels_of(func: Any, args: Sequence[Any]) -> int:
     """Return how many kernels an operation launches."""
-    if func.namespace in NO_KERNELS or func.is_view or func._opname in ALLOCATIONS:
+    if func.namespace in NO_KERNELS or func.is_view or func._opname in NOT_WRITING:
         return 0
     if func._opname == "_foreach_copy_":
         targets, sources = args[:2]

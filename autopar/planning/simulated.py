@@ -229,7 +229,7 @@ def waited_shares(space: Space, choices: Sequence[int], timeline: Timeline) -> t
             kind = kind_of(transfer.collective, transfer.axis, transfer.backward)
             whole = transfer_seconds(transfer, space.mesh, space.hardware, replace(message, overlapped=NOTHING))
             priced[kind] += transfer_seconds(transfer, space.mesh, space.hardware, message)
-            (exposed if message.overlapped == NOTHING else others)[kind] += whole
+            (others if message.overlaps(transfer.collective) else exposed)[kind] += whole
     apart = sum(abs(waited[kind] - priced[kind]) for kind in priced)
     shares = {kind: max(0.0, (waited[kind] - exposed[kind]) / whole) for kind, whole in others.items() if whole}
     return apart, shares

@@ -26,9 +26,9 @@ def by_rank(x: Tensor, dim: int, num_ranks: int, zigzag: bool = False) -> Tensor
 
 
 def whole_of(parts: Tensor, dim: int, zigzag: bool = False) -> Tensor:
-    """Return the whole that the parts of all ranks make, [n, *part]."""
+    """Return the whole that the parts of all ranks make, [n, *part], in row-major order."""
     if not zigzag:
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # parts of size 1 flatten to a view
     halves = parts.unflatten(dim + 1, (2, parts.shape[dim + 1] // 2))
     early, late = halves.unbind(dim + 1)
     return torch.cat([*early.unbind(), *reversed(late.unbind())], dim)

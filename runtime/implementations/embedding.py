@@ -33,9 +33,8 @@ def vocabulary_parallel_embedding(
     assert not scale_grad_by_freq and not sparse, "no rule splits the rows of such an embedding"
     num_rows = weight.shape[0]
     local = indices - part_of(axes_of(axes.get(ROWS, ()))) * num_rows
-    mine = (local >= 0) & (local < num_rows)
-    found = F.embedding(local.clamp(0, num_rows - 1), weight)
-    found = torch.where(mine.unsqueeze(-1), found, torch.zeros((), dtype=found.dtype, device=found.device))
+    row = local.clamp(0, num_rows - 1)
+    found = F.embedding(row, weight).masked_fill_((local != row).unsqueeze(-1), 0)
     # The row of the padding index has a value but gets no gradient.
     return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found) if padding_idx >= 0 else found
 

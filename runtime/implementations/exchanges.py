@@ -6,7 +6,7 @@
 Other calls run between the last two, in the backward too: autograd runs what came last in the forward first, so the
 backward of `arrived` begins the exchange of the gradients, and that of `leaving` waits for it.
 
-torch.compile orders collectives itself: rows do not leave there, they are exchanged.
+Code that torch.compile generates may use the memory of rows on their way: who lets rows leave is out of its sight.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -79,10 +79,8 @@ def exchanged(x: Tensor, way: Way) -> Tensor:
     return _Exchange.apply(x, way)  # type: ignore[return-value]
 
 
-def leaving(x: Tensor, way: Way) -> Travelling | Tensor:
+def leaving(x: Tensor, way: Way) -> Travelling:
     """Begin `exchanged`; `arrived` returns the rows."""
-    if torch.compiler.is_compiling():
-        return exchanged(x, way)
     gradients = Travelling(way.back)
     return Travelling(way, _Leave.apply(x, way, gradients), gradients)  # type: ignore[arg-type]
 

@@ -9,7 +9,8 @@ as well, rows go to the rank of their expert's block and come home by one uneven
 Rows arrive by rank and, of one rank, by expert; a second stable sort puts those of one expert together. How many rows
 go where is read on the host, once for each dispatch, where rows travel or a rank keeps some of them.
 
-A dispatch and a combine run whole, or in halves, between which other calls run while rows travel.
+A dispatch and a combine run whole, or in halves, between which other calls run while rows travel. torch.compile leaves
+halves as they are: its graphs end where the host reads, anyway.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -25,10 +26,11 @@ import torch
 from torch import Tensor
 
 from autopar.ir.program.operators.derivatives import once_differentiable
-from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, inverted, some_rows
+from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, some_rows
 from autopar.ir.sharding.mesh import joined_name
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, num_parts_of
 from autopar.runtime.implementations.exchanges import Travelling, Way, arrived, exchanged, leaving
+from autopar.runtime.ranks.uncompiled import uncompiled
 
 EXPERTS = "x"
 FEATURES = "d"
@@ -100,9 +102,10 @@ def dispatch(
     Moves, if rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the latter
     backward, by all-to-all; fewer rows if some are dropped.
     """
-    return end_dispatch(_dispatched(x, index, num_experts, dropping, axes, exchanged))
+    return _ordered(_dispatched(x, index, num_experts, dropping, axes, exchanged))
 
 
+@uncompiled
 def start_dispatch(
     x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, *, axes: Axes, sizes: Mapping[str, int]
 ) -> _Dispatched:
@@ -110,11 +113,16 @@ def start_dispatch(
     return _dispatched(x, index, num_experts, dropping, axes, leaving)
 
 
+@uncompiled
 def end_dispatch(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the result of `dispatch`, once rows have arrived."""
+    return _ordered(started)
+
+
+def _ordered(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, order, *others = started
     rows = arrived(rows)
-    return (rows if order is None else _Reorder.apply(rows, order), *others)  # type: ignore[return-value]
+    return (rows if order is None else _Reorder.apply(rows, order, False), *others)  # type: ignore[return-value]
 
 
 def _dispatched(
@@ -171,9 +179,10 @@ def combine(
     Moves, if rows travel, T · K · D bytes forward and backward by all-to-all.
     """
     rows = _sent_home(rows, route, counts, splits, axes, sizes, exchanged)
-    return end_combine(rows, weights, route, dropping, axes=axes, sizes=sizes)
+    return _added(rows, weights, route, dropping, axes, sizes)
 
 
+@uncompiled
 def start_combine(
     rows: Tensor,
     weights: Tensor | None,
@@ -189,6 +198,7 @@ def start_combine(
     return _sent_home(rows, route, counts, splits, axes, sizes, leaving)
 
 
+@uncompiled
 def end_combine(
     started: Travelling | Tensor,
     weights: Tensor | None,
@@ -199,6 +209,17 @@ def end_combine(
     sizes: Mapping[str, int],
 ) -> Tensor:
     """Return the result of `combine`, once rows have arrived."""
+    return _added(started, weights, route, dropping, axes, sizes)
+
+
+def _added(
+    started: Travelling | Tensor,
+    weights: Tensor | None,
+    route: Tensor,
+    dropping: bool,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
     home = PartHome if _Experts.of(axes, sizes[EXPERTS]).kept or dropping else Home
     y = home.apply(arrived(started), None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
     return y.view(*route.shape[:-1], y.shape[-1])  # type: ignore[union-attr]
@@ -219,7 +240,7 @@ def _sent_home(
     order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
     num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
     sent, got = _host(splits)
-    return exchange(_Reorder.apply(rows, inverted(order)), Way(got, sent, experts.link, num_bytes))
+    return exchange(_Reorder.apply(rows, order, True), Way(got, sent, experts.link, num_bytes))
 
 
 def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
@@ -234,16 +255,21 @@ def _host(splits: Tensor) -> list[list[Any]]:
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order: `order` has the place of each before."""
+    """Rows in another order: `order` has the place of each before, or with `back` the place of each behind."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(order)
-        return x[order]
+        ctx.back = back
+        return _placed(x, order) if back else x[order]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        return torch.empty_like(grad).index_copy_(0, order, grad), None
+        return grad[order] if ctx.back else _placed(grad, order), None, None
+
+
+def _placed(x: Tensor, places: Tensor) -> Tensor:
+    return torch.empty_like(x).index_copy_(0, places, x)

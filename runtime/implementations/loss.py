@@ -100,13 +100,13 @@ def cross_entropy_of_rows(
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the divisor of a mean over this rank's rows: the sum of their targets' weights, or their number.
+    """Return the divisor of a mean over this rank's rows: their number, or the sum of their targets' weights.
 
     Ignored targets do not count.
     """
     kept = target != ignore_index
     if weight is None:
-        return kept.sum(dtype=torch.float64)
+        return kept.sum()
     return (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
 
 
@@ -138,14 +138,20 @@ def summed(divisor: Tensor | None, own: Callable[[], Tensor], rows: Axis | None)
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, divisor: Tensor) -> Tensor:
-        ctx.save_for_backward(divisor.to(total.dtype))
-        return (total.double() / divisor).to(total.dtype)
+        divisor = _narrow(divisor, total.dtype)
+        ctx.save_for_backward(divisor)
+        return total / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (divisor,) = ctx.saved_tensors
         return grad / divisor, None
+
+
+def _narrow(divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a divisor by which numbers of a dtype keep it: a number of rows as it is."""
+    return divisor.to(dtype) if divisor.is_floating_point() else divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,30 +173,37 @@ class _Columns:
     """This rank's classes. Legend: N rows (any number of dims), V classes."""
 
     start: Any
+    number: int
     padding_V: Tensor | None
     """Mask of the columns that are padding; None if there are none."""
-    weight_V: Tensor
+    weight_V: Tensor | None
+    """Weights of classes, 0 for padding; None if all are 1."""
 
     @classmethod
     def of(cls, call: _Call, x_NV: Tensor, weight_V: Tensor | None) -> _Columns:
-        num_columns = x_NV.shape[-1]
-        start = part_of(call.classes) * num_columns
-        one_V = torch.ones(num_columns, dtype=x_NV.dtype, device=x_NV.device)
-        weight_V = one_V if weight_V is None else weight_V.to(x_NV.dtype)
-        if num_columns * num_parts_of(call.classes) == call.num_classes:
-            return cls(start, None, weight_V)
-        padding_V = torch.arange(num_columns, device=x_NV.device) + start >= call.num_classes
-        return cls(start, padding_V, weight_V.masked_fill(padding_V, 0))
+        number = x_NV.shape[-1]
+        start = part_of(call.classes) * number
+        padding_V = None
+        if number * num_parts_of(call.classes) != call.num_classes:
+            padding_V = torch.arange(number, device=x_NV.device) + start >= call.num_classes
+        if weight_V is not None:
+            weight_V = weight_V.to(x_NV.dtype)
+            weight_V = weight_V if padding_V is None else weight_V.masked_fill(padding_V, 0)
+        return cls(start, number, padding_V, weight_V)
 
     def fill(self, x_NV: Tensor, value: float) -> Tensor:
         """Return the values with `value` in the columns that are padding."""
         return x_NV if self.padding_V is None else x_NV.masked_fill(self.padding_V, value)
 
     def of_target(self, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the column of every target, and a mask of targets on this rank."""
-        column_N = target_N - self.start
-        num_columns = self.weight_V.shape[0]
-        return column_N.clamp(0, num_columns - 1), (column_N >= 0) & (column_N < num_columns)
+        """Return the column of every target, and a mask of targets that are on other ranks."""
+        wanted_N = target_N - self.start
+        column_N = wanted_N.clamp(0, self.number - 1)
+        return column_N, wanted_N != column_N
+
+    def weighted(self, x: Tensor) -> Tensor:
+        """Return values that end in columns, times the weights of the classes."""
+        return x if self.weight_V is None else x * self.weight_V
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -204,65 +217,76 @@ class _CrossEntropy(torch.autograd.Function):
         top_N = x_NV.amax(-1)
         for axis in call.classes:
             top_N = raw_all_reduce(top_N, axis, "max")
-        column_N, mine_N = columns.of_target(target_N)
+        column_N, elsewhere_N = columns.of_target(target_N)
         x_NV = _subtract(x_NV, top_N, logits)
-        zero = torch.zeros((), dtype=x_NV.dtype, device=x_NV.device)
-        picked_N = torch.where(mine_N, x_NV.gather(-1, column_N.unsqueeze(-1)).squeeze(-1), zero)
-        sums = [picked_N]
-        if weight is not None:
-            sums.append(torch.where(mine_N, columns.weight_V[column_N], zero))
+        sums = [x_NV.gather(-1, column_N.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere_N, 0)]
+        if columns.weight_V is not None:
+            sums.append(columns.weight_V[column_N].masked_fill_(elsewhere_N, 0))
         if call.smoothing:
-            sums.append((columns.fill(x_NV, 0) * columns.weight_V).sum(-1))
-            if weight is not None:
-                sums.append(columns.weight_V.sum().expand_as(picked_N))
+            sums.append(columns.weighted(columns.fill(x_NV, 0)).sum(-1))
+            if columns.weight_V is not None:
+                sums.append(columns.weight_V.sum().expand_as(top_N))
         sums.insert(0, x_NV.exp_().sum(-1))
         rest = list(raw_sum(torch.stack(sums), call.classes).unbind())
         log_N, picked_N = rest.pop(0).log(), rest.pop(0)
-        kept_N = target_N != call.ignore_index
-        weight_N = torch.where(kept_N, rest.pop(0) if weight is not None else zero + 1, zero)
-        loss_N = weight_N * (log_N - picked_N) * (1 - call.smoothing)
-        smooth_N = torch.zeros_like(weight_N)
+        ignored_N = target_N == call.ignore_index
+        weight_N = smooth_N = None
+        loss_N = log_N - picked_N
+        if weight is not None:
+            weight_N = rest.pop(0).masked_fill(ignored_N, 0)
+            loss_N = weight_N * loss_N
         if call.smoothing:
             of_all_N = rest.pop(0)
-            total = rest.pop(0) if weight is not None else zero + call.num_classes
-            smooth_N = torch.where(kept_N, total, zero) * call.smoothing_per_class
-            loss_N = loss_N + torch.where(kept_N, total * log_N - of_all_N, zero) * call.smoothing_per_class
-        loss, divisor = torch.where(kept_N, loss_N, zero), zero + 1
-        if call.reduction == SUM:
+            total = rest.pop(0) if weight is not None else call.num_classes
+            smooth_N = (~ignored_N).to(log_N.dtype) * (total * call.smoothing_per_class)
+            loss_N = loss_N * (1 - call.smoothing) + (total * log_N - of_all_N) * call.smoothing_per_class
+        loss, divisor = loss_N.masked_fill_(ignored_N, 0), None
+        if call.reduction != NONE:
             loss = loss.sum()
         if call.reduction == MEAN:
-            divisor = summed(count, lambda: weight_N.double().sum(), call.rows)
-            loss = loss.sum().double() / divisor
+            divisor = summed(count, lambda: _sum_of_shares(weight_N, ignored_N), call.rows)
+            divisor = _narrow(divisor, loss.dtype)
+            loss = loss / divisor
         ctx.call = call
-        ctx.save_for_backward(logits, target_N, weight, log_N + top_N, weight_N, smooth_N, divisor.to(x_NV.dtype))
+        saved = log_N + top_N, column_N, elsewhere_N, ignored_N, weight_N, smooth_N, divisor
+        ctx.save_for_backward(logits, weight, *saved)
         return loss.to(logits.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         call: _Call = ctx.call
-        logits, target_N, weight, log_N, weight_N, smooth_N, divisor = ctx.saved_tensors
+        logits, weight, log_N, column_N, elsewhere_N, ignored_N, weight_N, smooth_N, divisor = ctx.saved_tensors
         x_NV = _wide(logits)
         columns = _Columns.of(call, x_NV, weight)
-        column_N, mine_N = columns.of_target(target_N)
-        hit_N = weight_N * (1 - call.smoothing)
-        grad_NV = _subtract(x_NV, log_N, logits).exp_().mul_((hit_N + smooth_N).unsqueeze(-1))
-        grad_NV.scatter_add_(-1, column_N.unsqueeze(-1), torch.where(mine_N, -hit_N, hit_N * 0).unsqueeze(-1))
-        kept_N = target_N != call.ignore_index
+        grad_NV = _subtract(x_NV, log_N, logits).exp_()
+        hit_N = elsewhere_N.to(grad_NV.dtype).sub_(1)  # -1 where the target is on this rank
+        share_N: Any = (1 if weight_N is None else weight_N) * (1 - call.smoothing)
+        every_N = share_N if smooth_N is None else share_N + smooth_N
+        if isinstance(every_N, Tensor):
+            grad_NV.mul_(every_N.unsqueeze(-1))
+            hit_N = hit_N * share_N
+        grad_NV.scatter_add_(-1, column_N.unsqueeze(-1), hit_N.unsqueeze(-1))
         if call.smoothing:
-            grad_NV.sub_(kept_N.unsqueeze(-1) * columns.weight_V * call.smoothing_per_class)
+            grad_NV.sub_(columns.weighted(~ignored_N.unsqueeze(-1)) * call.smoothing_per_class)
         # Ignored rows get zero even where nothing is left to divide by.
-        grad_N = torch.where(kept_N, grad.to(x_NV.dtype) / divisor, torch.zeros_like(log_N))
+        grad = grad.to(grad_NV.dtype)
+        grad_N = torch.where(ignored_N, 0.0, grad if divisor is None else grad / divisor)
         # Padding may hold anything, even what overflows.
         grad_NV = columns.fill(grad_NV.mul_(grad_N.unsqueeze(-1)), 0)
         back = grad_NV.movedim(-1, 1) if logits.ndim > 1 else grad_NV
         return back.to(logits.dtype), None, None, None, None
 
 
+def _sum_of_shares(weight_N: Tensor | None, ignored_N: Tensor) -> Tensor:
+    """Return the sum of the weights of rows that are not ignored, or their number."""
+    return (~ignored_N).sum() if weight_N is None else weight_N.sum(dtype=torch.float64)
+
+
 def _wide(logits: Tensor) -> Tensor:
     """Return the logits in at least float32, classes last."""
     moved = logits.movedim(1, -1) if logits.ndim > 1 else logits
-    return moved.to(torch.promote_types(logits.dtype, torch.float32))
+    return moved if moved.dtype in WIDE else moved.float()
 
 
 def _subtract(x_NV: Tensor, by_N: Tensor, logits: Tensor) -> Tensor:

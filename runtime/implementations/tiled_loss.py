@@ -60,8 +60,9 @@ class _Ranks(Alone):
     def columns(self, target_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor | None]:
         if not self.classes:
             return target_T, None
-        column_T = target_T - part_of(self.classes) * num_columns
-        return column_T.clamp(0, num_columns - 1), (column_T >= 0) & (column_T < num_columns)
+        wanted_T = target_T - part_of(self.classes) * num_columns
+        column_T = wanted_T.clamp(0, num_columns - 1)
+        return column_T, wanted_T == column_T
 
     def without_padding(self, logits_TV: Tensor) -> Tensor:
         num_columns = logits_TV.shape[-1]

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.costs.pricing.message_sizes import joined_layers, layers_in_order
-from autopar.costs.pricing.moves import Move, MovedTensor
+from autopar.costs.pricing.moves import Move, MovedTensor, makes_parts
 from autopar.costs.pricing.reshard import ReshardPath
 from autopar.costs.space.parameter_buckets import Bucket, buckets_of, late_casts
 from autopar.costs.space.space import Space, TensorEdge
@@ -246,13 +246,13 @@ class _Rewriter:
             self._bucket(self.bucket_of[decision, position])
         if (decision, position) in self.casts_left:
             self._cast(self.casts_left[decision, position])
-        if (decision, position) in self.by_edge:
-            return self.by_edge[decision, position]
-        edge = self.space.inbound[decision, position]
-        value = self._value(edge.source, edge.source_output)
+        edge, end = self.space.inbound[decision, position], (decision, position)
         path = self.space.path(edge, self.choices)
+        value = self.by_edge.get(end) or self._value(edge.source, edge.source_output)
         again = self._moves_again(edge, path)
         for move, regathered in zip(path.moves, path.regathered, strict=True):
+            if end in self.by_edge and not makes_parts(move):
+                continue  # the bucket has made it
             if regathered:
                 value = self._gather_alone(value, move, edge.tensor, regather=(0,))
             else:

@@ -75,7 +75,7 @@ def test_a_sum_has_the_launches_that_its_step_waits_for() -> None:
 def test_lateness_that_devices_do_not_wait_for_is_in_no_sum() -> None:
     plan, punctual = (_plan(_launched_late(straggling_s=late), strategy="megatron") for late in (1e-4, 0.0))
     timeline = plan.timeline()
-    assert timeline.lateness > 10 * timeline.launching, "hosts are ahead of their devices"
+    assert timeline.lateness > 5 * timeline.launching, "hosts are ahead of their devices"
     assert plan.host_seconds == pytest.approx(timeline.launching - timeline.lateness) and not punctual.host_seconds
     further = timeline.seconds - punctual.timeline().seconds
     assert plan.choices == punctual.choices and plan.seconds - punctual.seconds == pytest.approx(further)

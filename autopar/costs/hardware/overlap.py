@@ -13,7 +13,7 @@ device. So moving costs this share of its seconds, and any time by which it outl
 
 where `moving` assumes parameters of average size. No computation overlaps with the weights of the first layer: the
 forward waits for them, and their gradients are the last of the backward. If a weight is gathered over several axes, one
-after another, only the first gather is issued ahead; the others are exposed.
+after another, only the first gather is issued ahead; the others are exposed. So is every reduction but the last.
 
 The rule considers one axis at a time. Several axes may gather and reduce under the same computation, or share a link.
 The rule is then replaced by the shares that the simulated step waits for (`OverlappedWork.waited`, see
@@ -22,7 +22,7 @@ The rule is then replaced by the shares that the simulated step waits for (`Over
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GATHERING = "all_gather"
 
@@ -48,6 +48,12 @@ class OverlappedWork:
     num_weights: int = 0
     waited: tuple[tuple[str, float], ...] = ()
     """Shares of collectives that a simulated step waits for, by `kind_of` them, in place of the rule."""
+
+    @property
+    def of_gathers(self) -> OverlappedWork:
+        """The same for gathers alone: reductions overlap with nothing."""
+        waited = tuple(each for each in self.waited if each[0].startswith(GATHERING))
+        return replace(self, backward=Pass(), waited=waited)
 
 
 def kind_of(collective: str, axis: str, backward: bool) -> str:
@@ -77,6 +83,10 @@ class Message:
     It is 2 if weights are gathered again while gradients are reduced.
     """
     overlapped: OverlappedWork = NOTHING
+
+    def overlaps(self, collective: str) -> bool:
+        """Return whether computing overlaps with a collective of the message."""
+        return self._side(collective) != Pass()
 
     def average(self, collective: str, num_bytes: float) -> float:
         """Return the bytes that move of a parameter of average size where `num_bytes` of this one do."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.hardware.overlap import NOTHING, Message
 from autopar.costs.pricing.message_sizes import ALONE, Sharing
-from autopar.ir.sharding.layout import I, Layout, Placement, R, S
+from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S
 from autopar.ir.sharding.mesh import Mesh, joined_name
 from autopar.ir.sharding.rearranged import READ_AND_WRITTEN, is_rearranged
 
@@ -179,18 +180,35 @@ def is_gather(move: Move, tensor: MovedTensor) -> bool:
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
-def in_bucket(move: Move, tensor: MovedTensor, leads: bool = True) -> Message | None:
+def makes_parts(move: Move) -> bool:
+    """Return whether the move makes parts of a sum of what ranks have alike, which moves nothing."""
+    return move.source in (I, R) and move.target is P
+
+
+Place = Literal["first", "behind a reduction", "later"]
+"""A move's place in its path; "behind a reduction" where the first move of the path reduces gradients alone."""
+
+
+def place_in(moves: Sequence[Move], number: int) -> Place:
+    """Return the place of a move in its path."""
+    if number == 0:
+        return "first"
+    return "later" if moves[0].gathers else "behind a reduction"
+
+
+def in_bucket(move: Move, tensor: MovedTensor, place: Place = "first") -> Message | None:
     """Return the message that the move shares with others (see `costs.space.parameter_buckets`); None if it runs alone.
 
-    Computing hides nothing of it unless it `leads` its path: only the first step of a gather is issued ahead, and only
-    that step's reduction, the last of the backward, is left running.
+    Computing hides the first gather of a path, which is issued ahead, and the reduction of its first move, which is
+    the last of the backward and left running.
     """
     gathers = is_gather(move, tensor)
     if not tensor.may_share_messages or not (gathers or (move.source is I and move.target is R)):
         return None
     shared, elements = tensor.sharing, math.prod(tensor.shape)
     sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize
-    overlapped = shared.overlapped if leads else NOTHING
+    behind = shared.overlapped.of_gathers if place == "behind a reduction" else NOTHING
+    overlapped = shared.overlapped if place == "first" else behind
     if gathers:
         return Message(shared.gathered, *sizes, 1 + tensor.regather, overlapped)
     return Message(shared.reduced, *sizes, 1, overlapped)

@@ -7,8 +7,9 @@ Paths are the shortest by their messages. The device's copies for these are pric
 another dim, and moves more, to save a copy.
 
 In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
-where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks. Computing
-hides the collectives of a path's first move alone (`moves.in_bucket`), so that a second one may cost more than it
+where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks. A path in
+buckets may end in parts of a sum, which move nothing. Computing hides the collectives of a path's first move alone, and
+the first gather behind it where that reduces gradients (`moves.in_bucket`), so that a second one may cost more than it
 saves.
 """
 
@@ -19,13 +20,23 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from autopar.costs.hardware.collectives import Transfer, rearranging_seconds, transfer_seconds
 from autopar.costs.hardware.overlap import Message
 from autopar.costs.hardware.profile import Hardware
-from autopar.costs.pricing.moves import Move, MovedTensor, in_bucket, regathered, transfers
+from autopar.costs.pricing.moves import (
+    Move,
+    MovedTensor,
+    Place,
+    in_bucket,
+    makes_parts,
+    place_in,
+    regathered,
+    transfers,
+)
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.ir.sharding.mesh import Mesh
 
@@ -47,7 +58,10 @@ class ReshardPath:
     """
     transfers: tuple[Transfer, ...]
     together: bool
-    """True if all moves run in buckets; the runtime keeps paths with another kind of move out of the buckets."""
+    """True if moves run in buckets: all but those at the end that make parts of a sum.
+
+    The runtime keeps paths with another kind of move out of the buckets.
+    """
     messages: tuple[Message | None, ...]
     """Message that each transfer shares with others; None if the transfer runs alone."""
 
@@ -64,6 +78,7 @@ class _Ways:
     seconds: np.ndarray
     following: np.ndarray
     later: np.ndarray
+    """Two of them: behind a first move that does not gather, and behind one that does."""
 
 
 class ReshardTable:
@@ -117,21 +132,23 @@ class ReshardTable:
         if self._together is None:
             return found
         there = np.broadcast_to(np.arange(len(found)), found.shape)
-        here, gathers, ways = there.T, np.zeros(found.shape, dtype=int), self._together.following
+        here, gathers, following = there.T, np.zeros(found.shape, dtype=int), self._together.following
+        first_gathers = self._gathers[here, following].astype(int)
         together = np.isfinite(self._together.seconds) & (self._together.seconds <= self._alone.seconds)
         own, behind, each = self._reductions
+        later = 0
         while (on_way := together & (here != there)).any():
-            following = np.where(on_way, ways[here, there], here)
-            leads = int(ways is not self._together.following)
-            reduced = np.where(gathers > 0, each[leads][here, following], behind[leads][here, following])
+            following = np.where(on_way, following, here)
+            reduced = np.where(gathers > 0, each[later][here, following], behind[later][here, following])
             found += np.where(on_way, reduced, 0.0)
             gathers += np.where(on_way, own[here, following], 0)
-            here, ways = following, self._together.later
+            here, later = following, 1
+            following = self._together.later[first_gathers, here, there]
         return np.where(gathers == 1, found, 0.0)
 
     @functools.cached_property
     def _reductions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gathers of single moves; seconds of reductions behind one, and of all, of moves that lead and of others."""
+        """Gathers of single moves; seconds of reductions behind one, and of all, of first moves and of later ones."""
         gathers = np.zeros(self.seconds.shape, dtype=int)
         behind, every = np.zeros((2, *gathers.shape)), np.zeros((2, *gathers.shape))
         local = _local_parts(self.layouts, self._tensor, self._mesh)
@@ -144,8 +161,9 @@ class ReshardTable:
         return gathers, behind, every
 
     def _reduced_by(self, move: Move) -> tuple[int, list[float], list[float]]:
-        """Return the gathers of a move; seconds of reductions behind them, and of all, if it leads and if not."""
-        messages = [in_bucket(move, self._tensor, leads) for leads in (True, False)]
+        """Return the gathers of a move; seconds of reductions behind them, and of all, if it is first and if not."""
+        places: tuple[Place, ...] = ("first", "later")
+        messages = [in_bucket(move, self._tensor, place) for place in places]
         if None in messages or not self._tensor.can_move(move.source, move.target):
             return 0, [0.0, 0.0], [0.0, 0.0]
         found = transfers(move, self._tensor, self._mesh, regather=False)
@@ -168,14 +186,14 @@ class ReshardTable:
         together = ways is self._together
         moves: list[Move] = []
         while here != there:
-            after = int((ways.later if moves else ways.following)[here, there])
+            after = int((ways.later[int(moves[0].gathers)] if moves else ways.following)[here, there])
             before_layout, after_layout = self.layouts[here], self.layouts[after]
             axes = tuple(a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
             moves.append(Move(axes, before_layout, after_layout))
             here = after
         again = regathered(moves, self._tensor)
         moved = [
-            (t, in_bucket(move, self._tensor, leads=number == 0) if together else None)
+            (t, in_bucket(move, self._tensor, place_in(moves, number)) if together else None)
             for number, (move, twice) in enumerate(zip(moves, again, strict=True))
             for t in transfers(move, self._tensor, self._mesh, twice)
         ]
@@ -192,10 +210,12 @@ def reshard_table(
     local = _local_parts(layouts, tensor, mesh)
     alone = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(alone, 0.0)
-    leading, following, forward, copies = alone.copy(), alone.copy(), np.zeros_like(alone), np.zeros_like(alone)
+    first, behind, later = alone.copy(), alone.copy(), alone.copy()
+    forward, copies = np.zeros_like(alone), np.zeros_like(alone)
     gathers = np.zeros(alone.shape, dtype=bool)
     priced: dict[object, tuple[float, ...]] = {}
     messages_of: dict[int, list[Message | None]] = {}
+    to_parts: list[tuple[int, int]] = []
     joined = tuple(mesh.joined.values()) if tensor.may_share_messages else ()
     for i, j, alike, move in _moves_among(layouts, joined):
         if not tensor.can_move(move.source, move.target):
@@ -209,22 +229,26 @@ def reshard_table(
             by_itself = math.inf if move.is_joined else sum(each) - (1 - COPY_TIE) * copied
             there = sum(s for t, s in zip(found, each, strict=False) if not t.backward)
             if alike not in messages_of:
-                messages_of[alike] = [in_bucket(move, tensor, leads) for leads in (True, False)]
+                messages_of[alike] = [in_bucket(move, tensor, place) for place in get_args(Place)]
             in_it = [
                 math.inf if each is None else sum(transfer_seconds(t, mesh, hardware, each) for t in found)
                 for each in messages_of[alike]
             ]
             priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there, copied)
-        alone[i, j], leading[i, j], following[i, j], forward[i, j], copies[i, j] = priced[kind]
+        alone[i, j], first[i, j], behind[i, j], later[i, j], forward[i, j], copies[i, j] = priced[kind]
         gathers[i, j] = move.gathers
+        if makes_parts(move):
+            to_parts.append((i, j))
     ways = _all_pairs(alone)
     if copies.any():
         ways = _Ways(ways.seconds + (1 - COPY_TIE) * _sum_along_paths(ways, copies), ways.following, ways.later)
     if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
-    in_buckets = _led_by(leading, _all_pairs(following))
+    on = [_ending_in_parts(_all_pairs(each), to_parts, layouts) for each in (behind, later)]
+    in_buckets = _led_by(first, gathers, on)
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is saved for the backward
-        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following, ways.later)
+        whole = np.isfinite(in_buckets.seconds) & np.array([P not in layout for layout in layouts])
+        ways = _Ways(np.where(whole, np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
 
 
@@ -323,19 +347,33 @@ def _all_pairs(seconds: np.ndarray) -> _Ways:
         np.less(through, distance, out=better)
         np.copyto(distance, through, where=better)
         np.copyto(following, following[:, middle, None].copy(), where=better)
-    return _Ways(distance, following, following)
+    return _Ways(distance, following, np.stack([following, following]))
 
 
-def _led_by(leading: np.ndarray, on: _Ways) -> _Ways:
-    """Return the paths whose first move has other seconds than those `on` from there."""
+def _ending_in_parts(ways: _Ways, to_parts: Sequence[tuple[int, int]], layouts: Sequence[Layout]) -> _Ways:
+    """Return the paths that may go on by moves that make parts of a sum, between layouts of these positions."""
+    seconds, following = ways.seconds.copy(), ways.following.copy()
+    for before, after in sorted(to_parts, key=lambda each: list(layouts[each[1]]).count(P)):
+        through = seconds[:, before] + LOCAL_MOVE_SECONDS
+        better = through < seconds[:, after]
+        seconds[better, after] = through[better]
+        following[better, after] = following[better, before]
+        if better[before]:
+            following[before, after] = after
+    return _Ways(seconds, following, ways.later)
+
+
+def _led_by(leading: np.ndarray, gathers: np.ndarray, on: Sequence[_Ways]) -> _Ways:
+    """Return the paths that go `on` behind a first move of other seconds, which does not gather, or does."""
     distance, leading = np.full_like(leading, np.inf), leading.copy()
     np.fill_diagonal(distance, 0.0)
     np.fill_diagonal(leading, np.inf)  # to stay is no move
+    seconds = np.stack([each.seconds for each in on])
     first = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
     through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
     for after in range(len(distance)):
-        np.add(leading[:, after, None], on.seconds[None, after, :], out=through)
+        np.add(leading[:, after, None], seconds[gathers[:, after].astype(int), after], out=through)
         np.less(through, distance, out=better)
         np.copyto(distance, through, where=better)
         first[better] = after
-    return _Ways(distance, first, on.following)
+    return _Ways(distance, first, np.stack([each.following for each in on]))

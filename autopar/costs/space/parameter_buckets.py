@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from autopar.costs.pricing.message_sizes import gathered_alone, joined_layers, layers_read, messages
-from autopar.costs.pricing.moves import is_gather
+from autopar.costs.pricing.moves import is_gather, makes_parts
 from autopar.costs.pricing.reshard import ReshardPath
 from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.ir.program.program import info_of
@@ -108,9 +108,14 @@ def axes_apart(backward: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def _steps(space: Space, edge: TensorEdge, path: ReshardPath) -> tuple[BucketMove, ...]:
-    """Return the steps of a path that a bucket can take; none where the path has a move of another kind."""
-    steps = []
-    for number, move in enumerate(path.moves):
+    """Return the steps of a path that a bucket can take; none where the path has a move of another kind.
+
+    Moves at the end that make parts of a sum are left to each parameter.
+    """
+    steps, moves = [], list(path.moves)
+    while moves and makes_parts(moves[-1]):
+        moves.pop()
+    for number, move in enumerate(moves):
         gathers = is_gather(move, edge.tensor)
         reduces = move.source is I and move.target is R
         if not (gathers or reduces):

@@ -36,7 +36,7 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.formula_names import COLLECTIVES, FIXED, LAST_HOST, OVERLAPPED, WHOLE, rate_name
 from autopar.costs.plans.plan import Plan
 from autopar.costs.pricing import operations
-from autopar.costs.pricing.moves import in_bucket, transfers
+from autopar.costs.pricing.moves import in_bucket, place_in, transfers
 from autopar.costs.pricing.offload import host_step
 from autopar.costs.pricing.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.costs.pricing.reshard import LOCAL_MOVE_SECONDS
@@ -331,7 +331,7 @@ class _Ledger:
         exposed = iter(self.rerun.edges.get((edge.target, edge.target_input), ()))
         for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                message = in_bucket(move, tensor, leads=number == 0) if path.together else None
+                message = in_bucket(move, tensor, place_in(path.moves, number)) if path.together else None
                 self.seconds.add(count, multiplied(share, self._seconds_of(transfer, message)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):

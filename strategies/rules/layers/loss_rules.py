@@ -37,7 +37,7 @@ NONE, MEAN, SUM = 0, 1, 2
 CLASSES = frozenset({"v"})
 COPIES_OF_PARTS = 3  # copies of its logits that `runtime.implementations.loss` has at once
 FLOAT32_BYTES = 4
-DIVISOR_BYTES = 8  # bytes of a mean's divisor, float64
+DIVISOR_BYTES = 8  # bytes of a mean's divisor: a number of rows, int64, or a sum of weights, float64
 
 
 def cross_entropy(call: Call) -> Answer:

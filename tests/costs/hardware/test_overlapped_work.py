@@ -64,6 +64,16 @@ def test_what_is_hidden_is_between_nothing_and_what_computes_next_to(
     assert (nothing - some) * num_weights <= computing / mesh.num_devices * (1 + 1e-6) + 1e-12
 
 
+def test_a_gather_behind_a_reduction_overlaps_with_the_forward_alone() -> None:
+    work = OverlappedWork(
+        Pass(1.0, 0.0, 8), Pass(2.0, 0.0, 8), 2, (("all_gather dp forward", 0.5), ("reduce_scatter dp backward", 0.25))
+    )
+    message = Message(1, 8, 8, 1, work.of_gathers)
+    assert message.overlaps("all_gather") and not message.overlaps("reduce_scatter")
+    assert message.waited("all_gather dp forward") == 0.5 and message.waited("reduce_scatter dp backward") is None
+    assert message.exposed("reduce_scatter", 1.0, 2, 0.1) == 1.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_program_computes_next_to_what_its_products_and_weights_say(dtype: torch.dtype) -> None:
     """Large products alone: FLOPs at what is reached, forward, and for the gradients of the weight and of the input."""

@@ -15,7 +15,7 @@ import autopar
 from autopar.capture.export import capture
 from autopar.costs.hardware.load import load
 from autopar.costs.pricing.message_sizes import SMALLEST_MESSAGE, Sharing, joined_layers, messages, sharing
-from autopar.costs.pricing.moves import MovedTensor, in_bucket
+from autopar.costs.pricing.moves import MovedTensor, in_bucket, makes_parts
 from autopar.costs.pricing.reshard import reshard_table
 from autopar.costs.space import parameter_buckets
 from autopar.ir.program.paths import layer_or_owner
@@ -188,7 +188,10 @@ def test_a_parameter_pays_the_less_of_paths_alone_and_of_paths_in_buckets(regath
         if not np.isfinite(table.seconds[table.index[source], table.index[target]]):
             continue
         path = table.path(source, target)
-        kinds = [in_bucket(move, shared) for move in path.moves]
+        moves = list(path.moves)
+        while path.together and moves and makes_parts(moves[-1]):
+            moves.pop()
+        kinds = [in_bucket(move, shared) for move in moves]
         assert path.together == all(kinds), "in buckets altogether, or not at all"
         if not path.together:
             assert not any(path.messages), "nor is any of its moves in a bucket"

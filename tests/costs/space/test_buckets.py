@@ -15,9 +15,10 @@ from autopar.costs.pricing import message_sizes as shared_messages
 from autopar.costs.pricing.reshard import reshard_table
 from autopar.costs.space.parameter_buckets import Bucket, buckets_of
 from autopar.costs.space.space import Space
-from autopar.ir.sharding.layout import I, Layout, R, S
+from autopar.ir.sharding.layout import I, Layout, P, R, S
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
+from benchmarks.transformer_model import Size, batch, transformer
 from tests.support.parity import SLOW_DEVICES
 
 WIDE_LINKS = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e9),))
@@ -111,6 +112,21 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
     }
     assert layer_of_call["norm"] == layer_of_call["head"] == "head"
     assert layer_of_call["table"] == "table"
+
+
+def test_a_bias_is_gathered_with_its_layer_though_parts_of_a_sum_take_it() -> None:
+    """The row-parallel product adds it on the first rank alone."""
+    size = Size(1, 64, 4, 128, 8, 8)
+    plan = autopar.plan(
+        transformer(size), Mesh({"dp": 2, "tp": 2}), batch(size), strategy="fsdp_megatron", hardware=SLOW_DEVICES
+    )
+    context = context_of(plan)
+    gathered = [each for each in buckets_of(context.space, context.choices) if not each.at_entry]
+    (layer,) = (each for each in gathered if "blocks.0.attention.o.weight" in _parameters(context.space, each))
+    assert {"blocks.0.attention.o.bias", "blocks.0.feedforward.down.bias"} < {*_parameters(context.space, layer)}
+    for path in layer.paths:
+        assert path.together and path.moves[0].gathers
+    assert Layout((R, P)) in [path.moves[-1].after for path in layer.paths]
 
 
 @pytest.mark.parametrize(

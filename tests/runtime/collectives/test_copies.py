@@ -89,11 +89,12 @@ MOVES = (
     (S(1), S(2)),
     (Z(1), S(2)),
 )
+OF_ONE_POSITION = tuple((*move, (2, RANKS, 16)) for move in ((S(1), R), (P, S(1)), (S(1), S(2))))
 
 
 @pytest.mark.parametrize(
     ("source", "target", "shape"),
-    [(*move, shape) for move in MOVES for shape in SHAPES if _divides(shape, *move)],
+    [*((*move, shape) for move in MOVES for shape in SHAPES if _divides(shape, *move)), *OF_ONE_POSITION],
     ids=str,
 )
 def test_a_move_copies_what_its_price_counts(

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.runtime.collectives.mesh_axes import axis_of, record_traffic, use_mesh
+from autopar.runtime.implementations import exchanges
 from autopar.runtime.implementations.exchanges import Way, leaving
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.parity import SLOW_DEVICES
@@ -107,6 +110,43 @@ def test_a_shared_expert_computes_while_rows_travel(called: Any) -> None:
     # Forward: counts, rows to experts while the shared one goes up, rows home while it goes down. Backward: the
     # same back, with two products for each of the forward's.
     assert _during(Form(shared=called)) == ([0, 1, 1], [2, 2])
+
+
+@dataclass
+class _Watched:
+    """Collectives of rows that are issued outside of compiled graphs, and the products of the graphs between."""
+
+    products: int = 0
+    running: dict[int, int] = field(default_factory=dict)
+    found: list[int] = field(default_factory=list)
+
+    def all_to_all_single(self, *args: Any) -> Tensor:
+        result = torch.ops._c10d_functional.all_to_all_single(*args)
+        self.running[result.untyped_storage()._cdata] = self.products
+        return result
+
+    def wait_tensor(self, x: Tensor) -> Tensor:
+        self.found.append(self.products - self.running.pop(x.untyped_storage()._cdata))
+        return torch.ops._c10d_functional.wait_tensor(x)
+
+    def compiled(self, graph: fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            self.products += sum(node.target in PRODUCTS for node in graph.graph.nodes)
+            return graph(*args)
+
+        return make_boxed_func(run)
+
+
+def test_graphs_of_torch_compile_compute_while_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,), watched = batches(1), _Watched()
+    monkeypatch.setattr(exchanges, "_c10d", watched)
+    with fake_mesh({"ep": 2}) as axes:
+        model = autopar.compile(with_experts(BEFORE), axes, batch, hardware=SLOW_DEVICES, strategy="expert_data")
+        model.compile(backend=aot_autograd(fw_compiler=watched.compiled, bw_compiler=watched.compiled))
+        model(**batch).backward()
+    torch._dynamo.reset()
+    assert not watched.running
+    assert watched.found == [0, 1, 1] * 2 + [2, 2] * 2
 
 
 def test_without_a_shared_expert_rows_are_waited_for_at_once() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -165,11 +165,15 @@ def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
         torch.testing.assert_close(found, saved[0], rtol=1e-4, atol=1e-5)
 
 
-def _under_torch_compile(dtype: torch.dtype, backend: str, capacity_factor: float | None = None) -> None:
+def _under_torch_compile(
+    dtype: torch.dtype, backend: str, capacity_factor: float | None = None, shared: Literal["", "before"] = ""
+) -> None:
     example = batches(1, dtype)[0]
     options: dict[str, Any] = {"hardware": SLOW_DEVICES, "capacity_factor": capacity_factor}
     with divided(("t+x",)):
-        model = autopar.compile(with_experts(Form(), dtype), mesh((2,), ("dp",)), example, **by_flag(**options))
+        model = autopar.compile(
+            with_experts(Form(shared=shared), dtype), mesh((2,), ("dp",)), example, **by_flag(**options)
+        )
     found = []
     for step in (model, torch.compile(model, backend=backend)):
         model.zero_grad()
@@ -187,6 +191,12 @@ def _under_torch_compile(dtype: torch.dtype, backend: str, capacity_factor: floa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torch_compile_gives_the_same_step(ranks: Ranks, dtype: torch.dtype, backend: str) -> None:
     ranks.run(_under_torch_compile, dtype, backend, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_torch_compile_gives_the_same_step_while_rows_travel(ranks: Ranks, backend: str) -> None:
+    ranks.run(_under_torch_compile, torch.float32, backend, None, "before", timeout=300)
 
 
 @pytest.mark.slow
