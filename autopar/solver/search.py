@@ -11,7 +11,7 @@
    best (`remaining`).
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
-6. *Widen*: the margin grows, or prices move to those of the rest, until the gap is closed or time is over.
+6. *Widen*: the margin grows, until the gap is closed or time is over.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
-
 from autopar.errors import TimeLimitError
-from autopar.solver.best_below import Best, best_below
+from autopar.solver.best_below import LEAST_MARGIN, WIDER, Best, best_below
 from autopar.solver.bounds.prices import (
-    NEARER,
     WORTHWHILE,
     BestPrices,
     Mixture,
@@ -37,7 +34,7 @@ from autopar.solver.bounds.prices import (
 )
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
-from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
@@ -45,13 +42,8 @@ from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_
 from autopar.solver.problem import Problem
 from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
 
-FIRST_MARGIN, WIDER = 1e-3, 8.0  # first margin of the search, relative to the bound, and its growth
-NARROWER = 3.0  # factor by which a margin shrinks if the rest has too high a treewidth
-LEAST_MARGIN = 1e-5  # narrowest margin, relative to the bound
-MAX_STEPS = 6  # from prices to those of the rest, within one margin
-REST_WORK = 3 * CHEAP_WORK  # entries of an elimination of the rest of a problem of high treewidth
+FIRST_MARGIN = 1e-3  # first margin of the search, relative to the bound
 PRICED_NEAR = 1e-4  # gain of better prices, relative to the bound, worth an evaluation of an expensive whole
-NEAR = 5e-4  # gap at which prices of an expensive whole suffice
 
 
 class RowSource(Protocol):
@@ -220,36 +212,21 @@ class _Search:
             return True
         reached, _ = self.whole.at(self.at, sufficient=(1 - self.gap) * self.seconds)
         self.bound = max(self.bound, reached)
-        near: ReducedCosts | None = None
-        share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
-        of_last = math.inf
+        share, narrower, scale = FIRST_MARGIN, math.inf, abs(reached) or self.largest_seconds or 1.0
         while not self.is_done() and LEAST_MARGIN < share < narrower:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
             is_last = widest >= self.seconds - reached
             margin = min(widest, self.seconds - reached + ROUNDING * scale)
-            near = self.whole.reduced_costs(self.at, margin) if near is None else near
-            found = self._search_rest(near, margin, reached, is_last)
+            found = self._search_rest(self.whole.reduced_costs(self.at, margin), margin, reached, is_last)
             if found is None:
-                share, narrower, near = share / NARROWER, share, None
+                share, narrower = share / WIDER, share
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
             is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
             if is_last or is_stopped or self.is_done():
                 return True
-            if reached + margin <= found.reached < of_last and steps < MAX_STEPS:
-                # The rest lacks strategies that are cheap at its prices: add those near them.
-                steps, of_last = steps + 1, found.reached
-                others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
-                prices = self._of_all_rows(others.tolist())
-                whole = oracle_of(self.presolved.problems, self.deadline)
-                there, _ = whole.at(prices)
-                near = cheapest(near, whole.reduced_costs(prices, margin))
-                if there > reached:
-                    reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
-                    self.bound = max(self.bound, reached)
-            else:
-                share, near, steps, of_last = WIDER * share, None, 0, math.inf
+            share *= WIDER
         return self.is_done()
 
     def by_ilp(self) -> None:
@@ -285,7 +262,7 @@ class _Search:
         None if the treewidth of what is left is too high.
         """
         tolerances = self.tolerances if is_last else replace(self.tolerances, longest=EFFORT)
-        most = math.inf if isinstance(self.whole, EliminationOracle) else REST_WORK
+        most = math.inf if isinstance(self.whole, EliminationOracle) else CHEAP_WORK
         prices = self.prices
         while True:
             left = remaining_of_each(self.presolved.problems, near, margin)
@@ -312,7 +289,6 @@ class _Search:
         return [place[bucket.bag[0]] for bucket in self.whole.elimination.buckets if bucket.bag[0] in place]
 
     def _best_prices(self) -> BestPrices:
-        is_wide = isinstance(self.whole, MessageOracle)
         return best_prices(
             self.whole,
             self.at,
@@ -322,7 +298,6 @@ class _Search:
             self.until,
             PRICED_NEAR if self.is_expensive else WORTHWHILE,
             self.tolerances.cutoff,
-            NEAR if self.is_expensive and not is_wide else 0.0,
             nowhere if self.is_expensive else self._exceeds(tuple),
             None if self.best is None else self.presolved.restrict(self.best),
         )
