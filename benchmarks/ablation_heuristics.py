@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 
 from autopar.planning.memory_limit import least_peak, moments
+from autopar.solver import search
 from autopar.solver.bounds import message_passing
 from autopar.solver.elimination import bucket_elimination
 from autopar.solver.presolve import presolved
@@ -42,6 +43,8 @@ HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     # presolve and orders of elimination
     "contraction": off((presolved, "contract_each", _none_contracted)),
     "other orders": off((bucket_elimination, "ORDERS", ((True, False),))),
+    # prices
+    "further prices": off((search, "PATIENCE", 0)),
     # high treewidth
     "arc consistency": off((message_passing, "Domains", lambda *args: None)),
     # the memory limit

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.solver.bounds.prices import OverElsewhere, best_prices
+from autopar.solver.bounds.prices import WORTHWHILE, OverElsewhere, best_prices
 from autopar.solver.deadline import is_over
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
 from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed
 
-LEAST_MARGIN = 1e-5  # narrowest margin of a search, and first one of counts, relative to the bound
 WIDER = 8.0  # factor by which margins grow, and shrink if what is left has too high a treewidth
 
 
@@ -80,7 +79,7 @@ class _Search:
         self.bound = self.reached = priced.bound
         self.most = min(self.seconds, below - constant)
         """Seconds that a solution to be found must not exceed."""
-        self.epsilon = LEAST_MARGIN * self.scale
+        self.epsilon = WORTHWHILE * self.scale
 
     def run(self) -> bool:
         """Count within ever wider margins; return whether all was looked at that could be better."""

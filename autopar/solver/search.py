@@ -11,7 +11,7 @@
    best (`remaining`).
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
-6. *Widen*: the margin grows, until the gap is closed or time is over.
+6. *Widen*: the margin grows, or prices move to those of the rest, until the gap is closed or time is over.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+
 from autopar.errors import TimeLimitError
-from autopar.solver.best_below import LEAST_MARGIN, WIDER, Best, best_below
+from autopar.solver.best_below import WIDER, Best, best_below
 from autopar.solver.bounds.prices import (
+    NEARER,
+    PATIENCE,
     WORTHWHILE,
     BestPrices,
     Mixture,
@@ -34,7 +38,7 @@ from autopar.solver.bounds.prices import (
 )
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
-from autopar.solver.elimination.min_marginals import ReducedCosts
+from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
@@ -212,21 +216,36 @@ class _Search:
             return True
         reached, _ = self.whole.at(self.at, sufficient=(1 - self.gap) * self.seconds)
         self.bound = max(self.bound, reached)
-        share, narrower, scale = FIRST_MARGIN, math.inf, abs(reached) or self.largest_seconds or 1.0
-        while not self.is_done() and LEAST_MARGIN < share < narrower:
+        near: ReducedCosts | None = None
+        share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
+        of_last = math.inf
+        while not self.is_done() and WORTHWHILE < share < narrower:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
             is_last = widest >= self.seconds - reached
             margin = min(widest, self.seconds - reached + ROUNDING * scale)
-            found = self._search_rest(self.whole.reduced_costs(self.at, margin), margin, reached, is_last)
+            near = self.whole.reduced_costs(self.at, margin) if near is None else near
+            found = self._search_rest(near, margin, reached, is_last)
             if found is None:
-                share, narrower = share / WIDER, share
+                share, narrower, near = share / WIDER, share, None
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
             is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
             if is_last or is_stopped or self.is_done():
                 return True
-            share *= WIDER
+            if reached + margin <= found.reached < of_last and steps < PATIENCE:
+                # The rest lacks strategies that are cheap at its prices: add those near them.
+                steps, of_last = steps + 1, found.reached
+                others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
+                prices = self._of_all_rows(others.tolist())
+                whole = oracle_of(self.presolved.problems, self.deadline)
+                there, _ = whole.at(prices)
+                near = cheapest(near, whole.reduced_costs(prices, margin))
+                if there > reached:
+                    reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
+                    self.bound = max(self.bound, reached)
+            else:
+                share, near, steps, of_last = WIDER * share, None, 0, math.inf
         return self.is_done()
 
     def by_ilp(self) -> None:

@@ -26,7 +26,7 @@ BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # least price of all memory, relative to the bound
 PATIENCE = 3  # evaluations or sweeps in a row that prove no more
 ROUGHLY = 5e-3  # largest gain of better prices, relative to the bound, at which mixtures are checked
-WORTHWHILE = 5e-6  # gain of better prices, relative to the bound, that is worth another evaluation
+WORTHWHILE = 5e-6  # share of the bound that is worth another evaluation at better prices, or a count
 
 
 Mixture = tuple[tuple[tuple[int, ...], float], ...]

@@ -170,7 +170,7 @@ def test_a_message_is_the_same_however_it_is_found(drawn: tuple[EliminationStep,
 
 
 def test_a_large_bag_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 120
+    size = 130
     rng = np.random.default_rng(0)
     nodes = tuple(Node(str(number), rng.random(size), np.zeros(size, dtype=np.int64)) for number in range(4))
     problem = Problem(
