@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -17,7 +16,6 @@ from autopar.solver.elimination import bucket_elimination
 from autopar.solver.presolve import presolved
 from autopar.solver.presolve.contraction import Contracted
 from autopar.solver.problem import Problem
-from autopar.solver.remaining import counting_ilp
 
 Patch = tuple[object, str, object]
 """A module or class, the name of what it has, and what stands in its place."""
@@ -44,12 +42,9 @@ def _none_contracted(problems: Sequence[Problem]) -> list[Contracted]:
 HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     # presolve and orders of elimination
     "contraction": off((presolved, "contract_each", _none_contracted)),
-    "separators last": off((bucket_elimination, "separators", lambda problem: frozenset())),
     "other orders": off((bucket_elimination, "ORDERS", ((True, False),))),
     # prices
-    "further prices": off((search, "MAX_STEPS", 0)),
-    # the remaining problem
-    "short count first": off((counting_ilp, "FIRST_EFFORT", math.inf)),
+    "further prices": off((search, "PATIENCE", 0)),
     # high treewidth
     "arc consistency": off((message_passing, "Domains", lambda *args: None)),
     # the memory limit

@@ -183,6 +183,29 @@ def test_a_package_is_taken_in_at_a_glance() -> None:
     assert not crowded, f"folders with more than {MAX_FILES} files: {crowded}; find the packages in them."
 
 
+def _numbers(text: str) -> Iterator[str]:
+    """Yield the names of a file's constants whose value is a number that is written down."""
+    for each in ast.parse(text).body:
+        if isinstance(each, ast.Assign) and not any(isinstance(part, ast.Name) for part in ast.walk(each.value)):
+            (target,) = each.targets
+            names = target.elts if isinstance(target, ast.Tuple) else [target] * (not isinstance(each.value, ast.Tuple))
+            yield from (name.id for name in names if isinstance(name, ast.Name) and name.id.isupper())
+
+
+def test_the_search_has_few_constants_and_each_is_explained() -> None:
+    """`benchmarks/results/ablation.txt` has what justifies each of them."""
+    results = (ROOT / "benchmarks/results/ablation.txt").read_text()
+    explained = re.findall(r"^   (\w+\.[A-Z_]+) ", results, re.MULTILINE)
+    files = [file for part in SEARCH for file in (ROOT / "autopar" / part).rglob("*.py")]
+    found = [(file.stem, name) for file in files for name in _numbers(file.read_text())]
+    assert len(found) <= 50
+    assert {f"{file}.{name}" for file, name in found} == set(explained)
+    assert [*_numbers("A, B = 1, 2.0\nC = 1 << 20\nD = 3 * C\ne = 4\nF = math.inf\nG = (1, 2)")] == ["A", "B", "C"]
+
+
+SEARCH = ("solver", "planning/memory_limit")
+
+
 def test_every_package_says_what_it_decides() -> None:
     files = [file for file in FILES if file.name == "__init__.py"]
     silent = [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(_tree(file))]

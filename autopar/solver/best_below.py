@@ -1,8 +1,8 @@
 """The best of what prices leave of a problem with several memory rows, below so many seconds.
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
-bound is counted first, within an ε that grows from round to round. Long counts run only if no known solution is near
-enough.
+bound is counted first, within an ε that grows from round to round. Long counts are broken off if a known solution is
+near enough.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.solver.bounds.prices import OverElsewhere, best_prices
+from autopar.solver.bounds.prices import WORTHWHILE, OverElsewhere, best_prices
 from autopar.solver.deadline import is_over
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
 from autopar.solver.tolerances import ROUNDING, Tolerances, is_closed
 
-FIRST_EPSILON, GROWTH = 2e-5, 3.0  # first margin of counts, relative to the bound, and its growth
+WIDER = 8.0  # factor by which margins grow, and shrink if what is left has too high a treewidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +79,18 @@ class _Search:
         self.bound = self.reached = priced.bound
         self.most = min(self.seconds, below - constant)
         """Seconds that a solution to be found must not exceed."""
-        self.epsilon = FIRST_EPSILON * self.scale
+        self.epsilon = WORTHWHILE * self.scale
 
     def run(self) -> bool:
-        """Search; whether all was looked at that could be better."""
+        """Count within ever wider margins; return whether all was looked at that could be better."""
         while not self.is_done():
-            is_near = is_closed(*self._of_the_whole(), self.tolerances.counted)
-            if not self._count_further(only_few=is_near):  # long counts are not worth it there
+            limit = min(self.most, self.reached + self.epsilon)
+            found = self._counted(limit)
+            self._note_solution(found, limit)
+            if not found.is_proven:
                 return False
+            self.epsilon *= WIDER
         return True
-
-    def _count_further(self, only_few: bool) -> bool | None:
-        """Count within the margin that it has come to, and widen that; False where the count was broken off.
-
-        None where there is much to count, and only little is to be.
-        """
-        limit = min(self.most, self.reached + self.epsilon)
-        found = self._counted(limit, only_few)
-        assert found is not None or only_few, "a count of whatever there is"
-        if found is None:
-            return None
-        self._note_solution(found, limit)
-        if found.is_proven:
-            self.epsilon *= GROWTH
-        return found.is_proven
 
     def is_done(self) -> bool:
         """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
@@ -116,11 +104,11 @@ class _Search:
     def _margin(self, limit: float) -> float:
         return limit - self.reached + ROUNDING * self.scale
 
-    def _counted(self, limit: float, only_few: bool) -> Counted | None:
+    def _counted(self, limit: float) -> Counted:
         effort = self.tolerances.effort(*self._of_the_whole())
         rest = self.rows.rest(self.prices, limit, self._margin(limit))
         known = self.best if self.seconds <= limit else None
-        return rest.counted(ROUNDING / 2 * self.scale, effort, only_few, known)
+        return rest.counted(ROUNDING / 2 * self.scale, effort, known)
 
     def _note_solution(self, found: Counted, limit: float) -> None:
         """Note what was found below a limit."""

@@ -22,8 +22,7 @@ from autopar.errors import TimeLimitError
 
 NEVER = math.inf
 GRACE = 1.0  # seconds beyond the deadline, at most, in which what has begun may end
-GRACE_SHARE = 0.05  # share of a time limit that is granted beyond it, if that is less
-ENDING = 0.95  # share of a time limit after which searches end, so that the plan is written in time
+ENDING = 0.95  # share of a time limit after which searches end: the rest is to write the plan
 LEAST = 0.1  # least share of a time limit for searches, regardless of earlier work
 
 _interrupted = NEVER
@@ -60,7 +59,7 @@ class Allowance:
 
     def searching(self) -> contextlib.AbstractContextManager[None]:
         """Return a block that ends all searches inside in time; what was captured before may have left them little."""
-        return lasting(max(self.until, moment_in(LEAST * self.seconds)), GRACE_SHARE * self.seconds)
+        return lasting(max(self.until, moment_in(LEAST * self.seconds)), (1 - ENDING) * self.seconds)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from autopar.solver.problem import Edge, Problem
 COST_BITS = 40  # the largest cost is 2**40 units: sums over thousands of nodes stay far below 2**62
 LOOK = 0.05  # seconds between two looks at whether CP-SAT is to stop
 MAX_VARIABLES = 5_000_000  # a model of more takes over 4 GB to build
-BUILT_PER_S = 30_000  # variables
+BUILT_PER_S = 30_000  # variables of a model that are built per second of the time limit
+SMALL_ILP = 300_000  # variables: an ILP with more, and with several rows, takes minutes
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from autopar.solver.presolve.pruning import prune
 from autopar.solver.problem import Node, Problem
 
 MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal
-MAX_NAMED = 6  # pins whose worth is worked out
-MAX_LISTED = 10  # pins that are named; where time is over all of them may take part
+MAX_NAMED = 6  # pins that are named, with their worth: where time is over all of them may take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ def describe_conflict(problem: Problem, deadline: float = NEVER) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     """Return the names as a list in words; of many the first few, and how many more there are."""
-    shown = names if len(names) <= MAX_LISTED else [*names[:MAX_LISTED], f"{len(names) - MAX_LISTED:,} more"]
+    shown = names if len(names) <= MAX_NAMED else [*names[:MAX_NAMED], f"{len(names) - MAX_NAMED:,} more"]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 

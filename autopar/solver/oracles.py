@@ -16,6 +16,7 @@ import numpy as np
 from autopar.errors import TimeLimitError
 from autopar.solver.bounds.domains import consistent
 from autopar.solver.bounds.message_passing import MessagePassing
+from autopar.solver.bounds.prices import PATIENCE
 from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination.bucket_elimination import (
     EXPENSIVE_WORK,
@@ -30,13 +31,11 @@ from autopar.solver.presolve.presolved import Presolved
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
 from autopar.solver.problem import Floats, Integers, Parts, Problem
 from autopar.solver.remaining.searches import Rest
+from autopar.solver.tolerances import ROUNDING, SUM_ROUNDING
 
-ROUNDING = 1e-12  # relative difference of sums in another order
 UNLIMITED = 2**62  # bytes
-MAX_SWEEPS = 200
+MAX_SWEEPS = 200  # evaluations of messages at one price
 WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow
-PATIENCE = 3  # slow sweeps in a row until the search ends
-TOLERANCE = 1e-10  # relative gap that rounding leaves between a bound and the choices that attain it
 
 
 class EliminationOracle:
@@ -52,17 +51,16 @@ class EliminationOracle:
     def of(
         cls, problems: Sequence[Problem], deadline: float, most: float, order: Sequence[int] | None = None
     ) -> EliminationOracle | None:
-        """Return None if the treewidth is too high, or an evaluation takes more than so many entries.
+        """Return None if an evaluation takes more than so many entries in every order that is looked for.
 
-        An order in which nodes are eliminated is looked for if none is given.
+        None is looked for where an order is given in which nodes are eliminated.
         """
         tables = Tables(problems[0], problems[1:])
-        elimination = (
-            narrow_elimination(problems[0], tables) if order is None else compile_order(problems[0], tables, order)
-        )
-        if elimination is None or elimination.work > most:
-            return None
-        return cls(problems, tables, elimination, deadline)
+        if order is None:
+            elimination = narrow_elimination(problems[0], tables, most)
+        else:
+            elimination = compile_order(problems[0], tables, order)
+        return None if elimination is None else cls(problems, tables, elimination, deadline)
 
     def at(
         self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
@@ -71,7 +69,7 @@ class EliminationOracle:
         (least, choices), paid = self.least(prices), float(np.dot(prices, self.budgets))
         if math.isinf(least):
             return least, choices
-        slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
+        slack = SUM_ROUNDING * (abs(least) + paid)  # rounding must not let the bound pass what it bounds
         return least - paid - slack, choices
 
     def least(self, prices: tuple[float, ...]) -> tuple[float, tuple[int, ...]]:
@@ -137,7 +135,7 @@ class MessageOracle:
         least, visited = self.least(prices, known_bound + paid, sufficient + paid)
         if math.isinf(least):
             return least, None
-        return least - paid - ROUNDING * (abs(least) + paid), visited
+        return least - paid - SUM_ROUNDING * (abs(least) + paid), visited
 
     def least(
         self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
@@ -164,7 +162,7 @@ class MessageOracle:
                 break
             best, gained = messages.cost, messages.bound - before
             slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == math.inf else 0
-            is_near = best < math.inf and best - messages.bound <= TOLERANCE * abs(best)
+            is_near = best < math.inf and best - messages.bound <= ROUNDING * abs(best)
             is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
             if is_near or is_done or is_over(self.deadline):
                 break

@@ -25,6 +25,7 @@ from autopar.errors import PlanError
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Numbers = TypeVar("Numbers", Floats, Integers)
+BLOCK = 1 << 21  # entries of a table that is built, or worked on, at once: 16 MB, a millisecond
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,9 +25,10 @@ from typing import Protocol
 import numpy as np
 
 from autopar.errors import TimeLimitError
-from autopar.solver.best_below import Best, best_below
+from autopar.solver.best_below import WIDER, Best, best_below
 from autopar.solver.bounds.prices import (
     NEARER,
+    PATIENCE,
     WORTHWHILE,
     BestPrices,
     Mixture,
@@ -45,13 +46,8 @@ from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_
 from autopar.solver.problem import Problem
 from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
 
-FIRST_MARGIN, WIDER = 1e-3, 8.0  # first margin of the search, relative to the bound, and its growth
-NARROWER = 3.0  # factor by which a margin shrinks if the rest has too high a treewidth
-LEAST_MARGIN = 1e-5  # narrowest margin, relative to the bound
-MAX_STEPS = 6  # from prices to those of the rest, within one margin
-REST_WORK = 3 * CHEAP_WORK  # entries of an elimination of the rest of a problem of high treewidth
+FIRST_MARGIN = 1e-3  # first margin of the search, relative to the bound
 PRICED_NEAR = 1e-4  # gain of better prices, relative to the bound, worth an evaluation of an expensive whole
-NEAR = 5e-4  # gap at which prices of an expensive whole suffice
 
 
 class RowSource(Protocol):
@@ -223,7 +219,7 @@ class _Search:
         near: ReducedCosts | None = None
         share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
         of_last = math.inf
-        while not self.is_done() and LEAST_MARGIN < share < narrower:
+        while not self.is_done() and WORTHWHILE < share < narrower:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
             is_last = widest >= self.seconds - reached
@@ -231,13 +227,13 @@ class _Search:
             near = self.whole.reduced_costs(self.at, margin) if near is None else near
             found = self._search_rest(near, margin, reached, is_last)
             if found is None:
-                share, narrower, near = share / NARROWER, share, None
+                share, narrower, near = share / WIDER, share, None
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
             is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
             if is_last or is_stopped or self.is_done():
                 return True
-            if reached + margin <= found.reached < of_last and steps < MAX_STEPS:
+            if reached + margin <= found.reached < of_last and steps < PATIENCE:
                 # The rest lacks strategies that are cheap at its prices: add those near them.
                 steps, of_last = steps + 1, found.reached
                 others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
@@ -285,7 +281,7 @@ class _Search:
         None if the treewidth of what is left is too high.
         """
         tolerances = self.tolerances if is_last else replace(self.tolerances, longest=EFFORT)
-        most = math.inf if isinstance(self.whole, EliminationOracle) else REST_WORK
+        most = math.inf if isinstance(self.whole, EliminationOracle) else CHEAP_WORK
         prices = self.prices
         while True:
             left = remaining_of_each(self.presolved.problems, near, margin)
@@ -312,7 +308,6 @@ class _Search:
         return [place[bucket.bag[0]] for bucket in self.whole.elimination.buckets if bucket.bag[0] in place]
 
     def _best_prices(self) -> BestPrices:
-        is_wide = isinstance(self.whole, MessageOracle)
         return best_prices(
             self.whole,
             self.at,
@@ -322,7 +317,6 @@ class _Search:
             self.until,
             PRICED_NEAR if self.is_expensive else WORTHWHILE,
             self.tolerances.cutoff,
-            NEAR if self.is_expensive and not is_wide else 0.0,
             nowhere if self.is_expensive else self._exceeds(tuple),
             None if self.best is None else self.presolved.restrict(self.best),
         )

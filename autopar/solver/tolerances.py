@@ -13,7 +13,8 @@ from autopar.errors import warn_user
 from autopar.solver.deadline import why_over
 
 ROUNDING = 1e-9  # relative gap that counts as none: rounding of long sums
-EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
+SUM_ROUNDING = 1e-12  # relative difference of two sums of the same numbers in another order
+EFFORT = 1.0  # CP-SAT's deterministic seconds of an ILP that is not to decide whatever it takes
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,15 +60,6 @@ def test_counts_prove_the_optimum_below_a_limit(
         assert problems[0].seconds_of(found.choices) == pytest.approx(best, rel=CLOSE)
 
 
-def test_a_smaller_limit_leaves_the_choices_of_a_problem_that_is_made_with_it() -> None:
-    problems = random_rows(3, "skips", 1)
-    high, narrower = (RemainingProblem(problems, [0.01], limit, math.inf) for limit in (20.0, 3.0))
-    left = high.below(3.0)
-    assert [each.tolist() for each, _ in left.choices] == [each.tolist() for each, _ in narrower.choices]
-    assert sum(len(each) for each, _ in left.choices) < sum(len(each) for each, _ in high.choices)
-    assert left.margin == pytest.approx(narrower.margin) and high.is_small
-
-
 def test_a_graph_whose_messages_would_not_fit_into_memory_is_bounded_by_a_relaxed_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

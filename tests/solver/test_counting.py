@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,36 +11,13 @@ import pytest
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import counting_ilp
 from autopar.solver.remaining.counting_ilp import best_counts
-from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem
+from autopar.solver.remaining.remaining_choices import RemainingProblem
 
 
 def _problem() -> Problem:
     rng = np.random.default_rng(3)
     nodes = tuple(Node(str(i), rng.random(4), rng.integers(0, 9, 4)) for i in range(5))
     return Problem(nodes, tuple(Edge((i, i + 1), rng.random((4, 4))) for i in range(4)), 20)
-
-
-@pytest.mark.parametrize("place", [0, 1, 40, None])
-def test_what_a_short_count_finds_leaves_less_for_the_whole_one(
-    place: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = _problem()
-    every = itertools.product(range(4), repeat=5)
-    fitting = sorted((problem.seconds_of(x), x) for x in every if problem.fits(problem.bytes_of(x)))
-    counted, whole = [], counting_ilp._Counting.solve
-
-    def solve(self: counting_ilp._Counting, tolerance: float, effort: float, known: Sequence[int] | None) -> Counted:
-        counted.append((sum(len(entries) for entries, _ in self.remaining_problem.choices), effort))
-        if len(counted) == 1:  # it ends with something, or with nothing
-            return Counted(None if place is None else fitting[place][1], -math.inf, False)
-        return whole(self, tolerance, effort, known)
-
-    monkeypatch.setattr(counting_ilp._Counting, "solve", solve)
-    found = best_counts(RemainingProblem((problem,), (0.05,), 9.0, math.inf), 1e-9)
-    best, choices = fitting[0]
-    assert found.is_proven and found.choices == choices and found.bound == pytest.approx(best)
-    assert [effort for _, effort in counted] == [counting_ilp.FIRST_EFFORT, math.inf]
-    assert (counted[1][0] < counted[0][0]) is (place is not None)
 
 
 def test_a_bound_as_high_as_the_limit_is_a_proof_though_the_search_has_not_ended(

@@ -12,7 +12,6 @@ from autopar.solver import deadline
 from autopar.solver.deadline import (
     ENDING,
     GRACE,
-    GRACE_SHARE,
     LEAST,
     NEVER,
     Allowance,
@@ -86,10 +85,10 @@ def test_what_comes_before_a_search_is_on_its_clock_but_leaves_it_something(monk
             assert after(100.0) == until
 
 
-@pytest.mark.parametrize("seconds", [4.0, 10.0 * GRACE / GRACE_SHARE])
+@pytest.mark.parametrize("seconds", [4.0, 10.0 * GRACE / (1 - ENDING)])
 def test_of_a_short_time_limit_what_has_begun_has_a_share(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = _clock(monkeypatch, 0.0)
-    more = min(GRACE, GRACE_SHARE * seconds)
+    more = min(GRACE, (1 - ENDING) * seconds)
     with Allowance.from_now(seconds).searching():
         until = after(seconds)
         assert grace() == more and not whole_is_over()

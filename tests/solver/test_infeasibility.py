@@ -129,11 +129,11 @@ def test_of_many_pins_that_may_conflict_the_first_are_named() -> None:
     same = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
     nodes = tuple(_pinned(f"n{i}", i % 2) for i in range(1200))
     problem = Problem(nodes, tuple(Edge((i, i + 1), same) for i in range(1199)))
-    assert "'n8', 'n9' and 1,190 more exclude each other, or some of them do" in describe_conflict(problem, -math.inf)
+    assert "'n4', 'n5' and 1,194 more exclude each other, or some of them do" in describe_conflict(problem, -math.inf)
 
 
 def test_a_graph_too_wide_for_elimination_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "MAX_TABLE", 1)
+    monkeypatch.setattr(buckets, "MAX_BYTES", -1)
     with pytest.raises(MemoryLimitError, match=r"without the pin on 'up' the least is 3.00 GB"):
         solve(Problem((_pinned("up", 0), _pinned("down", None), _pinned("gate", 1)), (), 8 * GB))
 

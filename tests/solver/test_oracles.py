@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.solver import oracles
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination.order import separators
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.presolve.reduced_cost_fixing import remaining, remaining_of_each
-from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.remaining import remaining_choices
 from tests.solver.random_problems import brute_force, layered_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -43,15 +40,6 @@ def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) 
             assert row_bytes - left == (problem.budget or 0) - (alone.problem.budget or 0)
 
 
-def test_what_joins_two_layers_separates_them() -> None:
-    candidates, table, nothing = np.zeros(2), np.zeros((2, 2)), np.zeros(2, dtype=np.int64)
-    nodes = tuple(Node(str(i), candidates, nothing) for i in range(25))
-    ring = [(first + i, first + i + 1) for first in (0, 8, 16) for i in range(8)]
-    edges = tuple(Edge(ends, table) for ends in [*ring, (0, 8), (8, 16), (16, 24)])
-    assert separators(Problem(nodes, edges)) == {8, 16}
-    assert separators(Problem(nodes[:9], edges[:8])) == frozenset()
-
-
 @settings(deadline=None, max_examples=8)
 @given(seed=seeds, share=st.sampled_from([1.01, 1.1, 1.5]))
 def test_what_is_left_has_the_best_below_a_limit(seed: int, share: float) -> None:
@@ -64,16 +52,6 @@ def test_what_is_left_has_the_best_below_a_limit(seed: int, share: float) -> Non
     assert found is not None and found.is_proven and found.bound == pytest.approx(min(best, limit))
     if best <= limit:
         assert found.choices is not None and problems[0].seconds_of(found.choices) == pytest.approx(best)
-
-
-def test_what_takes_long_to_count_is_not_where_only_few_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = EliminationOracle.of(layered_rows(3, 3, 2), math.inf, math.inf)
-    assert whole is not None
-    limit = whole.at((0.0, 0.0))[0] * 1.5
-    rest = whole.rest((0.0, 0.0), limit, limit)
-    assert rest.counted(1e-9, math.inf, only_few=True) is not None
-    monkeypatch.setattr(remaining_choices, "FEW", 0)
-    assert rest.counted(1e-9, math.inf, only_few=True) is None and rest.counted(1e-9, math.inf) is not None
 
 
 def test_only_the_tables_at_one_price_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

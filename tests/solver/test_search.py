@@ -22,7 +22,6 @@ from autopar.solver.bounds.prices import Mixture
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.remaining import remaining_choices
 from autopar.solver.search import Found, Stated, search
 from autopar.solver.tolerances import EXACT, Tolerances
 from tests.solver.random_problems import SHAPES, brute_force, layered_rows, random_rows, without_limit
@@ -44,7 +43,7 @@ def taking(way: Way) -> Iterator[None]:
             patch.setattr(searching, "oracle_of", MessageOracle)
             patch.setattr(core, "MAX_BAG", 9)
         if way == "ilp":
-            patch.setattr(searching, "REST_WORK", -1)
+            patch.setattr(searching, "CHEAP_WORK", -1)
         yield
 
 
@@ -157,7 +156,6 @@ def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(
     best = brute_force(problems)
     with taking(way), pytest.MonkeyPatch.context() as patch:
         patch.setattr("autopar.solver.tolerances.EFFORT", 1e-9)  # no count has the time to prove anything
-        patch.setattr(remaining_choices, "FEW", 0)  # and there is much to count
         found = search(Stated(tuple(problems)), NEVER, tolerances)
     check(found, problems, best)
     if not math.isinf(tolerances.counted) and best < math.inf:

@@ -124,8 +124,7 @@ def test_the_plain_ilp_equals_brute_force(seed: int, forbidden: float, budget: i
 @contextmanager
 def _everything_too_wide() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "CHEAP_WORK", -1)
-        patch.setattr(buckets, "MAX_TABLE", -1)
+        patch.setattr(buckets, "MAX_BYTES", -1)
         yield
 
 
@@ -165,7 +164,7 @@ def test_reduced_costs_equal_brute_force(seed: int, forbidden: float, balanced: 
 @given(seed=seeds, forbidden=shares)
 def test_large_messages_are_never_built_whole(seed: int, forbidden: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "SMALL", 1)
+        patch.setattr(evaluation, "BLOCK", 1)
         _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, None), "auto")
 
 

@@ -15,7 +15,7 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.solver.problem import Edge, Problem
 from autopar.solver.tolerances import ROUNDING
 
-PRICE_PARTS = 1000  # into which the prices of moments are divided
+WEIGHTS = 1000  # parts into which prices or weights of moments are divided: rows take whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +102,5 @@ def without_idle_modes(
 def row_of(prices: Mapping[int, float]) -> MemoryRow:
     """Return the sum of moments with weights like their prices."""
     whole = sum(prices.values())
-    parts = ((place, round(PRICE_PARTS * price / whole)) for place, price in prices.items() if whole > 0)
+    parts = ((place, round(WEIGHTS * price / whole)) for place, price in prices.items() if whole > 0)
     return MemoryRow(tuple(sorted((place, part) for place, part in parts if part)))

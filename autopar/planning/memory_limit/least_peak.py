@@ -22,23 +22,19 @@ from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment
 from autopar.errors import TimeLimitError
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.memory_limit.answers import choices_and_modes
+from autopar.planning.memory_limit.answers import choices_and_modes, row_of
+from autopar.planning.memory_limit.moments import MAX_ROWS
+from autopar.solver.bounds.prices import MAX_PLANES
 from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import narrow_elimination
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate
 from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
-from autopar.solver.ilp import solve_ilp
+from autopar.solver.ilp import SMALL_ILP, solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import remaining
 from autopar.solver.problem import Edge, Node, Problem, Solution
 from autopar.solver.solve import solve
-from autopar.solver.tolerances import without_warnings
-
-WEIGHTS = 1000  # parts into which weights are divided: rows take whole numbers
-MAX_ROUNDS = 60  # rounds of cutting planes
-MAX_ROWS = 40  # moments that the ILP may meet
-SMALL_PROBLEM = 200_000  # pairs of strategies that the ILP takes
-FIXING_SECONDS = 5.0  # seconds of work per ILP, which seldom decides later
+from autopar.solver.tolerances import EFFORT, without_warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +110,7 @@ class _Visited:
             solver.Add(least <= sum(w * (float(taken[m]) / scale) for w, m in zip(weights, self.moments, strict=True)))
         solver.Maximize(least)
         solver.Solve()
-        found = {m: w.solution_value() for m, w in zip(self.moments, weights, strict=True)}
-        whole = ((moment, round(WEIGHTS * weight)) for moment, weight in found.items())
-        return MemoryRow(tuple(sorted((moment, weight) for moment, weight in whole if weight > 0)))
+        return row_of({moment: each.solution_value() for moment, each in zip(self.moments, weights, strict=True)})
 
 
 class _Search(_Visited):
@@ -142,7 +136,7 @@ class _Search(_Visited):
         """Add cutting planes until neither the bound nor the best point improves."""
         weights = MemoryRow(((max(len(self.formulation.memory.lifetimes.calls) - 1, 0), 1),))
         seen: set[MemoryRow] = set()
-        while len(seen) < MAX_ROUNDS and weights not in seen and not self.is_done():
+        while len(seen) < MAX_PLANES and weights not in seen and not self.is_done():
             seen.add(weights)
             problem = self.formulation.problem(self.pins, weights, None, self.modes).in_bytes()
             try:
@@ -180,9 +174,9 @@ class _Search(_Visited):
                 self.least = self.best
                 return
             problems = [each.problem for each in left]
-            if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_PROBLEM:
+            if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_ILP:
                 return
-            result = solve_ilp(problems[0], FIXING_SECONDS, rows=problems[1:], repeatable=True)
+            result = solve_ilp(problems[0], EFFORT, rows=problems[1:], repeatable=True)
             if result.status == "infeasible":
                 self.least = self.best
             if result.choices is None:

@@ -21,7 +21,7 @@ from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_
 from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import LimitQuestions, Modes
 from autopar.planning.settings import Settings
-from autopar.solver.deadline import after, grace, is_over, seconds_until, why_over
+from autopar.solver.deadline import ENDING, after, grace, is_over, seconds_until, why_over
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import describe_conflict
 from autopar.solver.problem import Problem, Solution
@@ -32,7 +32,6 @@ from autopar.solver.tolerances import Tolerances
 FEW_CALLS = 256  # calls of a model whose plan is proven to the end
 STOP_GAP = 1e-3  # relative optimality gap at which an expensive search stops by default
 HALF = 0.5  # largest share of the time until any choices are found; the least peak takes the rest
-SPARE = 0.08  # share of the time that a refusal may take beyond it, to name the least peak
 
 
 def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, settings: Settings) -> Answer:
@@ -50,7 +49,7 @@ def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, setti
     stop_gap = STOP_GAP if is_rough else options.gap or 0.0
     counted = math.inf if settings.is_brief else stop_gap
     tolerances = Tolerances(options.gap or 0.0, stop_gap, counted, cutoff=settings.cutoff)
-    request = LimitQuestions(formulation, pins, deadline, SPARE * options.time_limit, settings.is_brief)
+    request = LimitQuestions(formulation, pins, deadline, (1 - ENDING) * options.time_limit, settings.is_brief)
     with request.naming_pins():
         if limit is None or not formulation.memory.lifetimes.calls:
             return _without_a_limit(request, modes, settings)

@@ -11,7 +11,7 @@ from autopar.costs.memory.moments import MemoryRow
 from autopar.solver.bounds.prices import Mixture
 from autopar.solver.problem import Problem
 
-MAX_ROWS = 24  # moments that have a row: with more, searches take too long
+MAX_ROWS = 24  # moments that have a row: with more, searches and ILPs take too long
 MAX_MIXED = 4  # times that what prices mix adds moments: then single layers are over it, one after the other
 OVER = 1e-3  # share of the limit by which a mixture must exceed it at a moment to state a row
 

@@ -19,10 +19,8 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.answers import Answer, choices_and_modes
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
 from autopar.solver.deadline import grace, is_over, moment_in, why_over
-from autopar.solver.infeasibility import Conflict, describe_conflict, find_conflict
+from autopar.solver.infeasibility import MAX_NAMED, Conflict, describe_conflict, find_conflict
 from autopar.solver.problem import Problem, Solution
-
-MAX_NAMED = 6  # pins whose worth is worked out
 
 Modes = Mapping[str, str]
 """Segment → its mode, "" where it is free to choose."""

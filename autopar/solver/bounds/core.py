@@ -1,7 +1,7 @@
 """The core of a graph of high treewidth: the rest after eliminating every node whose bag is small.
 
 Parameters, chains and blocks around a residual stream go, and equal layers share the work (`elimination`). Between the
-nodes of the core lie edges and messages over two to four of them; what lies between the same ones is added up.
+nodes of the core lie edges, and messages over two or three of them; what lies between the same ones is added up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from autopar.solver.elimination.evaluation import bag_sum, evaluate
 from autopar.solver.problem import Floats, Problem
 
 MAX_BAG = 6_000_000  # entries of a bag
-MAX_PAIR = 200_000  # entries of what a node leaves over two others at most
-MOST, MAX_ENDS = 12_000, 3  # entries of what a node leaves over more than two others, and how many others
+MAX_MESSAGE = 200_000  # entries of what a node leaves
+MAX_ENDS = 3  # nodes that it is left over
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,7 @@ class _Shrinking:
                 return None
         around.discard(node)
         left = math.prod([self.sizes[other] for other in around])
-        if len(around) > MAX_ENDS or left * self.sizes[node] > MAX_BAG:
-            return None
-        if left > (MOST if len(around) > 2 else MAX_PAIR):
+        if len(around) > MAX_ENDS or left > MAX_MESSAGE or left * self.sizes[node] > MAX_BAG:
             return None
         return left * self.sizes[node], self.depth[node], node
 

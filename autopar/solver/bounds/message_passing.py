@@ -29,8 +29,6 @@ from autopar.solver.deadline import NEVER, check
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.problem import Floats, Problem
 
-CHECKED = 256  # nodes that are visited between two looks at the clock
-
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
@@ -143,9 +141,8 @@ class MessagePassing:
     def _sweep(self, visits: Sequence[_Visit], choices: list[int] | None, domains: Domains | None = None) -> None:
         before, bound, is_fresh = self.bound, self._constant, self._is_fresh
         costs, sent, left = self._costs, self._sent, self._left
-        for number, visit in enumerate(visits):
-            if domains is not None or not number % CHECKED:
-                check(self.deadline)
+        for visit in visits:
+            check(self.deadline)
             node = visit.node
             gathered, least = left[node], []
             for edge, place, is_reached, _, _ in visit.edges:

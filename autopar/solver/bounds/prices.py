@@ -18,20 +18,15 @@ from ortools.linear_solver import pywraplp
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import is_over
 from autopar.solver.problem import Floats, Integers
-from autopar.solver.tolerances import is_closed
+from autopar.solver.tolerances import ROUNDING, is_closed
 
-MAX_PLANES = 60  # evaluations in search of prices
+MAX_PLANES = 60  # evaluations in search of prices, or of weights of moments
 NEARER = 0.5  # share of the way from the best prices to those that are best against all visited solutions
 BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # least price of all memory, relative to the bound
-SETTLED = 1.5  # times the gap between a bound and its choices: a smaller gain is not due to a better price
-PATIENCE = 5  # evaluations in a row that prove no more
-ROUGHLY, CLOSER = (
-    5e-3,
-    10.0,
-)  # largest gap at which mixtures are first checked, relative to the bound, and its shrinkage
-LEAST_SHARE = 1e-6  # least weight in a mixture; smaller ones are rounding
-WORTHWHILE = 5e-6  # gain of better prices, relative to the bound, that is worth another evaluation
+PATIENCE = 3  # evaluations or sweeps in a row that prove no more
+ROUGHLY = 5e-3  # largest gain of better prices, relative to the bound, at which mixtures are checked
+WORTHWHILE = 5e-6  # share of the bound that is worth another evaluation at better prices, or a count
 
 
 Mixture = tuple[tuple[tuple[int, ...], float], ...]
@@ -91,7 +86,6 @@ def best_prices(
     deadline: float,
     worthwhile: float = WORTHWHILE,
     cutoff: float = math.inf,
-    wide_gap: float = 0.0,
     is_over_elsewhere: OverElsewhere = nowhere,
     known: tuple[int, ...] | None = None,
 ) -> BestPrices:
@@ -99,14 +93,13 @@ def best_prices(
 
     `constant` seconds are added to each solution; one within the gap is enough. Prices are looked for no longer where
     better ones could prove less than a `worthwhile` share of `scale` seconds. A bound as high as the `cutoff` ends the
-    search, as does a solution that is within a gap of `wide_gap`, if that is more: at one price evaluations that are
-    not exact go on for the gap, but no further price is. From time to time the mixture at near-optimal prices is
-    checked against the budgets that are not rows. The search ends if it exceeds one: with that row, other prices are
-    optimal. Choices that are `known` to be within all budgets bound what prices prove from the beginning.
+    search. The mixture at near-optimal prices is checked against the budgets that are not rows. The search ends if it
+    exceeds one: with that row, other prices are optimal. Choices that are `known` to be within all budgets bound what
+    prices prove from the beginning.
     """
     cost = float(np.dot(start, rows.budgets))
     planes = _Planes(rows.budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300))
-    best, prices, open_there, stalled, requested = BestPrices(start, -np.inf, None, np.inf), start, math.inf, 0, ROUGHLY
+    best, prices, open_there, stalled = BestPrices(start, -np.inf, None, np.inf), start, math.inf, 0
     visited = set[tuple[int, ...]]()
     if known is not None:
         seconds, row_bytes = rows.cost(known)
@@ -129,15 +122,13 @@ def best_prices(
         if (over <= 0).all() and seconds < best.seconds:
             best = replace(best, choices=choices, seconds=seconds)
         most, wanted = planes.after(choices, seconds, over)
-        is_near = is_closed(best.seconds + constant, best.bound + constant, max(gap, wide_gap)) or best.bound >= cutoff
+        is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
-        is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
+        is_settled = most - best.bound <= max(worthwhile * scale, open_there)  # no better price is known to prove more
         if is_near or is_stalled or is_settled or is_over(deadline):
             break
-        if most - best.bound <= requested * scale:
-            requested = (most - best.bound) / (CLOSER * scale)
-            if is_over_elsewhere(planes.mixture()):
-                return replace(best, mixture=planes.mixture(), is_over_elsewhere=True)
+        if most - best.bound <= ROUGHLY * scale and is_over_elsewhere(planes.mixture()):
+            return replace(best, mixture=planes.mixture(), is_over_elsewhere=True)
         # Visited choices add no information: the optimum against them is proven there, or new choices are visited.
         share = 1.0 if choices in visited else NEARER
         visited.add(choices)
@@ -179,4 +170,4 @@ class _Planes:
             return ()
         shares = [(choices, abs(plane.dual_value())) for choices, plane in self._planes]
         whole = sum(share for _, share in shares)
-        return tuple([(choices, share / whole) for choices, share in shares if share > LEAST_SHARE * whole])
+        return tuple([(choices, share / whole) for choices, share in shares if share > ROUNDING * whole])

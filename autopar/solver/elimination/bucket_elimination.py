@@ -17,16 +17,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.elimination.order import elimination_order, separators
+from autopar.solver.elimination.order import elimination_order
 from autopar.solver.problem import Problem
 
-MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is never built, and its message is far smaller
 MAX_BYTES = 1_500_000_000  # bytes of all messages together
-BYTES = 8  # bytes per entry
-MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
-EXPENSIVE_WORK = 5_000_000_000  # entries: more take longer than messages; up to there no other order is looked for
+EXPENSIVE_WORK = 5_000_000_000  # entries of all steps together, a quarter of a minute on a core: messages take less
 ORDERS = ((True, False), (False, False), (False, True))  # (balanced, by growth)
 
 
@@ -66,7 +65,7 @@ class Elimination:
     @property
     def num_bytes(self) -> int:
         """Bytes of the messages of all steps, which an evaluation keeps."""
-        return BYTES * sum(math.prod(step.sizes[1:]) for step in self.steps)
+        return np.dtype(np.float64).itemsize * sum(math.prod(step.sizes[1:]) for step in self.steps)
 
     @property
     def largest(self) -> int:
@@ -112,18 +111,16 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
     return Elimination(tuple(steps), tuple(buckets), len(tables))
 
 
-def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
-    """Return an order that is cheap, or the cheapest of some; None if the treewidth is too high for all of them."""
-    last = separators(problem)
+def narrow_elimination(problem: Problem, tables: Tables, most: float = EXPENSIVE_WORK) -> Elimination | None:
+    """Return an order that is cheap, or the cheapest of some; None if all of them take more than so many entries."""
     found: list[Elimination] = []
-    for balanced, by_growth, kept in (*[(True, False, last)] * bool(last), *((*each, ()) for each in ORDERS)):
-        order = elimination_order(problem, balanced, by_growth, kept, MAX_TABLE)
+    for balanced, by_growth in ORDERS:
+        order = elimination_order(problem, balanced, by_growth, most)
         if order is None:
             continue
         compiled = compile_order(problem, tables, order)
-        if compiled.num_bytes > MAX_BYTES:
-            continue
-        found.append(compiled)
-        if found[-1].work <= (EXPENSIVE_WORK if kept else CHEAP_WORK):
-            return found[-1]
-    return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)
+        if compiled.work <= most and compiled.num_bytes <= MAX_BYTES:
+            found.append(compiled)
+        if compiled.work <= CHEAP_WORK:
+            break
+    return min(found, key=lambda each: each.work, default=None)

@@ -10,9 +10,7 @@ import numpy as np
 from autopar.solver.deadline import NEVER, check
 from autopar.solver.elimination.bucket_elimination import Elimination, EliminationStep
 from autopar.solver.elimination.min_plus import least_sums
-from autopar.solver.problem import Floats
-
-SMALL = 1 << 20  # entries of a bag that is built whole: below 8 MB that is as fast
+from autopar.solver.problem import BLOCK, Floats
 
 
 def evaluate(elimination: Elimination, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
@@ -60,7 +58,7 @@ def bag_sum(step: EliminationStep, tables: Sequence[Floats], out: Floats | None 
 
 def _message(step: EliminationStep, tables: Sequence[Floats]) -> Floats:
     """Return the minimum over the bag's first axis, without building the whole bag where it is large."""
-    if math.prod(step.sizes) <= SMALL or len(step.sizes) == 1:
+    if math.prod(step.sizes) <= BLOCK or len(step.sizes) == 1:
         return np.asarray(bag_sum(step, tables).min(axis=0))
     parts = _partial_sums(step, tables)
     if len(parts) == 2:

@@ -23,9 +23,7 @@ from autopar.solver.deadline import NEVER, check
 from autopar.solver.elimination.bucket_elimination import Elimination, EliminationStep
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import bag_sum
-from autopar.solver.problem import Floats, Integers, Problem, cut_table
-
-BLOCK = 1 << 22  # entries of a bag that are calibrated at once
+from autopar.solver.problem import BLOCK, Floats, Integers, Problem, cut_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,16 +181,6 @@ def _rows_within(outside: Floats, margin: float) -> tuple[Integers, ...]:
     near = outside <= margin
     dims = range(near.ndim)
     return tuple(np.flatnonzero(near.any(axis=tuple(other for other in dims if other != dim))) for dim in dims)
-
-
-def children_of(elimination: Elimination) -> list[list[int]]:
-    """Return the buckets that send their message to each bucket, by position in the order."""
-    position = {bucket.bag[0]: place for place, bucket in enumerate(elimination.buckets)}
-    children: list[list[int]] = [[] for _ in elimination.buckets]
-    for place, bucket in enumerate(elimination.buckets):
-        if len(bucket.bag) > 1:
-            children[min(position[member] for member in bucket.bag[1:])].append(place)
-    return children
 
 
 def _minimum(total: Floats, kept: tuple[int, ...]) -> Floats:

@@ -21,10 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from autopar.solver.problem import Floats
+from autopar.solver.problem import BLOCK, Floats
 
-BLOCK = 1 << 22  # sums that a thread finds the least of at once: two milliseconds
-MAX_THREADS = 8
+MAX_THREADS = 8  # each has a block of its own in memory
 
 
 def least_sums(ones: Floats, others: Floats) -> Floats:

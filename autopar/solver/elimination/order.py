@@ -1,8 +1,4 @@
-"""Elimination order of a graph: greedy, with the separators between a model's layers last.
-
-A node that all paths between two parts of a graph run through (the sum at the end of a layer) separates them. If it is
-kept until the parts on both sides are gone, each part leaves one message over its separators. Equal layers then leave
-equal messages. If it is eliminated earlier, it joins the two parts, and layers are divided at ever other positions.
+"""Greedy elimination order of a graph.
 
 An order depends on the graph and the numbers of candidate strategies, not on their costs. A search that solves the same
 graph again, with other memory rows, reuses the previous order.
@@ -13,54 +9,29 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable
 from functools import lru_cache
-from typing import cast
-
-import networkx as nx
 
 from autopar.solver.problem import Problem
 
-LARGE = 1 << 62
 CROWDED = 10  # neighbours of a node whose fill is not counted
-MIN_PART = 8  # nodes of a part: smaller ones are no layers
-KEPT = 32  # cached orders and separator sets, of the graphs used last
-
-_Ends = tuple[tuple[int, ...], ...]
-"""The nodes of each edge."""
-
-
-def separators(problem: Problem) -> frozenset[int]:
-    """Return the nodes that parts of some nodes have in common, each part being one that no single node separates."""
-    graph = nx.Graph()
-    for edge in problem.edges:
-        graph.add_edges_from(itertools.combinations(dict.fromkeys(edge.ends), 2))
-    parts = cast(Iterable[set[int]], nx.biconnected_components(graph))
-    counts = Counter(itertools.chain.from_iterable(part for part in parts if len(part) >= MIN_PART))
-    return frozenset(node for node, count in counts.items() if count > 1)
+KEPT = 32  # cached orders, of the graphs used last
 
 
 def elimination_order(
-    problem: Problem, balanced: bool, by_growth: bool = False, last: Collection[int] = (), most: float = math.inf
+    problem: Problem, balanced: bool, by_growth: bool = False, most: float = math.inf
 ) -> list[int] | None:
-    """Return the nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come
-    `last`.
+    """Return the nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position.
 
     Returns None as soon as a bucket has more than `most` entries: larger ones follow, which take the longest.
     """
     sizes = tuple([node.num_strategies for node in problem.nodes])
-    order = _order(sizes, _ends(problem), balanced, by_growth, frozenset(last), most)
+    order = _order(sizes, tuple([edge.ends for edge in problem.edges]), balanced, by_growth, most)
     return None if order is None else list(order)
-
-
-def _ends(problem: Problem) -> _Ends:
-    return tuple([edge.ends for edge in problem.edges])
 
 
 @lru_cache(KEPT)
 def _order(
-    sizes: tuple[int, ...], edges: _Ends, balanced: bool, by_growth: bool, last: frozenset[int], most: float
+    sizes: tuple[int, ...], edges: tuple[tuple[int, ...], ...], balanced: bool, by_growth: bool, most: float
 ) -> tuple[int, ...] | None:
     around: list[set[int]] = [set() for _ in sizes]
     for ends in edges:
@@ -71,18 +42,18 @@ def _order(
     message = [math.prod([sizes[other] for other in each]) for each in around]  # current: reshards have many neighbours
     total = [sum([sizes[other] for other in each]) for each in around]
 
-    def priority(node: int) -> tuple[int, ...]:
+    def priority(node: int) -> tuple[float, ...]:
         table = sizes[node] * message[node]
         if by_growth:
-            growth = message[node] - sizes[node] * total[node] if len(around[node]) > 1 else -LARGE
-            return (node in last, growth, table, depth[node], node)
+            growth = message[node] - sizes[node] * total[node] if len(around[node]) > 1 else -math.inf
+            return (growth, table, depth[node], node)
         fill = 0
         if len(around[node]) > CROWDED:
             fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
         elif len(around[node]) > 2:
             fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
         first, second = (depth[node], table) if balanced else (table, depth[node])
-        return (node in last, fill, first, second, node)
+        return (fill, first, second, node)
 
     current = {node: priority(node) for node in range(len(sizes))}
     heap = list(current.values())
@@ -90,7 +61,7 @@ def _order(
     order: list[int] = []
     while heap:
         entry = heapq.heappop(heap)
-        node = entry[-1]
+        node = int(entry[-1])
         if current.get(node) != entry:
             continue
         del current[node]

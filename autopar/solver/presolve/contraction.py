@@ -18,8 +18,7 @@ import numpy as np
 
 from autopar.solver.problem import Edge, Integers, Node, Problem
 
-RARE = 0.05  # largest share of allowed pairs in a contraction
-GROWTH = 4  # times as many strategies as the larger of the two had
+GROWTH = 4  # largest number of allowed pairs, as a multiple of the strategies of the larger of the two nodes
 SMALL = 4096  # pairs: tables of no more cost nothing
 
 
@@ -129,7 +128,7 @@ class _State:
             allowed = np.isfinite(self.nodes[one].seconds)[:, None] & np.isfinite(self.nodes[other].seconds)[None, :]
             for table, first in tables:
                 allowed = allowed & np.isfinite(table if first else table.T)
-            most = min(RARE * allowed.size, GROWTH * max(allowed.shape))
+            most = GROWTH * max(allowed.shape)
             # The tables are kept with what was made of them: an id means something only while the object lives.
             self.made[key] = (np.nonzero(allowed) if 0 < allowed.sum() <= most else None, tables)
         return self.made[key][0]  # type: ignore[index, return-value]

@@ -24,13 +24,9 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import check, seconds_until
-from autopar.solver.ilp import solved
+from autopar.solver.ilp import SMALL_ILP, solved
 from autopar.solver.problem import Floats, Integers
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
-
-MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
-FIRST_EFFORT = 0.1  # CP-SAT's deterministic seconds: mostly the best is found in that, and is yet to be proven
-MIN_TOLERANCE = 1e-10  # relative to the limit: smallest difference that the ILP resolves
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +54,9 @@ def best_counts(
     """Return the choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
     The ILP ends with what it has after so much `effort`, which is counted in CP-SAT's deterministic seconds: the answer
-    is the same on every machine. It begins with `known` choices, if there are some. Where little is to be counted, a
-    short search comes first: what it finds leaves less. Raises TooManyChoicesError.
+    is the same on every machine. It begins with `known` choices, if there are some. Raises TooManyChoicesError.
     """
-    if effort <= FIRST_EFFORT or not remaining_problem.is_small:
-        return _Counting(remaining_problem).solve(tolerance, effort, known)
-    first = _Counting(remaining_problem).solve(tolerance, FIRST_EFFORT, known)
-    if first.is_proven or first.choices is None:
-        return first if first.is_proven else _Counting(remaining_problem).solve(tolerance, effort, known)
-    incumbent = remaining_problem.seconds_of(first.choices)
-    below = remaining_problem.below(min(incumbent, remaining_problem.limit))
-    found = _Counting(below).solve(tolerance, effort, first.choices)
-    is_better = found.choices is not None and remaining_problem.seconds_of(found.choices) < incumbent
-    bound = max(first.bound, found.bound)
-    return Counted(found.choices if is_better else first.choices, bound, found.is_proven)
+    return _Counting(remaining_problem).solve(tolerance, effort, known)
 
 
 class _Counting:
@@ -112,10 +97,10 @@ class _Counting:
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
         remaining_problem = self.remaining_problem
-        if remaining_problem.num_choices > MAX_VARIABLES:
+        if remaining_problem.num_choices > SMALL_ILP:
             raise TooManyChoicesError
         counts = Counter(bucket.step for bucket in self.elimination.buckets)
-        for step, (entries, _) in enumerate(remaining_problem.choices):
+        for step, entries in enumerate(remaining_problem.choices):
             if not len(entries):
                 return False
             check(remaining_problem.deadline)
@@ -153,7 +138,7 @@ class _Counting:
     def _minimise(self, tolerance: float) -> tuple[float, float]:
         """Set the objective and the limits; returns what every solution costs, and the unit of the rest, in seconds."""
         num_buckets = len(self.elimination.buckets)
-        unit = max(tolerance, MIN_TOLERANCE * abs(self.limit)) / (4 * num_buckets) or 1.0
+        unit = tolerance / (4 * num_buckets) or 1.0
         constant = 0.0
         costs: list[int] = []
         for each in self.steps:

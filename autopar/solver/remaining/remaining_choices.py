@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,11 +19,8 @@ from autopar.solver.elimination.bucket_elimination import Elimination, compile_e
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import bag_sum, evaluate
 from autopar.solver.elimination.min_marginals import outside_steps
-from autopar.solver.problem import Floats, Integers, Problem
-
-MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
-FEW = 5_000  # choices of all bags together that are soon counted
-ROUNDING = 1e-12  # relative difference of sums in another order
+from autopar.solver.problem import BLOCK, Floats, Integers, Problem
+from autopar.solver.tolerances import SUM_ROUNDING
 
 
 class TooManyChoicesError(Exception):
@@ -47,7 +43,7 @@ def _evaluated(
     tables = Tables(problems[0], problems[1:])
     orders = [compile_elimination(problems[0], tables, balanced) for balanced in (True, False)]
     elimination = min(orders, key=lambda each: each.work)
-    if elimination.largest > MAX_ENTRIES:
+    if elimination.largest > BLOCK:
         raise TooManyChoicesError
     return tables, elimination, evaluate(elimination, tables.weighted(*prices), deadline)
 
@@ -75,51 +71,20 @@ class RemainingProblem:
         least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
         paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
         # Reduced costs carry the rounding of long sums; a choice too many does no harm.
-        rounding = ROUNDING * (abs(least) + paid + abs(limit)) if least < math.inf else 0.0
+        rounding = SUM_ROUNDING * (abs(least) + paid + abs(limit)) if least < math.inf else 0.0
         self.margin = limit - (least - paid) + rounding
         self.roots = Counter(roots)
         self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
 
     @property
-    def is_small(self) -> bool:
-        """True if the remaining problem takes little time to count."""
-        return self.num_choices <= FEW
-
-    @property
     def num_choices(self) -> int:
         """Number of choices of all bags together."""
-        return sum(len(entries) for entries, _ in self.choices)
-
-    def below(self, limit: float) -> RemainingProblem:
-        """Return the same with a smaller limit."""
-        found = copy(self)
-        found.limit, found.margin = limit, self.margin - (self.limit - limit)
-        near = [reduced_cost <= found.margin for _, reduced_cost in self.choices]
-        found.choices = [
-            (entries[rows], reduced_cost[rows])
-            for (entries, reduced_cost), rows in zip(self.choices, near, strict=True)
-        ]
-        return found
-
-    def seconds_of(self, choices: Sequence[int]) -> float:
-        """Return the seconds of choices of the problem."""
-        tables = (
-            (self.costs[table][0], tuple([choices[bucket.bag[axis]] for axis in axes]))
-            for bucket in self.elimination.buckets
-            for table, axes in self.elimination.steps[bucket.step].inputs
-            if table < self.elimination.num_tables
-        )
-        return math.fsum(float(seconds[index]) for seconds, index in tables)
+        return sum(map(len, self.choices))
 
     @cached_property
-    def choices(self) -> list[tuple[Integers, Floats]]:
-        """Choices of each step's bag within the margin, a row each, and their reduced costs."""
-        return [self._entries_within(step) for step in range(len(self.elimination.steps))]
-
-    def _entries_within(self, step: int) -> tuple[Integers, Floats]:
-        whole = self._whole(step)
-        entries = np.argwhere(whole <= self.margin)
-        return entries, whole[tuple(entries.T)]
+    def choices(self) -> list[Integers]:
+        """Choices of each step's bag within the margin, a row each."""
+        return [np.argwhere(self._whole(step) <= self.margin) for step in range(len(self.elimination.steps))]
 
     def _whole(self, step: int) -> Floats:
         """Return the reduced cost of every choice of the bag of a step."""
@@ -135,7 +100,7 @@ class RemainingProblem:
 
     def own(self, step: int) -> tuple[Floats, Integers]:
         """Return the seconds of the problem's own tables in a step, and bytes by memory row, of its choices."""
-        entries, _ = self.choices[step]
+        entries = self.choices[step]
         seconds = np.zeros(len(entries))
         num_bytes = np.zeros((len(self.budgets), len(entries)), dtype=np.int64)
         for table, axes in self.elimination.steps[step].inputs:

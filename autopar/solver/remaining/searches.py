@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import after, check, seconds_until
-from autopar.solver.ilp import solve_ilp
+from autopar.solver.ilp import SMALL_ILP, solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import Remaining
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
 
-ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
 SHARE = 0.25  # largest share of the remaining time for one search
 
 UNSEARCHED = Counted(None, -math.inf, False)
@@ -31,30 +30,25 @@ class Rest:
     limit: float
     deadline: float
 
-    def counted(
-        self, tolerance: float, effort: float, only_few: bool = False, known: Sequence[int] | None = None
-    ) -> Counted | None:
+    def counted(self, tolerance: float, effort: float, known: Sequence[int] | None = None) -> Counted:
         """Return the best by counting ILPs, or by the plain ILP where there are too many choices for that.
 
-        `known` are choices of the whole to begin with. With `only_few` None where what is left takes long to count.
+        `known` are choices of the whole to begin with.
         """
         if not self.left:
             return Counted(None, self.limit, True)
         start = None if known is None else self.left[0].restrict(known)
         try:
-            remaining_problem = self._remaining_problem()
-            if only_few and not remaining_problem.is_small:
-                return None
-            return self._of_the_whole(best_counts(remaining_problem, tolerance, effort, start))
+            return self._of_the_whole(best_counts(self._remaining_problem(), tolerance, effort, start))
         except TooManyChoicesError:
-            return None if only_few else self._of_the_whole(self._by_ilp(tolerance, effort, start))
+            return self._of_the_whole(self._by_ilp(tolerance, effort, start))
         except TimeLimitError:
             check(self.deadline)
             return UNSEARCHED
 
     def _by_ilp(self, tolerance: float, effort: float, start: Sequence[int] | None) -> Counted:
         first, *rows = [each.problem for each in self.left]
-        if rows and sum(edge.seconds.size for edge in first.edges) > ILP_PAIRS:
+        if rows and sum(edge.seconds.size for edge in first.edges) > SMALL_ILP:
             return UNSEARCHED
         is_repeatable = effort < math.inf
         left = effort if is_repeatable else SHARE * seconds_until(self.deadline)

@@ -22,7 +22,7 @@ POSITIONS, HEAD = 1024, 64
 TABLE = POSITIONS * HEAD * 4
 
 
-def _model(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def _model(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A narrow model, whose tables are larger than its activations."""
     config = LlamaConfig(
         vocab_size=16,

@@ -175,7 +175,7 @@ def test_what_four_nodes_have_in_common_is_one_where_that_is_small(monkeypatch: 
     monkeypatch.setattr(core, "MAX_ENDS", 4)
     found = core_of(crowd, Tables(crowd))
     assert set(found.nodes) == set(range(6)) and {len(joint.ends) for joint in found.joints} >= {4}
-    large = _in_a_crowd(rng, 3, 18)  # 18**4 entries are too many of four
+    large = _in_a_crowd(rng, 3, 22)  # 22**4 entries are too many
     assert {len(joint.ends) for joint in core_of(large, Tables(large)).joints} == {2}
 
 

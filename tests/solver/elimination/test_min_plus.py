@@ -162,7 +162,7 @@ def test_a_message_is_the_same_however_it_is_found(drawn: tuple[EliminationStep,
     step, tables = drawn
     expected = evaluation.bag_sum(step, tables).min(axis=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "SMALL", 0)
+        patch.setattr(evaluation, "BLOCK", 0)
         found = evaluation._message(step, tables)
     assert found.shape == expected.shape
     assert np.array_equal(np.isinf(found), np.isinf(expected))
@@ -170,7 +170,7 @@ def test_a_message_is_the_same_however_it_is_found(drawn: tuple[EliminationStep,
 
 
 def test_a_large_bag_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 120
+    size = 130
     rng = np.random.default_rng(0)
     nodes = tuple(Node(str(number), rng.random(size), np.zeros(size, dtype=np.int64)) for number in range(4))
     problem = Problem(
@@ -178,7 +178,7 @@ def test_a_large_bag_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     tables = Tables(problem)
     compiled, weighted = compile_elimination(problem, tables, balanced=True), tables.weighted(0.0)
-    assert compiled.largest > evaluation.SMALL
+    assert compiled.largest > evaluation.BLOCK
     built: list[int] = []
     whole = evaluation.bag_sum
 
@@ -188,4 +188,4 @@ def test_a_large_bag_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(evaluation, "bag_sum", bag_sum)
     evaluate(compiled, weighted)
-    assert built and max(built) <= evaluation.SMALL
+    assert built and max(built) <= evaluation.BLOCK

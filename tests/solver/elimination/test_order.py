@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.elimination import order
-from autopar.solver.elimination.order import LARGE, elimination_order, separators
+from autopar.solver.elimination.order import elimination_order
 from autopar.solver.problem import Edge, Node, Problem
 from tests.solver.random_problems import SHAPES, random_rows
 
@@ -32,10 +32,10 @@ def by_growth_anew(problem: Problem) -> list[int]:
             around[one].add(other)
     depth, found = [0] * len(sizes), []
 
-    def priority(node: int) -> tuple[int, ...]:
+    def priority(node: int) -> tuple[float, ...]:
         message = math.prod(sizes[other] for other in around[node])
         growth = message - sum(sizes[node] * sizes[other] for other in around[node])
-        return (growth if len(around[node]) > 1 else -LARGE, sizes[node] * message, depth[node], node)
+        return (growth if len(around[node]) > 1 else -math.inf, sizes[node] * message, depth[node], node)
 
     while around:
         node = min(around, key=priority)
@@ -69,5 +69,4 @@ def test_the_order_of_a_graph_does_not_depend_on_what_its_candidates_cost() -> N
     first.reverse()
     second = elimination_order(other, True)
     assert second == first[::-1] and order._order.cache_info().hits == before.hits + 1
-    assert separators(one) == separators(other)
     assert elimination_order(with_center(other), True) != second

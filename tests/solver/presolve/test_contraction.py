@@ -34,7 +34,7 @@ def _random(rng: np.random.Generator) -> Problem:
 @given(st.integers(0, 2**32 - 1))
 def test_every_choice_that_is_left_costs_what_it_cost(seed: int) -> None:
     problem = _random(np.random.default_rng(seed))
-    with mock.patch.multiple(contraction, RARE=1.0, GROWTH=4, SMALL=0):
+    with mock.patch.multiple(contraction, GROWTH=4, SMALL=0):
         smaller = contract(problem)
     allowed = {
         choices: problem.cost_of(choices)

@@ -92,6 +92,11 @@ def test_the_header_tells_mesh_time_bound_memory_and_solver() -> None:
     assert "elimination" in table
 
 
+def test_a_step_below_the_bound_of_the_sum_is_not_told_next_to_it() -> None:
+    plan = replace(_plan(_call("a", "head"), bound=0.0009), simulated=0.0008)
+    assert "800.0 µs predicted, optimality gap 10.00% of the sum of costs, 1.00 ms\n" in plan_table(plan)
+
+
 def test_a_gap_is_not_rounded_away() -> None:
     assert "optimality gap 0.0015%" in plan_table(_plan(_call("a", "head"), bound=0.001 * (1 - 1.5e-5)))
 
