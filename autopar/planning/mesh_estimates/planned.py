@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ class Planned:
     tried: dict[Mesh, Tried[Any]] = field(default_factory=dict)
     error: float = 0.0
     """The most that a plan was apart from its estimate, relative to that."""
+    quickest: float = 0.0
+    """Seconds of the quickest exact plan; no other begins with less time left."""
     num_left: int = 0
     """Candidates that may be better and were not planned, as time was over."""
     answers: list[Estimate] = field(default_factory=list)
@@ -67,7 +70,7 @@ class Planned:
         queue, later = self.estimates.best(), Counter[Mesh]()
         last: Estimate | None = None
         say = counter("exact plans of candidates")
-        while queue and not is_over(self.deadline):
+        while queue and not is_over(self.deadline) and seconds_until(self.deadline) >= self.quickest:
             worth = self._seconds_worth_planning
             if queue[0].seconds >= worth:
                 break
@@ -168,7 +171,10 @@ class Planned:
         mesh = estimate.mesh
         known = [each for each in self.tried.values() if each.mesh != mesh]
         turn = Turn(share * seconds_until(self.deadline), cutoff_of(mesh, known))
+        begin = time.monotonic()
         tried = tried_on(lambda _, own: self.exact(estimate, own), mesh, turn)
         if tried.found is not None:
+            took = time.monotonic() - begin
+            self.quickest = min(took, self.quickest) if self.answers else took
             self.error = max(self.error, abs(tried.found.seconds / estimate.seconds - 1))
         return tried
