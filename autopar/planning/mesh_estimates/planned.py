@@ -55,7 +55,7 @@ class Planned:
     error: float = 0.0
     """The most that a plan was apart from its estimate, relative to that."""
     quickest: float = 0.0
-    """Seconds of the quickest exact plan; no other begins with less time left."""
+    """Seconds of the quickest exact plan of a pipeline; no other begins with less time left."""
     num_left: int = 0
     """Candidates that may be better and were not planned, as time was over."""
     answers: list[Estimate] = field(default_factory=list)
@@ -70,18 +70,20 @@ class Planned:
         queue, later = self.estimates.best(), Counter[Mesh]()
         last: Estimate | None = None
         say = counter("exact plans of candidates")
-        while queue and not is_over(self.deadline) and seconds_until(self.deadline) >= self.quickest:
+        while queue and not is_over(self.deadline):
             worth = self._seconds_worth_planning
             if queue[0].seconds >= worth:
                 break
             chosen = self._next_estimate(queue, last, worth)
+            if self._is_pipeline(chosen) and seconds_until(self.deadline) < self.quickest:
+                break
             queue.remove(chosen)
             num_others = sum(each.seconds < worth for each in queue)
             say(self._progress(num_others))
             if (same := self._same_as(chosen)) is not None:
                 self.same[same].append(chosen)
                 continue
-            has_all = not num_others or (self.answers and self.estimates.subject.axis in chosen.mesh.axes)
+            has_all = not num_others or (self.answers and self._is_pipeline(chosen))
             tried = self._try(chosen, 1.0 if has_all else SHARE)
             if tried.found is None and not tried.reason.startswith(NOT_TRIED) and chosen.mesh not in self.tried:
                 later[chosen.mesh] += 1
@@ -104,6 +106,9 @@ class Planned:
             return None
         without = [each for each in self.tried.values() if each.found is None]
         return Searched(lines[0][0].mesh.num_devices, lines, tuple(without))
+
+    def _is_pipeline(self, estimate: Estimate) -> bool:
+        return self.estimates.subject.axis in estimate.mesh.axes
 
     @property
     def _best_seconds(self) -> float:
@@ -173,8 +178,9 @@ class Planned:
         turn = Turn(share * seconds_until(self.deadline), cutoff_of(mesh, known))
         begin = time.monotonic()
         tried = tried_on(lambda _, own: self.exact(estimate, own), mesh, turn)
-        if tried.found is not None:
+        if tried.found is not None and self._is_pipeline(estimate):
             took = time.monotonic() - begin
-            self.quickest = min(took, self.quickest) if self.answers else took
+            self.quickest = min(took, self.quickest or took)
+        if tried.found is not None:
             self.error = max(self.error, abs(tried.found.seconds / estimate.seconds - 1))
         return tried
