@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ class Planned:
     tried: dict[Mesh, Tried[Any]] = field(default_factory=dict)
     error: float = 0.0
     """The most that a plan was apart from its estimate, relative to that."""
+    quickest: float = 0.0
+    """Seconds of the quickest exact plan of a pipeline; no other begins with less time left."""
     num_left: int = 0
     """Candidates that may be better and were not planned, as time was over."""
     answers: list[Estimate] = field(default_factory=list)
@@ -72,13 +75,15 @@ class Planned:
             if queue[0].seconds >= worth:
                 break
             chosen = self._next_estimate(queue, last, worth)
+            if self._is_pipeline(chosen) and seconds_until(self.deadline) < self.quickest:
+                break
             queue.remove(chosen)
             num_others = sum(each.seconds < worth for each in queue)
             say(self._progress(num_others))
             if (same := self._same_as(chosen)) is not None:
                 self.same[same].append(chosen)
                 continue
-            has_all = not num_others or (self.answers and self.estimates.subject.axis in chosen.mesh.axes)
+            has_all = not num_others or (self.answers and self._is_pipeline(chosen))
             tried = self._try(chosen, 1.0 if has_all else SHARE)
             if tried.found is None and not tried.reason.startswith(NOT_TRIED) and chosen.mesh not in self.tried:
                 later[chosen.mesh] += 1
@@ -101,6 +106,9 @@ class Planned:
             return None
         without = [each for each in self.tried.values() if each.found is None]
         return Searched(lines[0][0].mesh.num_devices, lines, tuple(without))
+
+    def _is_pipeline(self, estimate: Estimate) -> bool:
+        return self.estimates.subject.axis in estimate.mesh.axes
 
     @property
     def _best_seconds(self) -> float:
@@ -168,7 +176,11 @@ class Planned:
         mesh = estimate.mesh
         known = [each for each in self.tried.values() if each.mesh != mesh]
         turn = Turn(share * seconds_until(self.deadline), cutoff_of(mesh, known))
+        begin = time.monotonic()
         tried = tried_on(lambda _, own: self.exact(estimate, own), mesh, turn)
+        if tried.found is not None and self._is_pipeline(estimate):
+            took = time.monotonic() - begin
+            self.quickest = min(took, self.quickest or took)
         if tried.found is not None:
             self.error = max(self.error, abs(tried.found.seconds / estimate.seconds - 1))
         return tried

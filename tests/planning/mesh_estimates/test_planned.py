@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,26 @@ def test_the_last_candidate_and_pipelines_behind_an_answer_have_all_that_is_left
     planned.exact = make
     planned.best()
     assert given == pytest.approx(shares, rel=0.01)
+
+
+@pytest.mark.parametrize(("axis", "num_planned"), [("dp", 2), (None, 3)])
+def test_no_pipeline_is_planned_in_less_time_than_any_took(
+    axis: str | None, num_planned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, made = search((1.0, 1.0), (1.001, 1.001), (1.002, 1.002))
+    subject: Any = planned.estimates.subject
+    subject.axis = axis
+    seconds, exact = [0.0], planned.exact
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    planned.deadline = 10.0
+
+    def make(estimate: Estimate, turn: Turn) -> Candidate[Any]:
+        seconds[0] += 4.0
+        return exact(estimate, turn)
+
+    planned.exact = make
+    assert planned.best() is not None
+    assert len(made) == num_planned and planned.num_left == 3 - num_planned, "2 s are left for the third"
 
 
 def test_what_is_further_from_its_estimate_is_followed_by_more() -> None:
