@@ -71,7 +71,7 @@ def test_a_brief_search_ends_where_it_is_known_whether_so_little_is_enough() -> 
 def test_choices_are_fixed_anew_where_further_rows_state_more_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     space = SPACES["attention"]()
     memory = MemoryModel(space, Microbatches(6, 3))
-    monkeypatch.setattr("autopar.planning.memory_limit.least_peak.MAX_ROUNDS", 2)  # fixing does the rest
+    monkeypatch.setattr("autopar.planning.memory_limit.least_peak.MAX_PLANES", 2)  # fixing does the rest
     expected, stated, changed = least_peak(Formulation(space, memory), {}, None), Formulation.problems, list[int]()
 
     def with_more_edges(self: Formulation, pins: Pins, rows: Sequence[MemoryRow], *more: Any) -> Sequence[Problem]:
