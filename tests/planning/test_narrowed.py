@@ -37,6 +37,11 @@ def test_a_preset_leaves_few_strategies_to_look_at() -> None:
     assert free.space.kept is None
 
 
+def test_one_device_is_what_it_is_without_a_preset() -> None:
+    ours, theirs = (_plan(strategy=each).workload for each in ("zero3+megatron", None))
+    assert ours is not None and theirs is not None and ours.one_device == theirs.one_device
+
+
 def test_an_explanation_names_the_roles_that_a_preset_rules_out() -> None:
     found = _plan(strategy="zero3+megatron").explain("layers.0.up")
     ruled_out = {each.role for each in found.alternatives if each.reason == "ruled out by annotations"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+
 from autopar.costs.hardware.profile import dtype_name
 from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.memory.model import MemoryModel
@@ -72,27 +74,30 @@ def _words(optimizer: Optimizer) -> str:
 
 def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> OneDevice:
     """Price the step with every call and tensor whole: seconds without moves, bytes without recomputation."""
-    space, runs = memory.space, memory.microbatches.count
-    choices = [_whole(decision) for decision in space.decisions]
+    every, _ = memory.space.widened()
+    space = every.keeping({number: _whole(decision) for number, decision in enumerate(every.decisions)})
+    runs = memory.microbatches.count
     found = overlapped_of(space.program, space.hardware)
     passes = (found.forward, found.backward) if space.program.learns else (found.forward,)
     computing = sum(each.seconds + each.latency for each in passes)
     stepping = sum(
-        float(decision.candidates.seconds[choice])
-        for decision, choice in zip(space.decisions, choices, strict=True)
-        if decision.kind == "parameter"
+        float(decision.candidates.seconds[0]) for decision in space.decisions if decision.kind == "parameter"
     )
-    peak, _, _ = memory_use(memory, choices, dict.fromkeys(memory.lifetimes.segments, MODES[0]))
+    modes = dict.fromkeys(memory.lifetimes.segments, MODES[0])
+    peak, _, _ = memory_use(memory.on(space), (0,) * len(space.decisions), modes)
     capacity = space.hardware.memory_bytes if limit is None else limit
     return OneDevice(computing * runs + stepping, peak, capacity, reserved.on_device(peak) - peak)
 
 
-def _whole(decision: Decision) -> int:
-    """Return the strategy that splits nothing; of a tensor that arrives split, its only one."""
+def _whole(decision: Decision) -> np.ndarray:
+    """Return a mask of the strategy that splits nothing; of a tensor that arrives split, of its only one."""
+    found = 0
     for number, strategy in enumerate(decision.candidates.strategies):
         if decision.kind == "call":
-            if not strategy.implemented and all(choice == "-" for choice in strategy.choices):
-                return number
-        elif all(placement in ("I", "R") for placement in str(strategy.outputs[0]).split()):
-            return number
-    return 0
+            is_whole = not strategy.implemented and all(choice == "-" for choice in strategy.choices)
+        else:
+            is_whole = all(placement in ("I", "R") for placement in str(strategy.outputs[0]).split())
+        if is_whole:
+            found = number
+            break
+    return np.arange(len(decision.candidates.strategies)) == found
