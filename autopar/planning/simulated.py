@@ -11,8 +11,8 @@ and the problem is solved again, from the plan, at most twice. The next plan is 
 micro-batches, is shorter, and searched for again if its step waits for more than its costs say. Otherwise the plan
 before is kept, with the costs of its own step and the bound of the last search, which holds for all plans under these
 costs, unless moves that are cheaper by these make its step longer; if costs and step differ even then, it is searched
-for once more. If axes zigzag-shard positions that the plan has in order, the next search is of the space without them,
-and made in any case.
+for once more. A plan that no search follows, though its costs are far from its step, gets those of its step. If axes
+zigzag-shard positions that the plan has in order, the next search is of the space without them, and made in any case.
 
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
@@ -35,16 +35,20 @@ from autopar.costs.space.space import Space, without_gradient
 from autopar.costs.steps.step import microbatch_seconds, step_timeline
 from autopar.costs.timeline.values import Timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.record import written_down
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import is_over, whole_is_over
+from autopar.solver.oracles import lower_bound
 
 ROUNDS = 3
 """Searches at most, with the first one; the last ends where it could gain less than `WORTH`."""
 DIFFERENT = 0.02
 """Relative to the step: costs of weights that differ by less from the timeline's are kept."""
+FAR = 0.05
+"""Relative to the step: costs of weights of the plan that is kept that differ by more become those of its own step."""
 WORTH = 1e-3
 """Relative to the step: how much shorter the next plan's timeline has to be."""
 
@@ -98,10 +102,9 @@ def shortest_simulated(
         space: Space of further searches, if it is another one than the plan's; one is made in any case.
     """
     gap, known = 0.0, dict(best.space.overlapped.waited)
-    hides = best.space.hardware.communication_share < 1 and best.space.program.learns
     for _ in range(ROUNDS - 1):
         seconds = best.timeline.seconds
-        apart, shares = waited_shares(best.space, best.choices, best.timeline) if hides else (0.0, {})
+        apart, shares = _waited(best)
         is_settled = apart <= DIFFERENT * seconds
         if (is_settled and space is None) or is_over(deadline) or whole_is_over():
             break
@@ -166,7 +169,8 @@ class _SimulatedPlan:
         return self.plan.choices == other.plan.choices and self.plan.recompute == other.plan.recompute
 
     def priced_as(self, other: _SimulatedPlan) -> _SimulatedPlan:
-        return self.of(_priced_as(self.plan, other.plan))
+        plan = _priced_as(self.plan, other.plan)
+        return self.of(replace(plan, notes=(*plan.notes, OF_A_LONGER_STEP)))
 
 
 def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None = None) -> Plan:
@@ -176,7 +180,36 @@ def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None 
         return _SimulatedPlan.of(again(costs, best.plan, gap))
 
     found = shortest_simulated(_SimulatedPlan.of(plan), next_one, deadline, space)
+    found = _by_its_own_step(found, deadline)
     return _with_timeline(found.plan, found.timeline)
+
+
+def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
+    """Return the plan with the costs of its own step, where those of its search are far from these.
+
+    Its bound is that of one evaluation at its prices of memory.
+    """
+    plan, context = found.plan, context_of(found.plan)
+    apart, shares = _waited(found)
+    if apart <= FAR * found.timeline.seconds or is_over(deadline) or whole_is_over():
+        return found
+    costs = found.space.waiting_for({**dict(found.space.overlapped.waited), **shares})
+    model, row, limit = context.memory_model.on(costs), context.row, context.settings.tensor_limit
+    modes = context.settings.modes(model.lifetimes.segments)
+    if row is None and modes is not None and not all(modes.values()):
+        modes = None
+    budget = None if row is None or limit is None else row.total * limit
+    problem = Formulation(costs, model).problem(context.pins, row, budget, modes)
+    try:
+        least = lower_bound(problem, plan.multiplier, deadline)
+    except TimeLimitError:
+        return found
+    parts, runs = step_seconds_of(model, found.choices, plan.recompute), model.microbatches
+    searched = parts.per_microbatch(runs.count) if runs.several else parts.seconds
+    bound = parts.seconds - max(0.0, searched - least)
+    priced = replace(plan, bound=bound, context=replace(context, space=costs, memory_model=model, problem=problem))
+    again = found.of(_priced_as(plan, priced))
+    return again if again.simulated_seconds <= (1 + WORTH) * found.simulated_seconds else found
 
 
 def _with_timeline(plan: Plan, timeline: Timeline) -> Plan:
@@ -235,8 +268,15 @@ def waited_shares(space: Space, choices: Sequence[int], timeline: Timeline) -> t
     return apart, shares
 
 
+def _waited(found: Simulated) -> tuple[float, Mapping[str, float]]:
+    """Return the same of a plan; nothing where nothing hides."""
+    space = found.space
+    hides = space.hardware.communication_share < 1 and space.program.learns
+    return waited_shares(space, found.choices, found.timeline) if hides else (0.0, {})
+
+
 def _priced_as(best: Plan, found: Plan) -> Plan:
-    """Return a plan with the costs, and the bound, of another one, which is less by these and slower as simulated."""
+    """Return a plan with the costs, and the bound, of another one."""
     context, own = context_of(found), context_of(best)
     model = context.memory_model.fetching_ahead(best.prefetch)
     peak, memory, fullest = memory_use(model, own.choices, best.recompute)
@@ -254,9 +294,12 @@ def _priced_as(best: Plan, found: Plan) -> Plan:
         row=context.row,
     )
     written = written_down(replace(context, memory_model=model, choices=own.choices), answer)
-    note = "the sum of costs prefers a plan whose simulated step is longer, which the optimality gap is measured from"
-    return replace(best, **{name: getattr(written, name) for name in COSTS}, notes=(*best.notes, note))
+    return replace(best, **{name: getattr(written, name) for name in COSTS})
 
 
+OF_A_LONGER_STEP = (
+    "the sum of costs prefers a plan whose simulated step is longer, which the optimality gap is measured from"
+)
+"""Note on a plan with the costs of one that is less by these."""
 COSTS = ("seconds", "bound", "host_seconds", "rows", "solver", "multiplier", "waits", "workload", "context")
 """Fields of a plan that depend on what its collectives cost."""

@@ -15,6 +15,7 @@ from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.costs.timeline.values import Timeline
+from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import simulated
 from autopar.planning.planner import make_plan
@@ -45,6 +46,23 @@ def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
     assert plan.workload is not None and plan.workload.seconds == timeline.seconds
     first, _ = make_plan(context_of(plan).space.waiting_for({}), context_of(plan).pins)
     assert abs(first.seconds / timeline_of(first).seconds - 1) > 2 * FAR, "the rule of one axis says too little here"
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"memory": "1GB"}])
+def test_a_plan_that_no_search_follows_has_the_costs_of_its_step(options: dict[str, Any]) -> None:
+    context = context_of(_plan(**options))
+
+    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+        raise InfeasibleError("nothing is searched for")
+
+    first, _ = make_plan(
+        context.space.waiting_for({}), context.pins, context.settings, context.memory_model.microbatches
+    )
+    found = as_simulated(first, again, NEVER)
+    assert not first.waits and found.waits and found.choices == first.choices
+    assert abs(timeline_of(first).seconds / first.seconds - 1) > 2 * FAR
+    assert found.timeline().seconds == pytest.approx(found.seconds, rel=FAR)
+    assert found.bound <= found.seconds and found.verify().ok
 
 
 def test_what_such_a_plan_claims_holds_also_when_it_was_loaded() -> None:
@@ -199,5 +217,6 @@ def test_a_shorter_plan_is_searched_for_again_if_its_step_waits_for_more_than_it
 
     monkeypatch.setattr(simulated, "timeline_of", lambda plan: replace(timeline_of(plan), seconds=next(seconds)))
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
+    monkeypatch.setattr(simulated, "_by_its_own_step", lambda found, deadline: found)
     found = as_simulated(first, again, NEVER)
     assert len(searched) == searches and found.simulated == simulated_seconds[-1]
