@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 import autopar
 from autopar import Memory, Pipeline
 from autopar.models.catalogue import LanguageModel
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
-from tests.runtime.recompute.test_recompute import watched
 from tests.support.ranks import Ranks, mesh
+from tests.support.saved_bytes import saved_and_planned
 
 POSITIONS, HEAD = 1024, 64
-TABLE = POSITIONS * HEAD * 4
 
 
 def _model(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -42,18 +39,7 @@ def _saved(strategy: str, mode: Any, layers: int) -> tuple[int, int]:
     model, inputs = _model(layers)
     on = mesh((2,), ("cp" if strategy == "gather_kv" else "dp",))
     compiled: Any = autopar.compile(model, on, inputs, strategy=strategy, memory=Memory(recompute=mode))
-    compiled.to_empty(device="cpu")
-    for tensor in (*compiled.parameters(), *compiled.buffers()):
-        nn.init.ones_(tensor)
-    values = tuple(torch.randint(0, 16, each.shape) for each in inputs)
-    with watched() as storages:
-        loss = compiled(*values)
-    gc.collect()
-    stored = (*compiled.parameters(), *compiled.buffers(), *values)
-    known = {(each.to_local() if isinstance(each, DTensor) else each).untyped_storage()._cdata for each in stored}
-    alive = [storage for ref in storages.values() if (storage := ref()) is not None and storage._cdata not in known]
-    assert loss.requires_grad
-    return sum(each.nbytes() for each in alive), sum(row.saved_bytes for row in compiled.plan.rows)
+    return saved_and_planned(compiled, tuple(torch.randint(0, 16, each.shape) for each in inputs))
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -63,8 +49,8 @@ def test_layers_share_the_tables_that_they_save(ranks: Ranks, strategy: str, mod
         assert predicted == pytest.approx(found, rel=0.02)
 
 
-def _peak(schedule: str, mode: Any, axes: dict[str, int], strategy: str | None, count: int) -> tuple[int, int, float]:
-    """Bytes at the highest moment of the second step on this rank, those of the plan, and how many tables they are."""
+def _peak(schedule: str, mode: Any, axes: dict[str, int], strategy: str | None, count: int) -> tuple[int, int]:
+    """Bytes at the highest moment of the second step on this rank, and those of the plan."""
     model, inputs = _model(4)
     on = mesh(tuple(axes.values()), tuple(axes))
     options: dict[str, Any] = {"pipeline": Pipeline(schedule=schedule)} if "pp" in axes else {}
@@ -86,7 +72,7 @@ def _peak(schedule: str, mode: Any, axes: dict[str, int], strategy: str | None, 
         lambda: [*held_in_training(compiled, optimizer), *batch],
     )
     plan = compiled.plan
-    return found, plan.rank_bytes(on.get_local_rank("pp")) if "pp" in axes else plan.peak_bytes, found / TABLE
+    return found, plan.rank_bytes(on.get_local_rank("pp")) if "pp" in axes else plan.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -103,5 +89,5 @@ def test_micro_batches_share_tables(
     ranks: Ranks, schedule: str, mode: str, axes: dict[str, int], strategy: str | None
 ) -> None:
     world = torch.Size(axes.values()).numel()
-    for found, predicted, _ in ranks.run(_peak, schedule, mode, axes, strategy, 2, world_size=world):
+    for found, predicted in ranks.run(_peak, schedule, mode, axes, strategy, 2, world_size=world):
         assert predicted == pytest.approx(found, rel=0.1)

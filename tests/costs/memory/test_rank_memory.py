@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
@@ -16,10 +14,10 @@ from autopar.ir.program.recompute_segments import RECOMPUTATIONS
 from autopar.models.named import named
 from autopar.runtime.module.compiled_module import ParallelModule
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
-from tests.runtime.recompute.test_recompute import watched
 from tests.support.experts import SortedExperts
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
+from tests.support.saved_bytes import saved_and_planned
 
 AXES = ("dp", "tp")
 
@@ -94,18 +92,7 @@ def _saved() -> tuple[int, int]:
     compiled: Any = autopar.compile(
         model, mesh((4,), ("tp",)), inputs, strategy="megatron_sequence", **by_flag(recompute="selective")
     )
-    compiled.to_empty(device="cpu")
-    for tensor in (*compiled.parameters(), *compiled.buffers()):
-        nn.init.ones_(tensor)
-    values = tuple(torch.randint(0, 200, each.shape) for each in inputs)
-    with watched() as storages:
-        loss = compiled(*values)
-    gc.collect()
-    stored = (*compiled.parameters(), *compiled.buffers(), *values)
-    known = {(each.to_local() if isinstance(each, DTensor) else each).untyped_storage()._cdata for each in stored}
-    alive = [storage for ref in storages.values() if (storage := ref()) is not None and storage._cdata not in known]
-    assert loss.requires_grad
-    return sum(each.nbytes() for each in alive), sum(row.saved_bytes for row in compiled.plan.rows)
+    return saved_and_planned(compiled, tuple(torch.randint(0, 200, each.shape) for each in inputs))
 
 
 def test_of_partial_sums_selective_recomputation_saves_what_is_reduced(ranks: Ranks) -> None:
