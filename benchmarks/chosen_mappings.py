@@ -17,7 +17,6 @@ import datetime
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from benchmarks.folding import SEQUENCE, language_model
+from benchmarks.recipes import CONFIGS
 
 LAYERS, BATCH = 94, 64
 SOLVER = "solver"
@@ -38,27 +38,9 @@ CASES: Sequence[tuple[str, dict[str, int], str | None]] = (
 STORED = ("self_attn.*_proj.weight", "embed_tokens.weight", "lm_head.weight")
 
 
-def qwen3_235b() -> Any:
-    """Its config.json."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        hidden_size=4096,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,  # pyright: ignore[reportCallIssue]
-        moe_intermediate_size=1536,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        vocab_size=151936,
-    )
-
-
 def planned(axes: dict[str, int], strategy: str | None, given: argparse.Namespace) -> Plan:
     """The plan of the mesh, by a preset or by the solver."""
-    model = language_model(qwen3_235b(), given.layers)
+    model = language_model(CONFIGS["qwen3-235b-a22b"](), given.layers)
     if strategy is not None:
         batch = tuple(axis for axis in axes if axis != "tp")
         for matrix in STORED:
