@@ -25,9 +25,9 @@ from autopar.planning import planner
 from autopar.planning import request as plan_request
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import Reader, flattened, reading
+from tests.support.measured_bytes import peak_of_step
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
@@ -239,15 +239,7 @@ def _within(share: float) -> tuple[int, int, int, bool]:
     model, given = Reader(4096, 64), reading(batch=8, sequence=256, num_classes=4096)
     limit = int(share * planned(model, given).peak_bytes)
     compiled = autopar.compile(model, mesh((2,), ("dp",)), given, memory=limit)
-    optimizer = torch.optim.AdamW(compiled.parameters())
-
-    def step() -> None:
-        compiled(**given).backward()
-
-    step()
-    optimizer.step()
-    held = lambda: [*held_in_training(compiled, optimizer), *given.values()]  # noqa: E731
-    return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes, limit, NAME in compiled.plan.choices
+    return peak_of_step(compiled, given), compiled.plan.peak_bytes, limit, NAME in compiled.plan.choices
 
 
 def test_ranks_hold_what_is_predicted_and_no_more_than_the_limit(ranks: Ranks) -> None:

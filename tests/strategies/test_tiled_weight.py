@@ -22,7 +22,7 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.strategies.rules.products import tiled
 from autopar.strategies.rules.products.tiled import NAME
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.measured_bytes import peak_of_step
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
@@ -137,14 +137,7 @@ def _measured(limit: int) -> tuple[int, int, int]:
             optimizer="sgd",
             hardware=SLOW_DEVICES,
         )
-        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-
-        def step() -> None:
-            compiled(**INPUTS).backward()
-
-        step()
-        optimizer.step()
-        held = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *INPUTS.values()])
+        held = peak_of_step(compiled, INPUTS, torch.optim.SGD(compiled.parameters(), lr=0.1))
         return held, compiled.plan.peak_bytes, len(in_tiles(compiled.plan))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.parity import whole
 
 
@@ -31,19 +30,3 @@ def under_torch_compile(model: Any, batch: dict[str, Tensor], backend: Callable[
     apart = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
     torch._dynamo.reset()
     return len(graphs), apart
-
-
-def peaks_of_step(compiled: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Bytes at the highest moment of a step on this rank, and those of the plan."""
-    optimizer = torch.optim.AdamW(compiled.parameters())
-
-    def step() -> None:
-        compiled(**batch).backward()
-
-    step()
-    optimizer.step()
-
-    def held() -> list[Tensor]:
-        return [*held_in_training(compiled, optimizer), *batch.values()]
-
-    return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import autopar
 from autopar.runtime.implementations import tiled_loss
 from tests.support import pipeline_training
-from tests.support.in_tiles import peaks_of_step, under_torch_compile
+from tests.support.in_tiles import under_torch_compile
 from tests.support.loss_alone import Reader, reading
+from tests.support.measured_bytes import peak_of_step
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
@@ -160,7 +161,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | Literal["auto"]
         model = Reader(4096, 64).to(dtype)
         on = mesh((2,), ("dp",))
         compiled = autopar.compile(model, on, batch, strategy=strategy, memory=autopar.Memory(loss_tiles=number))
-        found.append(peaks_of_step(compiled, batch))
+        found.append((peak_of_step(compiled, batch), compiled.plan.peak_bytes))
     return found
 
 

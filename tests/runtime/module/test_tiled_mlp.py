@@ -14,7 +14,8 @@ from torch._dynamo.backends.debugging import aot_eager, eager
 import autopar
 from tests.support import pipeline_training
 from tests.support.gated_mlps import Gated, tokens
-from tests.support.in_tiles import peaks_of_step, under_torch_compile
+from tests.support.in_tiles import under_torch_compile
+from tests.support.measured_bytes import peak_of_step
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
@@ -135,7 +136,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | Literal["none"]
         compiled = autopar.compile(
             Gated(64, 512).to(dtype), on, batch, strategy=strategy, memory=autopar.Memory(mlp_tiles=number)
         )
-        found.append(peaks_of_step(compiled, batch))
+        found.append((peak_of_step(compiled, batch), compiled.plan.peak_bytes))
     return found
 
 
