@@ -74,8 +74,10 @@ def test_one_product_gives_the_values_and_gradients_of_its_pieces(
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("target", [grouped_mm, aten.bmm.default])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gate_and_up_of_experts_are_one_product(transposed: bool) -> None:
+def test_gate_and_up_of_experts_are_one_product(target: Any, transposed: bool) -> None:
+    grouped = target is grouped_mm
     graph = fx.Graph()
     rows, weight, counts = (graph.placeholder(name) for name in ("rows", "weight", "counts"))
     outputs, widths = [], {}
@@ -83,18 +85,22 @@ def test_gate_and_up_of_experts_are_one_product(transposed: bool) -> None:
         part = graph.call_function(aten.slice.Tensor, (weight, 1 if transposed else 2, start, end))
         widths[part] = 6
         matrices = graph.call_function(aten.transpose.int, (part, 1, 2)) if transposed else part
-        outputs.append(graph.call_function(grouped_mm, (rows, matrices, counts), {"axes": {}, "sizes": {}}))
+        others: Any = (counts,) if grouped else ()
+        options: Any = {"axes": {}, "sizes": {}} if grouped else {}
+        outputs.append(graph.call_function(target, (rows, matrices, *others), options))
     graph.output(tuple(outputs))
     pack_products(graph, widths)
     graph.lint()
-    assert [sum(node.target is target for node in graph.nodes) for target in (grouped_mm, aten.slice.Tensor)] == [1, 0]
-    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 4), (2, 4, 6)))
+    assert [sum(node.target is each for node in graph.nodes) for each in (target, aten.slice.Tensor)] == [1, 0]
+    shape = (7, 4) if grouped else (2, 7, 4)
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, (2, 4, 6)))
     given = w.transpose(1, 2) if transposed else w
     found = fx.GraphModule(torch.nn.Module(), graph)(x, given, torch.tensor([5, 2]))
-    whole = torch.cat([x[:5] @ w[0], x[5:] @ w[1]])
-    for ours, theirs in zip(found, (whole[:, 3:], whole[:, :3]), strict=True):
+    whole = torch.cat([x[:5] @ w[0], x[5:] @ w[1]]) if grouped else x @ w
+    expected = whole[..., 3:], whole[..., :3]
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    for ours, theirs in zip(gradients(found, [x, w]), gradients((whole[:, 3:], whole[:, :3]), [x, w]), strict=True):
+    for ours, theirs in zip(gradients(found, [x, w]), gradients(expected, [x, w]), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
