@@ -48,17 +48,18 @@ def assert_as_eager(
     tolerance: float = 1e-6,
     assume: Sequence[Assumption] = (),
     static: Sequence[str] = (),
+    **options: Any,
 ) -> Program:
     """Capture the model, train one step with the program and with the model itself, and compare everything.
 
-    `static` names the arguments whose values are constants of the program.
+    `static` names the arguments whose values are constants of the program; `options` are those of `capture`.
     """
     kwargs = dict(kwargs or {})
     expected = copy.deepcopy(model)
     for module in expected.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # type: ignore[union-attr]
-    program = capture(model, *with_static((args, kwargs), static, model.forward), assume=assume)
+    program = capture(model, *with_static((args, kwargs), static, model.forward), assume=assume, **options)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     output = run(program, parameters, buffers, pytree.tree_leaves((args, kwargs)))
     loss(output).backward()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import CaptureError
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.parity import mesh
 from tests.support.ranks import Ranks
@@ -88,13 +89,7 @@ class Synchronized(nn.Module):
 
 def _trained(model: nn.Module, x: Tensor) -> tuple[list[float], list[Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(optimizer, [x] * 3, model)
     values = [*model.parameters(), *model.buffers()]
     return losses, [getattr(value, "full_tensor", lambda value=value: value)().detach() for value in values]
 

@@ -27,7 +27,6 @@ from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.planning import request
-from autopar.planning import request as plan_request
 from autopar.runtime.module.executable import Executable
 from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -186,10 +185,8 @@ def planning_alone(
     pins_of, executable_of = request.pins_of, Executable.of
     with contextlib.ExitStack() as stack:
         for module, name in (
-            (plan_request, "trace"),
+            *((request, name) for name in ("trace", "build_space", "best_plan_of")),
             (Traced, "program"),
-            (request, "build_space"),
-            (request, "best_plan_of"),
         ):
             stack.enter_context(mock.patch.object(module, name, unsimulated(getattr(module, name))))
         stack.enter_context(mock.patch.object(request, "pins_of", pinned))
