@@ -24,7 +24,7 @@ from tests.runtime.module.test_cuda import EVERY, ON_BOTH, ON_CUDA, _batch, _com
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.generating import generating, prompts
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 from tests.support.towers import tower
 
 __all__ = ["mesh"]
@@ -47,8 +47,7 @@ def test_presets_on_simulated_ranks(device: str, strategy: str) -> None:
         return FAMILIES["llama"].build().double().to(device)
 
     steps = Steps([_batch("llama", device, number)[1] for number in range(2)])
-    found = train_on_ranks(model(), steps, axes, {"strategy": strategy}, device=device)
-    assert not fault_of(found, train_alone(model(), steps))
+    train_alike(model(), steps, axes, {"strategy": strategy}, device=device)
 
 
 @ON_BOTH
@@ -58,8 +57,7 @@ def test_experts_on_simulated_ranks(device: str, name: str) -> None:
         return WITH_EXPERTS[name].build().to(device)
 
     steps = Steps([_batch(name, device, number)[1] for number in range(2)])
-    found = train_on_ranks(model(), steps, {"dp": 2}, {}, device=device)
-    assert not fault_of(found, train_alone(model(), steps))
+    train_alike(model(), steps, {"dp": 2}, {}, device=device)
 
 
 @ON_BOTH

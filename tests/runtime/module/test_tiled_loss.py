@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from tests.support.loss_alone import Reader, reading
 from tests.support.measured_bytes import peak_of_step
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 from tests.support.slow_cases import slow_where
 
 HEADS = {"llama_loss": "model.lm_head", "gpt2_loss": "model.lm_head", "bert_loss": "model.cls.predictions.decoder"}
@@ -95,23 +94,20 @@ def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     arguments, options, roles = COMBINATIONS[name]
     torch.manual_seed(0)
     model = Reader(**arguments).double()
-    alone = copy.deepcopy(model)
     if roles:
         autopar.annotate(model, "head", **roles)
     batches = [reading(seed, num_classes=arguments.get("num_classes", 24)) for seed in range(3)]
     steps = Steps(batches, "adamw", num_microbatches=options.get("microbatches", 1), evaluated=True)
-    found = train_on_ranks(model, steps, {"dp": 2, "tp": 2}, {"loss_tiles": 3, **options})
-    assert fault_of(found, train_alone(alone, steps)) == ""
-    assert found.plan is not None and found.plan.choices["linear_cross_entropy_default"].count("-") == 0
+    plan = train_alike(model, steps, {"dp": 2, "tp": 2}, {"loss_tiles": 3, **options})
+    assert plan.choices["linear_cross_entropy_default"].count("-") == 0
 
 
 def test_a_rank_may_have_no_class_at_all() -> None:
     torch.manual_seed(0)
     model = Reader(num_classes=9, bias=True).double()  # in four parts of three, the last of which is padding
-    alone, steps = copy.deepcopy(model), Steps([reading(seed, num_classes=9) for seed in range(2)])
+    steps = Steps([reading(seed, num_classes=9) for seed in range(2)])
     autopar.annotate(model, "head", tp="column")
-    found = train_on_ranks(model, steps, {"tp": 4}, {"loss_tiles": 3})
-    assert fault_of(found, train_alone(alone, steps)) == ""
+    train_alike(model, steps, {"tp": 4}, {"loss_tiles": 3})
 
 
 class Stacked(nn.Module):
@@ -128,13 +124,11 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = Stacked().double(), []
-    alone = copy.deepcopy(model)
     steps = Steps([{"x": torch.randn(4, 8, 8, dtype=torch.float64), "labels": reading()["labels"]}])
     run = tiled_loss.loss_in_tiles
     monkeypatch.setattr(tiled_loss, "loss_in_tiles", lambda *given: calls.append(given) or run(*given))
-    found = train_on_ranks(model, steps, {"dp": 2}, {"loss_tiles": 2, "recompute": mode, "strategy": "data_parallel"})
-    assert fault_of(found, train_alone(alone, steps)) == ""
-    assert found.plan is not None and found.plan.recompute == {"layers.0": mode}
+    plan = train_alike(model, steps, {"dp": 2}, {"loss_tiles": 2, "recompute": mode, "strategy": "data_parallel"})
+    assert plan.recompute == {"layers.0": mode}
     assert len(calls) == 1
 
 

@@ -7,6 +7,7 @@ buffers after the last.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,22 @@ def train_on_ranks(
         found.split = len(split) / max(1, len(rows))
         found.plan = compiled.plan
         return found
+
+
+def train_alike(
+    model: nn.Module,
+    steps: Steps,
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    forced: Callable[[Space, Pins], Pins] = lambda space, pins: pins,
+    device: str = "cpu",
+) -> Plan:
+    """Check that simulated ranks train as one process does; returns their plan."""
+    alone = copy.deepcopy(model)
+    found = train_on_ranks(model, steps, mesh, options, forced, device)
+    assert fault_of(found, train_alone(alone, steps)) == ""
+    assert found.plan is not None
+    return found.plan
 
 
 def _train(
