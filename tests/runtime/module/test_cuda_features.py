@@ -42,22 +42,17 @@ def test_every_family_trains_as_one_process(device: str, name: str, mesh: Device
 def test_presets_on_simulated_ranks(device: str, strategy: str) -> None:
     axes = {"dp": 2, "tp": 2} if strategy == "tensor_2d" else {"sp" if strategy in ("ulysses", "ring") else "tp": 2}
     axes = {"dp": 2} if strategy == "data_parallel" else axes
-
-    def model() -> nn.Module:
-        return FAMILIES["llama"].build().double().to(device)
-
+    model = FAMILIES["llama"].build().double().to(device)
     steps = Steps([_batch("llama", device, number)[1] for number in range(2)])
-    train_alike(model(), steps, axes, {"strategy": strategy}, device=device)
+    train_alike(model, steps, axes, {"strategy": strategy}, device=device)
 
 
 @ON_BOTH
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_experts_on_simulated_ranks(device: str, name: str) -> None:
-    def model() -> nn.Module:
-        return WITH_EXPERTS[name].build().to(device)
-
+    model = WITH_EXPERTS[name].build().to(device)
     steps = Steps([_batch(name, device, number)[1] for number in range(2)])
-    train_alike(model(), steps, {"dp": 2}, {}, device=device)
+    train_alike(model, steps, {"dp": 2}, {}, device=device)
 
 
 @ON_BOTH

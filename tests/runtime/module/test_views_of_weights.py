@@ -74,16 +74,11 @@ def _gathered_again(graph: fx.Graph) -> set[str]:
 )
 def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int], specified: Annotation | None) -> None:
     steps = Steps([MIXTRAL.inputs(step)[1] for step in range(2)], num_microbatches=2)
-
-    def model() -> Any:
-        built: Any = MIXTRAL.build()
-        built.config.output_router_logits = False  # whose loss is not that of the batch's parts
-        return built
-
-    trained = model()
+    model: Any = MIXTRAL.build()
+    model.config.output_router_logits = False  # whose loss is not that of the batch's parts
     if specified is not None:
-        autopar.annotate(trained, "*", storage="dp", regather=True)
-    train_alike(trained, steps, mesh, {"strategy": strategy, "microbatches": 2})
+        autopar.annotate(model, "*", storage="dp", regather=True)
+    train_alike(model, steps, mesh, {"strategy": strategy, "microbatches": 2})
 
 
 @pytest.mark.slow
