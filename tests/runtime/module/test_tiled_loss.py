@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.nn import functional as F
 
 import autopar
 from autopar.runtime.implementations import tiled_loss
 from tests.support import pipeline_training
-from tests.support.in_tiles import under_torch_compile
 from tests.support.loss_alone import Reader, reading
-from tests.support.measured_bytes import peak_of_step
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
-from tests.support.ranks import Ranks, mesh
+from tests.support.ranks import Ranks
 from tests.support.simulation.training import Steps, train_alike
 from tests.support.slow_cases import slow_where
 
@@ -130,48 +126,3 @@ def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch:
     plan = train_alike(model, steps, {"dp": 2}, {"loss_tiles": 2, "recompute": mode, "strategy": "data_parallel"})
     assert plan.recompute == {"layers.0": mode}
     assert len(calls) == 1
-
-
-def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
-    """Graphs that torch.compile makes of a model split by classes, and how far its step is from that without."""
-    batch = reading()
-    model = autopar.compile(
-        Reader(), mesh((2,), ("tp",)), batch, strategy="megatron", memory=autopar.Memory(loss_tiles=3)
-    )
-    return under_torch_compile(model, batch, backend)
-
-
-@pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
-def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any]) -> None:
-    for num_graphs, apart in ranks.run(_under_torch_compile, backend, timeout=120):
-        assert num_graphs == 1
-        assert apart < 1e-6
-
-
-def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | Literal["auto"], ...]) -> list[tuple[int, int]]:
-    """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
-    batch, found = reading(batch=8, sequence=256, num_classes=4096), []
-    for number in tiles:
-        model = Reader(4096, 64).to(dtype)
-        on = mesh((2,), ("dp",))
-        compiled = autopar.compile(model, on, batch, strategy=strategy, memory=autopar.Memory(loss_tiles=number))
-        found.append((peak_of_step(compiled, batch), compiled.plan.peak_bytes))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [
-        ("data_parallel", torch.float32),
-        pytest.param("megatron", torch.bfloat16, marks=pytest.mark.slow),
-        ("zero3", torch.float32),
-    ],
-)
-def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
-    ranks: Ranks, strategy: str, dtype: torch.dtype
-) -> None:
-    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, ("auto", 1, 8)):
-        for found, predicted in tiled_peaks:
-            assert predicted == pytest.approx(found, rel=0.05)
-        assert tiled_peaks[1][0] < 0.5 * tiled_peaks[0][0] < 0.45 * whole_peak
