@@ -174,10 +174,10 @@ class Split:
 
 
 def data(call: RoledCall) -> str | None:
-    """Every axis splits the batch."""
+    """Return the factor of a call's samples: every axis splits the batch."""
     return call.factor_of("data")
 
 
 def whole(call: RoledCall) -> str | None:
-    """Nothing is split."""
+    """Return no factor: nothing is split."""
     return None
