@@ -66,8 +66,9 @@ def assert_as_eager(
     expected_output = expected(*args, **kwargs)
     loss(expected_output).backward()
     assert type(output) is type(expected_output)
-    for ours, theirs in zip(pytree.tree_leaves(output), pytree.tree_leaves(expected_output), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        pytree.tree_leaves(output), pytree.tree_leaves(expected_output), rtol=tolerance, atol=tolerance
+    )
     for name, parameter in expected.named_parameters():
         assert (parameter.grad is None) == (parameters[name].grad is None), name
         torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=tolerance, atol=tolerance, msg=name)

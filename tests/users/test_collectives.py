@@ -131,8 +131,7 @@ def test_without_the_call_the_loss_is_that_of_one_process_and_sync_batch_norm_ne
     for found in ranks.run(_without, world_size=2):
         for (losses, values), (of_one, values_of_one) in zip(found, expected, strict=True):
             assert losses == pytest.approx(of_one, rel=1e-5)
-            for value, value_of_one in zip(values, values_of_one, strict=True):
-                torch.testing.assert_close(value, value_of_one, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(values, values_of_one, rtol=1e-4, atol=1e-5)
 
 
 def test_a_library_that_asks_for_the_number_of_ranks_is_told_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,7 @@ def _epochs(strategies: tuple[str, ...], shape: tuple[int, ...], names: tuple[st
         )
         stored = {name: str(getattr(each, "placements", None)) for name, each in model.named_parameters()}
         found = _epoch(model)
-        for name, each in expected.items():
-            assert_close(found[name], each, rtol=1e-4, atol=1e-5, msg=lambda m, n=name, s=strategy: f"{s}, {n}: {m}")
+        assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, s=strategy: f"{s}: {text}")
         assert stored == {name: str(getattr(each, "placements", None)) for name, each in model.named_parameters()}
 
 
@@ -89,8 +88,7 @@ def _stages() -> None:
                 model(**batch)["loss"].backward()
             optimizer.step()
         trained[where] = {name: whole(each) for name, each in model.named_parameters()}
-    for name, each in trained["ranks"].items():
-        assert_close(each, trained["one process"][name], rtol=1e-4, atol=1e-5)
+    assert_close(trained["ranks"], trained["one process"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

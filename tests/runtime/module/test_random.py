@@ -101,8 +101,7 @@ def test_ranks_that_are_seeded_differently_train_one_model(ranks: Ranks, kind: A
     (losses, weights), *others = ranks.run(_seeded_by_rank, kind, options)
     for other, further in others:
         assert other == losses
-        for name, weight in weights.items():
-            assert_close(further[name], weight, rtol=0, atol=0)
+        assert_close(further, weights, rtol=0, atol=0)
     assert len(set(losses)) == len(losses)
 
 
@@ -113,8 +112,7 @@ def test_a_deterministic_model_draws_what_one_process_draws(ranks: Ranks, kind: 
     losses, weights = trained(eager)
     for found, further in ranks.run(_seeded_by_rank, kind, {"deterministic": True, "strategy": "data_parallel"}):
         assert_close(found, losses)
-        for name, weight in weights.items():
-            assert_close(further[name], weight)
+        assert_close(further, weights)
 
 
 def _with_checkpoint(deterministic: bool) -> list[list[Tensor | None]]:

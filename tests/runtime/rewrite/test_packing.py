@@ -67,11 +67,9 @@ def test_one_product_gives_the_values_and_gradients_of_its_pieces(
     whole = x @ in_columns + (bias if has_bias else 0)
     expected = tuple(whole[..., start:end] for start, end in places)
     found = module(x, weight, bias)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, expected)
     inputs = [x, weight, bias] if has_bias else [x, weight]
-    for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs))
 
 
 @pytest.mark.parametrize("target", [grouped_mm, aten.bmm.default])
@@ -98,10 +96,8 @@ def test_gate_and_up_of_experts_are_one_product(target: Any, transposed: bool) -
     found = fx.GraphModule(torch.nn.Module(), graph)(x, given, torch.tensor([5, 2]))
     whole = torch.cat([x[:5] @ w[0], x[5:] @ w[1]]) if grouped else x @ w
     expected = whole[..., 3:], whole[..., :3]
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    for ours, theirs in zip(gradients(found, [x, w]), gradients(expected, [x, w]), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, [x, w]), gradients(expected, [x, w]))
 
 
 @pytest.mark.parametrize("places", [[(0, 2), (3, 6)], [(0, 2), (2, 5)], [(1, 3), (3, 6)], [(0, 4), (2, 6)], [(0, 6)]])
