@@ -71,7 +71,8 @@ def _num_programs(compiled: Any) -> int:
 
 def _same(compiled: Any, eager: Any) -> None:
     expected, found = _step(eager, False), _step(compiled, isinstance(compiled.plan, autopar.PipelinePlan))
-    assert_close(found, expected)
+    for name, value in found.items():
+        assert_close(value, expected[name], msg=lambda text, n=name: f"{n}: {text}")
 
 
 def _changed(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, Any]) -> None:
