@@ -15,7 +15,7 @@ import autopar
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
-from tests.support.simulation.training import planning_alone
+from tests.support.simulation.training import planning_alone, unshare
 
 AXES = ("dp", "sp", "tp")
 Annotations = tuple[tuple[str, dict[str, Any]], ...]
@@ -52,6 +52,7 @@ def on_simulated_ranks(family: str, annotations: Annotations) -> Seen:
     with simulate(8) as mode, planning_alone(mode):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
         compiled = autopar.compile(model, mesh, kwargs or args, mode="semi_auto", hardware=SLOW_DEVICES)
+        unshare(compiled, mode)
         loss = whole(FAMILIES[family].loss(compiled(*on_all_ranks(args), **on_all_ranks(kwargs))))
         loss.backward()
         return Seen(
