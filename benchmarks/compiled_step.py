@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autopar
 from autopar.runtime.ranks.launch import World, on_ranks
 from benchmarks import transformer_pairs as pairs
-from benchmarks.timed_training import TimedTraining
+from benchmarks.timed_training import TimedTraining, adamw, of_every_rank, train_in_turns
 from benchmarks.transformer_model import Size, batch, transformer
 from benchmarks.transformer_pairs import Scheduled
 
 SIZE = Size(2, 256, 4)
-WARM_UP = 3  # steps; the first ones plan, compile and fill the optimizer's state
 MICROBATCHES = 2
 
 
@@ -87,23 +85,10 @@ class Trained(TimedTraining):
     """A contestant with its optimizer, whose step may be compiled."""
 
     def __init__(self, contestant: pairs.Contestant, compiled: bool) -> None:
-        # DTensor leaves parameters that it does not split plain; foreach takes the two kinds in groups of their own.
-        kinds: dict[type, list[torch.nn.Parameter]] = {}
-        for parameter in contestant.model.parameters():
-            kinds.setdefault(type(parameter.data), []).append(parameter)
-        optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
+        optimizer = adamw(contestant.model.parameters())
         if compiled:
             optimizer.step = torch.compile(optimizer.step)
-        super().__init__(optimizer, partial(_trained, contestant))
-
-
-def _trained(contestant: pairs.Contestant) -> Tensor:
-    if isinstance(contestant, Scheduled):
-        return contestant.forward_and_backward()
-    with contestant.context():
-        loss = contestant.model(*contestant.inputs)
-        loss.backward()
-    return loss
+        super().__init__(optimizer, contestant.forward_and_backward)
 
 
 def measured(row: Row, options: Options) -> list[object]:
@@ -112,13 +97,9 @@ def measured(row: Row, options: Options) -> list[object]:
     torch._dynamo.reset()
     built = [(row.ours, False), (row.ours, True), *([] if row.theirs is None else [(row.theirs, True)])]
     trained = [Trained(build(options.size, mesh, compiled), compiled) for build, compiled in built]
-    for turn in range(WARM_UP + options.steps):
-        for each in trained:
-            seconds = each.step()
-            if turn >= WARM_UP:
-                each.seconds.append(seconds)
+    train_in_turns(trained, options.steps)
     eager, compiled, *theirs = (_of_slowest_rank(each) for each in trained)
-    losses = [_over_ranks(each.loss) for each in trained]
+    losses = [of_every_rank(each.loss) for each in trained]
     apart = max(abs(statistics.fmean(each) - statistics.fmean(losses[0])) for each in losses)  # a peer has its samples'
     cells: list[object] = [row.name, *(f"{1e3 * each[0]:.1f}" for each in (eager, compiled, *theirs))]
     ratios = [compiled[kind] / other[kind] for other in (eager, *theirs) for kind in (0, 1)]
@@ -140,17 +121,11 @@ HEADERS = (
 
 def _of_slowest_rank(trained: Trained) -> tuple[float, float]:
     """Return the medians over steps of the slowest rank's seconds, by the clock and of the processor."""
-    of_ranks = _over_ranks(trained.seconds)
+    of_ranks = of_every_rank(trained.seconds)
     clock, processor = (
         statistics.median(max(times[kind] for times in step) for step in zip(*of_ranks, strict=True)) for kind in (0, 1)
     )
     return clock, processor
-
-
-def _over_ranks(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _rows(options: Options) -> list[list[object]]:

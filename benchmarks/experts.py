@@ -26,6 +26,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -38,16 +39,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import autopar
-from autopar.costs.hardware.load import load, parse
 from autopar.costs.hardware.profile import Hardware
 from autopar.ir.program.operators.expert_operators import DISPATCH, GROUPED_MM
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import request
 from autopar.runtime.ranks.launch import World, on_ranks
 from autopar.tools.benchmarking import expert_peers
-from autopar.tools.calibration.calibrate import calibrate
-from autopar.tools.calibration.timing import BRIEF
-from benchmarks.timed_training import TimedTraining
+from benchmarks.timed_training import TimedTraining, adamw, forward_and_backward, of_every_rank, profile_of
 
 SEED, BATCH, WARM_UP = 20240613, 8, 2
 SOLVER = "solver"
@@ -148,12 +146,8 @@ def batch_of(options: Options, tokens: int) -> tuple[Tensor, Tensor]:
 class Trained(TimedTraining):
     """A contestant with its optimizer, and the seconds of its steps."""
 
-    def __init__(self, parameters: Any, forward_and_backward: Callable[[], Tensor], plan: Any = None) -> None:
-        kinds: dict[type, list[Tensor]] = {}
-        for parameter in parameters:
-            kinds.setdefault(type(parameter.data), []).append(parameter)
-        optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
-        super().__init__(optimizer, forward_and_backward)
+    def __init__(self, parameters: Any, step: Callable[[], Tensor], plan: Any = None) -> None:
+        super().__init__(adamw(parameters), step)
         self.plan = plan
 
 
@@ -174,26 +168,14 @@ def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any
         model = autopar.compile(
             model_of(options), mesh, inputs, hardware=options.hardware, memory=autopar.Memory(recompute="none")
         )
-
-    def forward_and_backward() -> Tensor:
-        loss = model(*inputs)
-        loss.backward()
-        return loss
-
-    return Trained(model.parameters(), forward_and_backward, model.plan)
+    return Trained(model.parameters(), partial(forward_and_backward, model, inputs), model.plan)
 
 
 def shared_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """transformers' expert parallelism by all_reduce: every rank has all tokens, and runs its own experts on them."""
     model, inputs = model_of(options), batch_of(options, tokens)
     expert_peers.sum_of_experts(_experts_of(model), mesh)
-
-    def forward_and_backward() -> Tensor:
-        loss = model(*inputs)
-        loss.backward()
-        return loss
-
-    return Trained(model.parameters(), forward_and_backward)
+    return Trained(model.parameters(), partial(forward_and_backward, model, inputs))
 
 
 def own_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
@@ -221,7 +203,7 @@ def _on_own_samples(options: Options, tokens: int, mesh: DeviceMesh, model: Regr
     inputs = [each.chunk(num_ranks)[mesh.get_local_rank()] for each in batch_of(options, tokens)]
     everywhere = [each for name, each in model.named_parameters() if ".experts." not in name]
 
-    def forward_and_backward() -> Tensor:
+    def step() -> Tensor:
         loss = model(*inputs) / num_ranks
         loss.backward()
         gradients = [each.grad for each in everywhere if each.grad is not None]
@@ -232,7 +214,7 @@ def _on_own_samples(options: Options, tokens: int, mesh: DeviceMesh, model: Regr
             each.copy_(whole.view_as(each))
         return total.squeeze()
 
-    return Trained(model.parameters(), forward_and_backward)
+    return Trained(model.parameters(), step)
 
 
 PEERS: Mapping[str, Callable[[Options, int, DeviceMesh], Trained]] = {
@@ -260,9 +242,7 @@ def _measured(options: Options) -> dict[int, list[Line]]:
 
 
 def _line(name: str, trained: Trained) -> Line:
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, trained.seconds)
-    seconds = tuple(max(clock for clock, _ in step) for step in zip(*ranks, strict=True))
+    seconds = tuple(max(clock for clock, _ in step) for step in zip(*of_every_rank(trained.seconds), strict=True))
     took = "" if trained.plan is None else _taken(trained.plan)
     return Line(name, seconds, None if trained.plan is None else trained.plan.seconds, took, trained.loss)
 
@@ -337,8 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hardware", help="name or path of a profile (calibrates this machine)")
     given = parser.parse_args(arguments)
     load_before, mesh = os.getloadavg()[0], Mesh({"ep": given.ranks})
-    known = given.hardware and load(given.hardware)
-    hardware = known or parse(calibrate(mesh, "cpu", BRIEF, f"this machine, {mesh}, measured before"))
+    hardware = profile_of(given.hardware, mesh)
     sizes = (given.hidden, given.expert_hidden, given.experts, given.top_k, given.layers, given.ranks)
     options = Options(tuple(given.tokens), given.steps, *sizes, hardware)
     found: dict[int, list[Line]] = on_ranks(World(given.ranks), _measured, (options,))

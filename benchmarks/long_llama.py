@@ -30,13 +30,11 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.costs.hardware.load import load, parse
 from autopar.costs.hardware.profile import Hardware
 from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.ranks.launch import World, on_ranks
 from autopar.tools.benchmarking.meters import LiveBytes
-from autopar.tools.calibration.calibrate import calibrate
-from autopar.tools.calibration.timing import BRIEF
+from benchmarks.timed_training import of_every_rank, profile_of
 
 AXIS = "cp"
 ONE = "one process"
@@ -112,9 +110,8 @@ def _trained(options: Options, strategy: str) -> Line:
             optimizer.zero_grad()
             losses.append(float((loss.full_tensor() if hasattr(loss, "full_tensor") else loss).detach()))
     clock, processor = (statistics.median(each) for each in zip(*(seconds[1:] or seconds), strict=True))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (clock, processor, live.highest))
-    clock, processor, peak = (max(each) for each in zip(*ranks, strict=True))
+    gathered = of_every_rank((clock, processor, live.highest))
+    clock, processor, peak = (max(each) for each in zip(*gathered, strict=True))
     predicted = (None, None) if plan is None else (plan.seconds, plan.peak_bytes)
     return Line(losses[0], clock, processor, int(peak), *predicted)
 
@@ -152,8 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hardware", help="name or path of a profile (calibrates this machine)")
     given = parser.parse_args(arguments)
     load_before, mesh = os.getloadavg()[0], Mesh({AXIS: given.ranks})
-    known = given.hardware and load(given.hardware)
-    hardware = known or parse(calibrate(mesh, "cpu", BRIEF, f"this machine, {mesh}, measured before"))
+    hardware = profile_of(given.hardware, mesh)
     print(
         f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores, load {load_before:.1f}, "
         f"torch {torch.__version__}, {datetime.date.today().isoformat()}; gloo, a thread a rank, float32\n\n"

@@ -48,6 +48,7 @@ from autopar.runtime.implementations.attention import ring_self_attention
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.ranks.launch import World, on_ranks
 from autopar.tools.benchmarking.meters import LiveBytes
+from benchmarks.timed_training import of_every_rank
 
 AXIS = "cp"
 MOST_WHOLE_ROWS = 4096  # positions: 16384 of 8 heads have 4 GiB of scores on each of 2 ranks
@@ -258,8 +259,7 @@ def _attention(options: Options) -> list[Line]:
 
 
 def _line(name: str, contestant: Contestant) -> Line:
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (contestant.seconds[1:], contestant.peak_bytes, contestant.apart))
+    ranks = of_every_rank((contestant.seconds[1:], contestant.peak_bytes, contestant.apart))
     seconds = [max(each) for each in zip(*(rank[0] for rank in ranks), strict=True)]
     return Line(name, statistics.median(seconds), max(rank[1] for rank in ranks), max(rank[2] for rank in ranks))
 

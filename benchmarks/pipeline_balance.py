@@ -30,12 +30,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.costs.hardware.load import load, parse
 from autopar.costs.hardware.profile import Hardware
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.plan import PipelinePlan
@@ -43,12 +41,9 @@ from autopar.planning.pipeline.schedules.choice import SEVERAL_STAGES
 from autopar.planning.pipeline.schedules.schedule import NAMES
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.runtime.ranks.launch import World, on_ranks
-from autopar.tools.calibration.calibrate import calibrate
-from autopar.tools.calibration.timing import BRIEF
-from benchmarks.timed_training import TimedTraining
+from benchmarks.timed_training import TimedTraining, of_every_rank, profile_of, train_in_turns
 from benchmarks.transformer_model import Size, batch, transformer
 
-WARM_UP = 3  # steps; the first ones fill the optimizer's state and the allocator
 AUTOPAR, EQUAL = "autopar", "equal layers"
 
 
@@ -144,8 +139,7 @@ class Trained(TimedTraining):
         """Gather the measurements of all ranks into a line; call it on every rank, the line is the same on all."""
         plan = self.model.plan
         assert isinstance(plan, PipelinePlan)
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, self.seconds)
+        ranks = of_every_rank(self.seconds)
         clock = [max(seconds for seconds, _ in step) for step in zip(*ranks, strict=True)]
         processor = [statistics.median(seconds for _, seconds in steps) for steps in ranks]
         busy = [statistics.fmean(processor for _, processor in step) for step in zip(*ranks, strict=True)]
@@ -190,11 +184,7 @@ def _lines(options: Options) -> list[Line]:
     """Both plans, measured in turns; runs on every rank."""
     mesh = init_device_mesh("cpu", (options.num_ranks,), mesh_dim_names=("pp",))
     both = {AUTOPAR: Trained(options, mesh, None), EQUAL: Trained(options, mesh, options.equal_stages)}
-    for turn in range(WARM_UP + options.steps):
-        for each in both.values():
-            seconds = each.step()
-            if turn >= WARM_UP:
-                each.seconds.append(seconds)
+    train_in_turns(both.values(), options.steps)
     return [each.line(name) for name, each in both.items()]
 
 
@@ -241,8 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hardware", help="name or path of a profile (calibrates this machine)")
     given = parser.parse_args(arguments)
     load_before, mesh = os.getloadavg()[0], Mesh({"pp": given.ranks})
-    known = given.hardware and load(given.hardware)
-    hardware = known or parse(calibrate(mesh, "cpu", BRIEF, f"this machine, {mesh}, measured before"))
+    hardware = profile_of(given.hardware, mesh)
     size = Size(given.layers, given.hidden, 4, given.vocabulary, given.batch, given.sequence)
     options = Options(size, given.ranks, given.schedule, given.microbatches, given.steps, hardware)
     lines: list[Line] = on_ranks(World(given.ranks), _lines, (options,))

@@ -19,31 +19,26 @@ pipelines ≤ 1.0 × the same stages cut by hand on torch's schedules, in time a
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.runtime.ranks.launch import World, on_ranks
-from autopar.tools.benchmarking.baselines import Baseline
 from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
-from benchmarks.timed_training import TimedTraining
+from benchmarks.timed_training import TimedTraining, adamw, of_every_rank, train_in_turns
 from benchmarks.transformer_model import Size
-from benchmarks.transformer_pairs import PAIRS, Contestant, Pair, Scheduled
+from benchmarks.transformer_pairs import PAIRS, Contestant, Pair
 
 SIZES = {
     "d256": Size(4, 256, 4),
     "d1024": Size(2, 1024, 16),
     "tiny": Size(1, 32, 4, vocabulary=64, batch=4, sequence=8),
 }
-WARM_UP = 3  # steps; the first ones plan, compile and fill the optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,39 +111,18 @@ class Trained(TimedTraining):
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
-        # DTensor leaves parameters that it does not split plain; foreach takes the two kinds in groups of their own.
-        kinds: dict[type, list[torch.nn.Parameter]] = {}
-        for parameter in contestant.model.parameters():
-            kinds.setdefault(type(parameter.data), []).append(parameter)
-        optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
-        super().__init__(
-            optimizer,
-            contestant.forward_and_backward
-            if isinstance(contestant, Scheduled)
-            else functools.partial(_backward, contestant),
-        )
+        super().__init__(adamw(contestant.model.parameters()), contestant.forward_and_backward)
 
     def held(self) -> list[torch.Tensor]:
         """Return the tensors that are resident between steps; gradients may lie in persistent buffers."""
         return held_in_training(self.contestant.model, self.optimizer)
 
 
-def _backward(contestant: Baseline) -> torch.Tensor:
-    with contestant.context():
-        loss = contestant.model(*contestant.inputs)
-        loss.backward()
-    return loss
-
-
 def _measured(pair: Pair, size: str, options: Options) -> Line:
     """A pair on one size, its contestants in turns (runs on every rank; the line is the same on all)."""
     mesh = init_device_mesh("cpu", (options.world_size,), mesh_dim_names=("ranks",))
     both = [Trained(build(SIZES[size], mesh, options.compiled)) for build in (pair.ours, pair.theirs)]
-    for turn in range(WARM_UP + options.steps):
-        for each in both:
-            seconds = each.step()
-            if turn >= WARM_UP:
-                each.seconds.append(seconds)
+    train_in_turns(both, options.steps)
     ours, theirs = (_over_ranks(each) for each in both)
     return Line(
         str(SIZES[size]),
@@ -165,7 +139,7 @@ def _measured(pair: Pair, size: str, options: Options) -> Line:
 
 def _over_ranks(trained: Trained) -> tuple[float, float, float]:
     """Medians of the slowest rank's seconds, by the clock and of the processor, and the mean of the known losses."""
-    seconds, losses = zip(*_of_every_rank((trained.seconds, trained.loss)), strict=True)
+    seconds, losses = zip(*of_every_rank((trained.seconds, trained.loss)), strict=True)
     clock, processor = (
         statistics.median(max(times[kind] for times in step) for step in zip(*seconds, strict=True)) for kind in (0, 1)
     )
@@ -174,13 +148,7 @@ def _over_ranks(trained: Trained) -> tuple[float, float, float]:
 
 def _peak(trained: Trained) -> int:
     """Bytes at the highest moment of one more step, on the rank that holds most."""
-    return max(_of_every_rank(peak_bytes(trained.step, trained.optimizer.zero_grad, trained.held)))
-
-
-def _of_every_rank(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return max(of_every_rank(peak_bytes(trained.step, trained.optimizer.zero_grad, trained.held)))
 
 
 def _lines(options: Options) -> list[Line]:

@@ -17,7 +17,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from tabulate import tabulate
@@ -28,6 +27,7 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.runtime.ranks.launch import World, on_ranks
 from autopar.tools.benchmarking.runner import Cell
 from autopar.tools.benchmarking.trainers import Terms, Trainer, contestant
+from benchmarks.timed_training import of_every_rank
 
 MESHES = (Mesh({"dp": 4}), Mesh({"dp": 2, "tp": 2}))
 WARM_UP = 2
@@ -56,10 +56,7 @@ def _processor_seconds(trainer: Trainer) -> float:
     dist.barrier()
     start = time.process_time()
     trainer.step()
-    of_all: list[Any] = [None] * dist.get_world_size()
-    own = time.process_time() - start
-    dist.all_gather_object(of_all, own)
-    return sum(of_all)
+    return sum(of_every_rank(time.process_time() - start))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.timed_training import adamw
 
 NOT_WRITING = frozenset(
     (
@@ -124,10 +125,7 @@ class Contestant:
 
 def stepped(model: nn.Module) -> Callable[[], None]:
     """Return the optimizer's part of a step."""
-    kinds: dict[type, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        kinds.setdefault(type(parameter.data), []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
+    optimizer = adamw(model.parameters())
 
     def step() -> None:
         optimizer.step()

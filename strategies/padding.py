@@ -41,7 +41,7 @@ def _followed(graph: RoledProgram) -> Padding:
     }
     factors: dict[str, frozenset[str]] = {}
     for call in graph.calls.values():
-        found = _padded(call.ruled, tuple([dims[value] for value in call.inputs]))
+        found = _padded_factors(call.ruled, tuple([dims[value] for value in call.inputs]))
         factors[call.name] = found
         for position, term in enumerate(call.out_terms):
             dims[call.name, position] = frozenset(dim for dim, names in enumerate(term.dims) if names[0] in found)
@@ -49,6 +49,6 @@ def _followed(graph: RoledProgram) -> Padding:
 
 
 @functools.lru_cache(maxsize=8192)
-def _padded(found: RuledCall, padded: tuple[frozenset[int], ...]) -> frozenset[str]:
+def _padded_factors(found: RuledCall, padded: tuple[frozenset[int], ...]) -> frozenset[str]:
     """Return the factors of a call that may be padded; of equal calls once."""
     return padded_factors(found.call, found.op, found.bound, padded, found.op.padded)

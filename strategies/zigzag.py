@@ -43,9 +43,9 @@ class ZigzagDims:
 
     def inputs(self, call: RoledCall, graph: RoledProgram) -> tuple[frozenset[int], ...]:
         """Return the zigzag-sharded dims of a call's inputs; a weight follows the call's other tensors."""
-        factors = {name for name, value, dim in _splits(call) if dim in self.of(value)}
+        factors = {name for name, value, dim in _split_tensors(call) if dim in self.of(value)}
         of_weights: dict[Value, set[int]] = defaultdict(set)
-        for name, value, dim in _splits(call):
+        for name, value, dim in _split_tensors(call):
             if name in factors and graph.is_weight(value):
                 of_weights[value].add(dim)
         return tuple(self.of(value) | of_weights.get(value, set()) for value in call.inputs)
@@ -90,9 +90,9 @@ def _followed(graph: RoledProgram, sizes: Sequence[int]) -> ZigzagDims:
     for call in graph.calls.values():
         if call.weight_only:
             continue
-        ordered = _ordered(call)
+        ordered = frozenset[str]().union(*(each.told_apart for each in call.op.implementations))
         found: dict[str, list[Dim]] = defaultdict(list)
-        for name, value, dim in _splits(call):
+        for name, value, dim in _split_tensors(call):
             if value not in rows and not graph.is_weight(value):
                 found[name].append((value, dim))
         for name, linked in found.items():
@@ -124,12 +124,7 @@ def later_see_more(call: RoledCall) -> bool:
     return call.call.target in ATTENTION and call.call[argument]
 
 
-def _ordered(call: RoledCall) -> frozenset[str]:
-    """Return the factors whose parts some implementation must have in order."""
-    return frozenset().union(*(each.told_apart for each in call.op.implementations))
-
-
-def _splits(call: RoledCall) -> Iterator[tuple[str, Value, int]]:
+def _split_tensors(call: RoledCall) -> Iterator[tuple[str, Value, int]]:
     """Yield every choice of a call by name, with a tensor that it splits, and the dim."""
     for name, is_output, position, dim in _places(call.ruled):
         yield name, (call.name, position) if is_output else call.inputs[position], dim

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.prose import blocks
 from tests.support.ranks import PRELOADED
 from tests.test_house import ORDER, ROOT
 
@@ -95,10 +96,10 @@ def test_the_readme_is_what_a_newcomer_reads() -> None:
 @pytest.mark.slow
 def test_the_script_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    script = re.search(r"^```python\n(import autopar.*?)^```", text, re.DOTALL | re.MULTILINE)
+    script = next(each.text for each in blocks(text) if each.text.startswith("import autopar"))
     command = re.search(r"`torchrun ([^`]+ train\.py)`", text)
-    assert script and command
-    (tmp_path / "train.py").write_text(script[1])
+    assert command
+    (tmp_path / "train.py").write_text(script)
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1].split()]
     ran = subprocess.run(launched, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr

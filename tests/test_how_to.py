@@ -16,11 +16,11 @@ import pytest
 import autopar
 from autopar.api import option_types
 from autopar.cli.parser import parser
+from tests.docs.prose import blocks
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs" / "how-to"
-BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 COMMON = """
 import autopar, torch, torch.distributed as dist
@@ -152,8 +152,8 @@ OPTIONS = {name for kind in vars(option_types).values() for name in getattr(kind
 
 
 def _blocks(name: str, language: str) -> list[str]:
-    found = BLOCK.findall((GUIDES / name).read_text(encoding="utf-8"))
-    return [code for kind, code in found if kind == language and ">>> " not in code]
+    found = blocks((GUIDES / name).read_text(encoding="utf-8"))
+    return [each.text for each in found if each.language == language and ">>> " not in each.text]
 
 
 def _commands() -> list[str]:

@@ -150,7 +150,7 @@ def least_devices(
     total = parse_count(tokens)
     if not isinstance(days, int | float) or isinstance(days, bool) or not 0 < days < math.inf:
         raise InputError(f"days={days!r}; give the days until the tokens have to be trained on, a number above 0.")
-    planner = _planner(model, example_inputs, options)
+    planner = OfflinePlanner(model, example_inputs, plan_request(model, **options), PlanCache())
     request, program = planner.request, planner.single.program
     samples, each = batch_of(program)
     if each is None:
@@ -228,10 +228,6 @@ def _limited(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _limit_text(devices: int, options: Mapping[str, Any], more: str) -> str:
     return f"the most that fits on {devices} devices within {Memory.of(options['memory']).limit}{more}"
-
-
-def _planner(model: nn.Module, example_inputs: ExampleInputs, options: Mapping[str, Any]) -> OfflinePlanner:
-    return OfflinePlanner(model, example_inputs, plan_request(model, **options), PlanCache())
 
 
 def _named(hardware: str | Hardware | None) -> str:

@@ -26,7 +26,11 @@ class ConstantIndices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in OF_MASKS and _any_constant(args) and all(_is_constant(x) or not isinstance(x, Tensor) for x in args):
+        if (
+            func in OF_MASKS
+            and any(map(_is_constant, args))
+            and all(_is_constant(x) or not isinstance(x, Tensor) for x in args)
+        ):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         answer = ANSWERS.get(func)
@@ -76,10 +80,6 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def _is_constant(value: Any) -> bool:
     """Return whether a value is a plain tensor with data, neither fake nor on the meta device."""
     return type(value) is Tensor and not isinstance(value, FakeTensor) and not value.is_meta
-
-
-def _any_constant(values: Sequence[Any]) -> bool:
-    return any(map(_is_constant, values))
 
 
 def _real(values: list[bool]) -> Tensor:

@@ -176,7 +176,7 @@ def trace(
             with tracing_again(recorder):
                 second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
             check_settled(recorder, again)
-            settled = _equal(first.program(Tiles()), second.program(Tiles()))
+            settled = _compute_the_same(first.program(Tiles()), second.program(Tiles()))
     warn_of_packed_rows(model, kwargs)
     return replace(first, python=replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes))
 
@@ -210,7 +210,7 @@ def _traced(
     fake_kwargs = given_without_cache(fake_kwargs)
     observed = Observed.of(traced, model, assume)
     exported = export(traced, fake_args, fake_kwargs, autocast, observed, statics, kind)
-    sources, values, tied = _sources(exported, traced, used)
+    sources, values, tied = _sources_of_placeholders(exported, traced, used)
     draft = inline(
         exported.graph_module,
         sources,
@@ -235,8 +235,7 @@ def _traced(
     return Traced(draft, form, stored, device, precision, tuple(observed.branches.taken), python), observed.recorder
 
 
-def _equal(one: Program, other: Program) -> bool:
-    """Return whether two programs compute the same: equal fingerprints and equal constants."""
+def _compute_the_same(one: Program, other: Program) -> bool:
     constants = zip(one.constants.values(), other.constants.values(), strict=False)
     return one.fingerprint == other.fingerprint and all(torch.equal(a, b) for a, b in constants)
 
@@ -315,14 +314,14 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
     try:
         return with_own_hooks(copy.deepcopy(model, memo), model)
     except Exception as error:
+        what = _attribute_that_cannot_be_copied(model, known)
         raise CaptureError(
-            f"{_uncopied(model, known)} cannot be copied ({type(error).__name__}: {error}), and autopar captures a "
-            "copy of the model; keep it outside of the model, or give its class a __deepcopy__."
+            f"{what} cannot be copied ({type(error).__name__}: {error}), and autopar captures a copy of the model; "
+            "keep it outside of the model, or give its class a __deepcopy__."
         ) from error
 
 
-def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
-    """Return the attribute because of which a model cannot be copied."""
+def _attribute_that_cannot_be_copied(model: nn.Module, memo: Mapping[int, Any]) -> str:
     for path, module in model.named_modules():
         for name in vars(module).keys() - INTERNALS:
             try:
@@ -338,7 +337,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _sources(
+def _sources_of_placeholders(
     exported: torch.export.ExportedProgram, traced: nn.Module, leaves: Sequence[Any]
 ) -> tuple[dict[str, Source], dict[str, Tensor], dict[str, str]]:
     """Return the source and fake value of each tensor placeholder, and the further names of tied tensors."""

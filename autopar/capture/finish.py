@@ -39,7 +39,7 @@ class Form:
 
 def finished(draft: TracedGraph, form: Form) -> Program:
     """Return the Program of a graph, which has no other use then."""
-    graph = _ordered(draft.graph)
+    graph = _with_placeholders_in_order(draft.graph)
     named = [(node.meta.pop("source"), node.name) for node in graph.nodes if node.op == "placeholder"]
     by_leaf = {source.index: name for source, name in named if source.kind == "input"}
     constants = {name: _real(source, name) for source, name in named if source.kind == "constant"}
@@ -63,7 +63,7 @@ def finished(draft: TracedGraph, form: Form) -> Program:
     return program
 
 
-def _ordered(graph: fx.Graph) -> fx.Graph:
+def _with_placeholders_in_order(graph: fx.Graph) -> fx.Graph:
     """Return the same graph, fresh, with parameters first, then buffers, constants and inputs."""
     ordered = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -41,7 +41,7 @@ def flex_attention_taken_apart() -> Iterator[None]:
             ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # the call is not compiled
             ("setup_compilation_env", _as_it_is),
             ("_validate_device", lambda query, key, value: None),  # refuses gradients on a CPU
-            ("_apply_kernel_options", _outputs),  # refuses some outputs on a CPU
+            ("_apply_kernel_options", _further_outputs),  # refuses some outputs on a CPU
             ("create_mask", functools.partial(_on_cpu, flex.create_mask)),
         ):
             stack.enter_context(mock.patch.object(flex, name, replacement))
@@ -54,7 +54,7 @@ def _as_it_is() -> Iterator[str]:
     yield "eager"
 
 
-def _outputs(
+def _further_outputs(
     query: Tensor, key: Tensor, value: Tensor, return_lse: bool, kernel_options: Any, return_aux: Any = None
 ) -> dict[str, Any]:
     """Return the outputs requested in addition to the result; other options are those of a kernel."""

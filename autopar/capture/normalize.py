@@ -103,23 +103,22 @@ def drop_dead_calls(draft: TracedGraph) -> None:
 
 def detach_dead_ends(draft: TracedGraph) -> None:
     """Detach what goes to calls from which no gradient comes back, as to scores of which only the order is read."""
-    live = {node for node in draft.graph.output_node().all_input_nodes if _records(node)}
+    live = {node for node in draft.graph.output_node().all_input_nodes if _is_recorded_by_autograd(node)}
     for node in reversed(draft.calls()):
-        if _records(node) and not live.isdisjoint(node.users):
+        if _is_recorded_by_autograd(node) and not live.isdisjoint(node.users):
             live.add(node)
     for node in draft.calls():
-        if node in live or not _records(node) or node.target is operator.getitem:
+        if node in live or not _is_recorded_by_autograd(node) or node.target is operator.getitem:
             continue
         for source in node.all_input_nodes:
             maker = source.args[0] if source.target is operator.getitem else source
-            if maker in live or (source.op == "placeholder" and _records(source)):
+            if maker in live or (source.op == "placeholder" and _is_recorded_by_autograd(source)):
                 with draft.graph.inserting_before(node):
                     detached = draft.call(aten.detach.default, source, module=node.meta["module"])
                 node.replace_input_with(source, detached)
 
 
-def _records(node: fx.Node) -> bool:
-    """Return whether autograd records any tensor that a node gives."""
+def _is_recorded_by_autograd(node: fx.Node) -> bool:
     found = node.meta["val"]
     return any(
         isinstance(x, Tensor) and x.requires_grad for x in (found if isinstance(found, list | tuple) else [found])
@@ -128,7 +127,7 @@ def _records(node: fx.Node) -> bool:
 
 def drop_unused_placeholders(draft: TracedGraph) -> None:
     """Drop placeholders that nothing reads; but parameters of a forward alone are stored all the same, and stay."""
-    learns = any(map(_records, draft.placeholders()))
+    learns = any(map(_is_recorded_by_autograd, draft.placeholders()))
     for node in draft.placeholders():
         if not node.users and (learns or node.meta["source"].kind != "parameter"):
             draft.graph.erase_node(node)

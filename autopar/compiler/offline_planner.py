@@ -163,7 +163,7 @@ class OfflinePlanner:
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the model."""
+        """Consecutive parts of the model, between which a pipeline may be cut."""
         return blocks_of(self.single.program)
 
     @functools.cached_property

@@ -80,7 +80,10 @@ def fitted_table(
 
 def _widths(table: Sequence[Sequence[str]], headers: Sequence[str], right: Collection[int]) -> list[int]:
     """Find the widths of all columns: as wide as their cells, the widest less where these do not fit."""
-    cells = [max((_width(row[number]) for row in table), default=0) for number in range(len(headers))]
+    cells = [
+        max((len(line) for row in table for line in row[number].splitlines()), default=0)
+        for number in range(len(headers))
+    ]
     widths = [max(width, len(name)) for width, name in zip(cells, headers, strict=True)]
     room = terminal_width() - len(BETWEEN) * (len(headers) - 1)
     if sum(widths) > room:
@@ -104,10 +107,6 @@ def _laid_out(cells: Sequence[Sequence[str]], widths: Sequence[int], right: Coll
         ]
         lines.append(BETWEEN.join(aligned).rstrip())
     return lines
-
-
-def _width(cell: str) -> int:
-    return max(map(len, cell.splitlines()), default=0)
 
 
 def _filled(text: str, width: int) -> list[str]:

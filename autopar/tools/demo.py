@@ -132,15 +132,15 @@ def _train_on_mesh(settings: DemoRun, alone: Sequence[float]) -> Measured:
     return Measured(
         losses=losses,
         seconds=seconds,
-        predicted=_listed(model.plan.traffic, settings.steps),
-        counted=_listed(counted.num_bytes),
+        predicted=_traffic_as_json(model.plan.traffic, settings.steps),
+        counted=_traffic_as_json(counted.num_bytes),
         predicted_peak=model.plan.peak_bytes,
         state=_of_every_rank(_state_bytes(optimizer)),
         process=_of_every_rank(_process_bytes()),
     )
 
 
-def _listed(traffic: Mapping[tuple[str, str], int], times: int = 1) -> list[tuple[str, str, int]]:
+def _traffic_as_json(traffic: Mapping[tuple[str, str], int], times: int = 1) -> list[tuple[str, str, int]]:
     """Return traffic as JSON holds it, without zeros, in a fixed order."""
     return [(*key, num_bytes * times) for key, num_bytes in sorted(traffic.items()) if num_bytes]
 
@@ -150,11 +150,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return sum(_local(tensor).nbytes for tensor in (*parameters, *gradients, *state))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensors = (*parameters, *gradients, *state)
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
 
 
 def _process_bytes() -> int:

@@ -46,9 +46,8 @@ def pack_products(graph: fx.Graph, widths: Mapping[Any, int]) -> None:
     for node in graph.nodes:
         piece = _piece(node) if node.target in OUTPUT_DIM else None
         if piece is not None:
-            others = tuple(node.args[2:]) if node.target is grouped_mm else ()
             width = widths.get(_slice_of(node.args[1]))
-            key = node.target, piece.x, piece.weight, piece.bias, others, role_of(node), width
+            key = node.target, piece.x, piece.weight, piece.bias, _others(node), role_of(node), width
             groups[key].append(piece)
     for (*_, width), pieces in groups.items():
         in_order = sorted(pieces, key=lambda piece: piece.start)
@@ -64,17 +63,20 @@ def _piece(node: fx.Node) -> Piece | None:
     if taken is None or not isinstance(x, fx.Node):
         return None
     whole, start, end = taken
-    if node.target is grouped_mm:
-        return Piece(x, whole, None, start, end, node, node)
-    output, bias = node, _part(node.args[2], 0) if len(node.args) > 2 else None
+    own = node.args[2] if node.target is aten.linear.default and len(node.args) > 2 else None
+    output, bias = node, _part(own, 0)
     if node.target is aten.matmul.default and len(node.users) == 1:
         (user,) = node.users
         if user.target is aten.add.Tensor and user.args[0] is node and not user.kwargs:
             output, bias = user, _part(user.args[1], 0)
     if bias is not None and bias[1:] == (start, end):
         return Piece(x, whole, bias[0], start, end, node, output)
-    has_own = node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None
-    return None if has_own else Piece(x, whole, None, start, end, node, node)
+    return None if own is not None else Piece(x, whole, None, start, end, node, node)
+
+
+def _others(node: fx.Node) -> tuple[Any, ...]:
+    """Return a product's arguments behind the weight, but a bias: all slices of a weight have the same."""
+    return () if node.target is aten.linear.default else tuple(node.args[2:])
 
 
 def _slice_of(weight: Any) -> Any:
@@ -105,13 +107,11 @@ def _pack(graph: fx.Graph, first: Piece, pieces: list[Piece]) -> None:
     target: Any = first.product.target
     is_sum = first.output is not first.product
     with graph.inserting_before(first.product):
-        others = () if is_sum or first.bias is None else (first.bias,)
-        weight = first.weight
-        if target is grouped_mm:
-            others, like = first.product.args[2:], first.product.args[1]
-            assert isinstance(like, fx.Node)
-            weight = weight if _slice_of(like) is like else emit(like, aten.transpose.int, weight, 1, 2)
-        packed = emit(first.product, target, first.x, weight, *others)
+        bias = () if is_sum or first.bias is None else (first.bias,)
+        like, weight = first.product.args[1], first.weight
+        assert isinstance(like, fx.Node)
+        weight = weight if _slice_of(like) is like else emit(like, aten.transpose.int, weight, 1, 2)
+        packed = emit(first.product, target, first.x, weight, *bias, *_others(first.product))
         packed.kwargs = first.product.kwargs
     with graph.inserting_before(first.output):
         if is_sum:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.runtime.implementations.products.chunked import SHARED, linear
+from autopar.runtime.implementations.products.chunked import SHARED
 
 IS_SHARED = "moves its input together with others"
 """Key in a node's meta that marks a product whose input is gathered together with that of others."""
@@ -31,13 +31,13 @@ def share_gathers(graph: fx.Graph) -> None:
 def _share(graph: fx.Graph, products: list[fx.Node]) -> None:
     first, x = products[0], products[0].args[0]
     assert len({str(sorted(each.kwargs["axes"].items())) for each in products}) == 1, f"{products} part ways"  # type: ignore[union-attr]
+    product_of_several, num_operands = SHARED[first.target]
     operands: list[Any] = []
     for each in products:
-        weight, *bias = each.args[1:]
-        operands += [weight, *(bias or [None])] if each.target is linear else [weight]
+        operands += [*each.args[1:], *[None] * (1 + num_operands - len(each.args))]
     _move_before(first, [each for each in operands if isinstance(each, fx.Node)])
     with graph.inserting_before(first):
-        together = graph.call_function(SHARED[first.target], (x, *operands), dict(first.kwargs))  # type: ignore[index]
+        together = graph.call_function(product_of_several, (x, *operands), dict(first.kwargs))
         together.meta = {**first.meta, "layout": None}
         for number, each in enumerate(products):
             part = graph.call_function(operator.getitem, (together, number))

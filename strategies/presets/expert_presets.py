@@ -166,16 +166,15 @@ def _ways_home(graph: RoledProgram, regions: Regions) -> frozenset[str]:
         if regions.by_call.get(call.name) == ROW:
             partial.add(call.name)
         elif made & partial and regions.by_call.get(call.name) == OUTER:
-            found |= {call.name, *(name for name in made if name in blocks and _is_bias(graph.calls[name]))}
+            found |= {
+                call.name,
+                *(name for name in made if name in blocks and graph.calls[name].call.target is OF_EXPERT),
+            }
             partial.add(call.name)
     return frozenset(found)
 
 
-def _is_bias(call: RoledCall) -> bool:
-    return call.call.target is OF_EXPERT
-
-
-def _products(graph: RoledProgram) -> list[tuple[RoledCall, str]]:
+def _products_of_experts(graph: RoledProgram) -> list[tuple[RoledCall, str]]:
     """The products with a matrix per expert, each with the factor of its experts."""
     found = []
     for call in graph.learned:
@@ -187,7 +186,7 @@ def _products(graph: RoledProgram) -> list[tuple[RoledCall, str]]:
 
 def _need_experts(strategy: str, graph: RoledProgram, mesh: Mesh, experts: tuple[str, ...]) -> None:
     """Raise StrategyError where the model has no experts, or they do not divide over their axes."""
-    products = _products(graph)
+    products = _products_of_experts(graph)
     if not products:
         raise StrategyError(
             f"{strategy} divides experts, products of tokens with a matrix for each expert [experts, in, out]; the "
@@ -217,7 +216,7 @@ def _need_tokens(strategy: str, graph: RoledProgram, mesh: Mesh, parted: Mapping
 
 
 def _warn_of_whole_experts(strategy: str, graph: RoledProgram, regions: Regions, mesh: Mesh, axis: str) -> None:
-    whole = [call.name for call, _ in _products(graph) if regions.by_call[call.name] == OUTER]
+    whole = [call.name for call, _ in _products_of_experts(graph) if regions.by_call[call.name] == OUTER]
     if whole:
         reason = next((regions.reasons[name] for name in whole if name in regions.reasons), "no pair of products")
         warn_user(

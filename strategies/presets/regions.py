@@ -180,14 +180,14 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
         summed = {p: s for p, s in held.items() if product and call.in_terms[p].dims[s.dim][0] == product.row}
         if product and summed:
             _arrive(walk, call, summed, ROW, product.row)
-        elif product and not held and call.name in columns and _divides(graph, call, product.column, parts):
+        elif product and not held and call.name in columns and _divides_evenly(graph, call, product.column, parts):
             _enter(walk, call, COLUMN, product.column, frozenset({call.name}))
             _go_on(walk, call, product.column)
         elif held:
             _follow_call(walk, graph, call, held, parts)
-        elif call.call.target is LINEAR_CROSS_ENTROPY and _divides(graph, call, CLASSES, parts):
+        elif call.call.target is LINEAR_CROSS_ENTROPY and _divides_evenly(graph, call, CLASSES, parts):
             _enter(walk, call, LOSS, CLASSES, frozenset({call.name}))
-        elif call.call.target is MLP_IN_TILES and _divides(graph, call, HIDDEN, parts):
+        elif call.call.target is MLP_IN_TILES and _divides_evenly(graph, call, HIDDEN, parts):
             _enter(walk, call, ROW, HIDDEN, frozenset({call.name}))
         else:
             walk.regions[call.name] = OUTER
@@ -201,7 +201,7 @@ def _follow_call(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mappin
     found, reason = factor, ""
     if factor not in call.bound.splittable:
         reason = f"{call.name} needs it whole"
-    elif not _divides(graph, call, factor, parts):
+    elif not _divides_evenly(graph, call, factor, parts):
         # If key heads do not divide but query heads do, replicate the keys.
         found = call.fitting(factor, parts)
     if found is None:
@@ -261,7 +261,7 @@ def _go_on(walk: _Walk, call: RoledCall, factor: str) -> None:
             walk.splits[call.name, position] = _Split(dim, walk.origins[call.name])
 
 
-def _divides(graph: RoledProgram, call: RoledCall, factor: str, parts: int) -> bool:
+def _divides_evenly(graph: RoledProgram, call: RoledCall, factor: str, parts: int) -> bool:
     """Return whether a factor has equal parts, or may be padded."""
     size = call.bound.sizes[factor]
     return size % parts == 0 or (factor in Padding.of(graph).factors[call.name] and size >= parts)

@@ -53,7 +53,7 @@ class Split:
             self.factors[call.name][axis] = self._wanted_factor(call, axis)
         for name in self.graph.parameters:
             dim = self._wanted_dim((name, 0), axis)
-            dim = dim if dim is not None and self._stores(name, axis, dim) else None
+            dim = dim if dim is not None and self._can_be_stored_split(name, axis, dim) else None
             self.dims[name][axis] = self._exchanged(name, axis) if dim is None else dim
         return self
 
@@ -130,7 +130,7 @@ class Split:
         if not info.requires_grad or not users or not all(call.weight_only for call, _ in users):
             return None
         for dim in reversed(range(len(info.shape))):
-            calls = self._passing((name, 0), dim, axis) if self._stores(name, axis, dim) else None
+            calls = self._passing((name, 0), dim, axis) if self._can_be_stored_split(name, axis, dim) else None
             if calls is not None:
                 for call, factor in calls.items():
                     self.factors[call][axis] = factor
@@ -163,7 +163,7 @@ class Split:
                 found |= further
         return found
 
-    def _stores(self, name: str, axis: str, dim: int) -> bool:
+    def _can_be_stored_split(self, name: str, axis: str, dim: int) -> bool:
         """Return whether a parameter can be stored split: evenly, or padded if one axis alone splits the dim."""
         axes = [other for other, each in self.dims[name].items() if each == dim and other != axis]
         size, parts = self.graph.infos[name, 0].shape[dim], self._parts([*axes, axis])
@@ -174,10 +174,10 @@ class Split:
 
 
 def data(call: RoledCall) -> str | None:
-    """Every axis splits the batch."""
+    """Return the factor of a call's samples: every axis splits the batch."""
     return call.factor_of("data")
 
 
 def whole(call: RoledCall) -> str | None:
-    """Nothing is split."""
+    """Return no factor: nothing is split."""
     return None

@@ -28,7 +28,7 @@ CAUSAL_OBJECTS = ("LowerTriangularMask", "LowerTriangularFromBottomRightMask")
 """Masks of xformers that say nothing of samples."""
 
 
-def _heads(query: int, key: int) -> tuple[str, str]:
+def _head_dims(query: int, key: int) -> tuple[str, str]:
     """Return the dims of query and key heads, which query heads share in groups."""
     if query == key:
         return "h", "h"
@@ -50,7 +50,7 @@ def _rule(
     """
     query, key, value = (info.shape for info in tensors)
     head, place = (1, 2) if heads_first else (2, 1)
-    heads = _heads(query[head], key[head])
+    heads = _head_dims(query[head], key[head])
 
     def laid(of: str) -> list[str]:
         return [samples, of, WHOLE, WHOLE] if heads_first else [samples, WHOLE, of, WHOLE]
@@ -60,7 +60,7 @@ def _rule(
     terms = [term(laid(heads[0])), term(laid(heads[1])), term(laid(heads[1]))]
     terms += [term(broadcast(info.shape, scores, dims)) for info in masks]
     terms += [term(dims[2 - len(info.shape) : 2]) for info in slopes]
-    outputs = [_output(info.shape, query, value, scores, laid(heads[0]), dims) for info in call.outputs]
+    outputs = [_output_term(info.shape, query, value, scores, laid(heads[0]), dims) for info in call.outputs]
     pairs = math.prod(scores) // (2 if causal and query[place] == key[place] else 1)
     return OpRule(
         rule(terms, outputs),
@@ -71,7 +71,7 @@ def _rule(
     )
 
 
-def _output(
+def _output_term(
     shape: Sequence[int],
     query: Sequence[int],
     value: Sequence[int],
@@ -122,7 +122,7 @@ def packed_function(call: Call) -> OpRule | None:
 
 def _packed(call: Call, longest: int, causal: bool) -> OpRule:
     query, key, value = (info.shape for info in call.inputs[:3])
-    heads = _heads(query[1], key[1])
+    heads = _head_dims(query[1], key[1])
     terms = [term([WHOLE, heads[0], WHOLE]), *(term([WHOLE, heads[1], WHOLE]) for _ in range(2))]
     for info in call.inputs[3:]:
         slopes = info.dtype.is_floating_point and info.shape[-1:] == (query[1],)

@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError, PipelineError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
+from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
@@ -118,14 +119,9 @@ def _trained(shape: tuple[int, ...], memory: int | None, saved: str | None) -> t
 
 
 def _alone() -> Trained:
-    model, losses = Classes(), []
+    model = Classes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*_batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(optimizer, range(STEPS), lambda step: model(*_batch(step)))
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return losses, gradients, {name: each.detach() for name, each in model.named_parameters()}
 

@@ -25,12 +25,12 @@ from autopar.planning import planner
 from autopar.planning import request as plan_request
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import Reader, flattened, reading
+from tests.support.measured_bytes import peak_of_step
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import SLOW_DEVICES, Steps, train_alike
 
 CLASSES, SIZE = 512, 16
 NAME = "linear_cross_entropy_default"
@@ -239,15 +239,7 @@ def _within(share: float) -> tuple[int, int, int, bool]:
     model, given = Reader(4096, 64), reading(batch=8, sequence=256, num_classes=4096)
     limit = int(share * planned(model, given).peak_bytes)
     compiled = autopar.compile(model, mesh((2,), ("dp",)), given, memory=limit)
-    optimizer = torch.optim.AdamW(compiled.parameters())
-
-    def step() -> None:
-        compiled(**given).backward()
-
-    step()
-    optimizer.step()
-    held = lambda: [*held_in_training(compiled, optimizer), *given.values()]  # noqa: E731
-    return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes, limit, NAME in compiled.plan.choices
+    return peak_of_step(compiled, given), compiled.plan.peak_bytes, limit, NAME in compiled.plan.choices
 
 
 def test_ranks_hold_what_is_predicted_and_no_more_than_the_limit(ranks: Ranks) -> None:
@@ -262,12 +254,11 @@ def test_ranks_hold_what_is_predicted_and_no_more_than_the_limit(ranks: Ranks) -
 def test_ranks_train_as_one_process(given: bool) -> None:
     torch.manual_seed(0)
     model = Reader(CLASSES, SIZE).double()
-    alone, steps = copy.deepcopy(model), Steps([batch(seed) for seed in range(2)], "adamw")
+    steps = Steps([batch(seed) for seed in range(2)], "adamw")
     limit = int(0.6 * planned(copy.deepcopy(model), hardware=SLOW_DEVICES).peak_bytes)
     options = {"plan": planned(copy.deepcopy(model), memory=limit)} if given else {"memory": limit}
-    found = train_on_ranks(model, steps, {"dp": 2}, options)
-    assert fault_of(found, train_alone(alone, steps)) == ""
-    assert found.plan is not None and NAME in found.plan.choices
+    plan = train_alike(model, steps, {"dp": 2}, options)
+    assert NAME in plan.choices
 
 
 MLP = "mlp_in_tiles_default"
@@ -322,15 +313,14 @@ def test_losses_and_mlps_may_both_be_taken_in_tiles() -> None:
 def test_ranks_train_with_mlps_in_tiles_as_one_process(given: bool) -> None:
     torch.manual_seed(0)
     model = Gated(16, 64).double()
-    alone, steps = copy.deepcopy(model), Steps([tokens(seed, size=16) for seed in range(2)], "adamw")
+    steps = Steps([tokens(seed, size=16) for seed in range(2)], "adamw")
     options: dict[str, Any] = {"recompute": "none", "mlp_tiles": "auto", "hardware": SLOW_DEVICES}
     on, example = autopar.Mesh({"dp": 2}), steps.batches[0]
     options["memory"] = int(0.8 * autopar.plan(model, on, example, **by_flag(**options)).peak_bytes)
     if given:
         options = {"plan": autopar.plan(copy.deepcopy(model), on, example, **by_flag(**options)), "mlp_tiles": "auto"}
-    found = train_on_ranks(model, steps, {"dp": 2}, options)
-    assert fault_of(found, train_alone(alone, steps)) == ""
-    assert found.plan is not None and MLP in found.plan.choices
+    plan = train_alike(model, steps, {"dp": 2}, options)
+    assert MLP in plan.choices
 
 
 def test_plans_of_stages_are_not_compared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _BLOCKS = re.compile(
     r"^---\n.*?^---$"  # front matter
@@ -12,6 +13,7 @@ _BLOCKS = re.compile(
     r"|<!--.*?-->",
     re.DOTALL | re.MULTILINE,
 )
+_FENCED = re.compile(r'^```(\w+)(?: title="([\w.-]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _TABLE = re.compile(r"^ *\|.*$", re.MULTILINE)
 _ITEM = re.compile(r"^ *(?:[-*+]|\d+\.) +|^#+ .*$|^ *!!! .*$|^[=-]+$|^\[[^\]]+\]:.*$", re.MULTILINE)
 _CODE = re.compile(r"(`+).+?\1|\$[^$\n]+\$", re.DOTALL)
@@ -21,6 +23,19 @@ _ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|al|vs|cf|etc|ca|resp|Fig|Eq|Sec|N
 _END = re.compile(r"[.!?:]+[\"'”’)\]]*(?=\s|$)")
 CODE = "code"
 """Word that stands for a piece of code or a formula in a sentence."""
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the name of the file that it is, if it has one, and its text."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(markdown: str) -> list[Block]:
+    """Return the fenced blocks that begin a line, in order."""
+    return [Block(*found) for found in _FENCED.findall(markdown)]
 
 
 def prose(markdown: str) -> str:

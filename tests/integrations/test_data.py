@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
+from tests.support.optimizing import losses_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -42,15 +43,7 @@ def _model(samples: TensorDataset) -> Any:
 
 
 def _losses(model: nn.Module, batches: Any) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return losses_of(torch.optim.AdamW(model.parameters(), lr=1e-2), batches, lambda batch: model(*batch))
 
 
 def _of_all_ranks(loader: Any, sampler: Any, epochs: int = 2) -> list[tuple[Tensor, ...]]:

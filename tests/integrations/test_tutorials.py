@@ -15,11 +15,11 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.docs.prose import blocks
 from tests.integrations.scripts import environment
 from tests.test_house import ROOT
 
 TUTORIALS = ROOT / "docs" / "tutorials"
-BLOCK = re.compile(r'^```(\w+)(?: title="([\w.-]+)")?\n(.*?)^```$', re.S | re.M)
 
 
 def _assert_shows(expected: str, found: str) -> None:
@@ -41,11 +41,9 @@ def test_the_cells_of_the_notebook_show_what_the_page_shows(tmp_path: Path, monk
     cells = nbformat.read(TUTORIALS / "first-plan.ipynb", as_version=4)
     nbclient.NotebookClient(cells, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     found = ["".join(each.get("text", "") for each in cell.outputs) for cell in cells.cells if cell.cell_type == "code"]
-    blocks = [
-        (kind, text) for kind, title, text in BLOCK.findall((TUTORIALS / "first-plan.md").read_text()) if not title
-    ]
+    untitled = [each for each in blocks((TUTORIALS / "first-plan.md").read_text()) if not each.title]
     shown: list[str] = []
-    for (before, _), (kind, text) in pairwise([("", ""), *blocks]):
+    for (before, *_), (kind, _, text) in pairwise([("", "", ""), *untitled]):
         if kind == "python":
             shown.append("")
         elif (before, kind) == ("python", "text"):
@@ -60,7 +58,7 @@ def test_the_cells_of_the_notebook_show_what_the_page_shows(tmp_path: Path, monk
 def test_the_commands_of_a_tutorial_print_what_it_shows(page: str, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     printed, checked = "", 0
-    for kind, title, text in BLOCK.findall((TUTORIALS / f"{page}.md").read_text()):
+    for kind, title, text in blocks((TUTORIALS / f"{page}.md").read_text()):
         if title:
             (tmp_path / title).write_text(text)
         elif kind == "sh":

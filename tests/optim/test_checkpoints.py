@@ -12,6 +12,7 @@ import autopar
 from autopar.optim import GaLoreAdamW, Muon
 from tests.optim.test_compiled import KINDS
 from tests.support.families import FAMILIES
+from tests.support.optimizing import losses_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -28,15 +29,11 @@ def _made(kind: str, strategy: str) -> tuple[Any, Muon | GaLoreAdamW]:
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    losses = []
-    for number in numbers:
+    def loss_of(number: int) -> Any:
         args, kwargs = FAMILIES["llama"].inputs(number)
-        optimizer.zero_grad()
-        loss = FAMILIES["llama"].loss(model(*args, **kwargs))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return FAMILIES["llama"].loss(model(*args, **kwargs))
+
+    return losses_of(optimizer, numbers, loss_of)
 
 
 def _resumed(kind: str) -> tuple[list[float], list[float], Any, Any]:

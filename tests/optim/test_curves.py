@@ -69,7 +69,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    return losses_of(optimizer, STEPS, lambda step: model(**_batch(step))[0])
+    return losses_of(optimizer, range(STEPS), lambda step: model(**_batch(step))[0])
 
 
 def _on_ranks(kind: str, adapted: bool, shape: tuple[int, ...], strategy: str) -> list[float]:

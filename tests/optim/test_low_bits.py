@@ -82,7 +82,7 @@ MADE_BY: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def _trained(model: nn.Module, kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    losses = losses_of(MADE_BY[kind](model), STEPS, lambda step: model(*_batch(step)))
+    losses = losses_of(MADE_BY[kind](model), range(STEPS), lambda step: model(*_batch(step)))
     return losses, {name: whole(each) for name, each in model.named_parameters()}
 
 

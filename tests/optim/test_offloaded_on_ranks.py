@@ -54,7 +54,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = Fals
         if clip:
             getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))(0.5)
 
-    losses = losses_of(optimizer, STEPS, loss_of, clipped)
+    losses = losses_of(optimizer, range(STEPS), loss_of, clipped)
     return _Run(losses, {name: whole(each) for name, each in model.named_parameters()})  # pyright: ignore[reportArgumentType]
 
 
@@ -202,13 +202,7 @@ def _limited(memory: int | None, offload: Any) -> tuple[list[float], str]:
     )
     offloads = model.plan.offload == "optimizer"
     optimizer = (OffloadedAdamW if offloads else torch.optim.AdamW)(model.named_parameters(), **SETTINGS)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(optimizer, [x] * STEPS, lambda x: model(x).square().mean())
     model(x[:8])  # planned anew, and for the same optimizer
     assert model.plan.offload == ("optimizer" if offloads else "none")
     return losses, model.plan.offload

@@ -27,7 +27,7 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.strategies.rules.products.chunked import AGAIN, MOST_CHUNKS, NAME, chunks_of
 from tests.support.options import by_flag
-from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import SLOW_DEVICES, Steps, train_alike
 
 COLUMN, ROW = f"...1+o via {NAME}", f"...1+k via {NAME}"
 OVERLAPPING = Hardware(
@@ -120,9 +120,8 @@ def test_calls_that_share_an_input_gather_it_together_or_not_at_all() -> None:
 
 def test_a_preset_trains_as_one_process_does() -> None:
     steps = Steps([batch(), batch()])
-    found = train_on_ranks(Layer().double(), steps, {"dp": 2, "tp": 2}, {"strategy": NAME})
-    assert fault_of(found, train_alone(Layer().double(), steps)) == ""
-    assert found.plan is not None and f"...0 {COLUMN}" in found.plan.choices.values()
+    plan = train_alike(Layer().double(), steps, {"dp": 2, "tp": 2}, {"strategy": NAME})
+    assert f"...0 {COLUMN}" in plan.choices.values()
 
 
 def test_a_plan_that_has_them_is_loaded_attached_and_run(tmp_path: Path) -> None:
@@ -131,8 +130,7 @@ def test_a_plan_that_has_them_is_loaded_attached_and_run(tmp_path: Path) -> None
     attached = plan.attach(Layer().double(), batch(), hardware=SLOW_DEVICES)
     assert COLUMN in names(candidates_of(context_of(attached).space))
     steps = Steps([batch()])
-    found = train_on_ranks(Layer().double(), steps, {"tp": 2}, {"plan": plan})
-    assert fault_of(found, train_alone(Layer().double(), steps)) == ""
+    train_alike(Layer().double(), steps, {"tp": 2}, {"plan": plan})
 
 
 @pytest.mark.parametrize("strategy", [NAME, AGAIN])

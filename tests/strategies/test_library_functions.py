@@ -75,7 +75,7 @@ def _family(name: str) -> Family:
 @pytest.mark.parametrize("name", ["bloom", "recurrent_gemma", "yoso"])
 def test_a_family_with_functions_trains_as_one_process_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, name, _family(name))
-    assert_equal(on_simulated_ranks(name, PINS[name], monkeypatch), on_one_process(name))
+    assert_equal(on_simulated_ranks(name, PINS[name]), on_one_process(name))
     program = capture(FAMILIES[name].build(), *_inputs(0))
     calls = [call for call in RoledProgram.of(program).calls.values() if isinstance(call.call.target, FunctionCall)]
     assert calls and all(call.bound.splittable and not call.ruled.reason for call in calls)

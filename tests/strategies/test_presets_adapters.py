@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.sharding.mesh import Mesh
 from tests.support.families import FAMILIES
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 peft = pytest.importorskip("peft")
 
@@ -51,8 +49,7 @@ def test_frozen_products_are_columns_and_rows_and_adapters_follow_them(strategy:
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sequence", "megatron_regather", "fsdp+tp"])
 def test_adapters_are_trained_on_ranks_as_on_one_process(strategy: str, targets: tuple[str, ...]) -> None:
     model, steps = adapted(*targets), Steps([FAMILIES["llama"].inputs(step)[1] for step in range(2)], "adamw")
-    found = train_on_ranks(copy.deepcopy(model), steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
-    assert fault_of(found, train_alone(model, steps)) == ""
+    train_alike(model, steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
 
 
 class Halved(nn.Module):
@@ -79,8 +76,7 @@ def test_products_that_gather_together_next_to_adapters_train_as_on_one_process(
         if hasattr(module, "lora_dropout"):
             module.lora_dropout = nn.ModuleDict(dict.fromkeys(module.lora_dropout, Halved()))  # pyright: ignore
     steps = Steps([FAMILIES["llama"].inputs(step)[1] for step in range(2)], "adamw")
-    found = train_on_ranks(copy.deepcopy(model), steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
-    assert fault_of(found, train_alone(model, steps)) == ""
+    train_alike(model, steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
 
 
 def test_a_rank_holds_its_part_of_the_frozen_base() -> None:

@@ -17,7 +17,7 @@ from autopar.strategies.presets import PRESETS, annotations_for, expert_presets
 from autopar.strategies.presets import expert_rows as rows
 from tests.strategies.test_presets_volume import BYTES_ALONE, axes_of, formulas, moved, num_bytes
 from tests.support.expert_models import CHOSEN, DENSE, EXPERTS, HIDDEN, Decoder, decoder, token_batches
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 pytest.importorskip("transformers")
 
@@ -96,8 +96,7 @@ def test_every_preset_for_experts_has_formulas() -> None:
 )
 def test_experts_train_on_ranks_as_on_one_process(strategy: str, form: str, mesh: Mapping[str, int]) -> None:
     steps = Steps(token_batches(2, batch=8 if mesh is CUBE else 4))
-    found = train_on_ranks(decoder(form), steps, mesh, {"strategy": strategy})
-    assert fault_of(found, train_alone(decoder(form), steps)) == ""
+    train_alike(decoder(form), steps, mesh, {"strategy": strategy})
 
 
 @pytest.mark.parametrize(

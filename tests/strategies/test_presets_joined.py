@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from tests.support.expert_models import decoder, token_batches
 from tests.support.families import FAMILIES
 from tests.support.pipeline_training import PipelineCase, check
 from tests.support.ranks import Ranks
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 TP_CP = {"cp": 2, "tp": 2}
 DP_CP_TP = {"dp": 2, "cp": 2, "tp": 2}
@@ -54,16 +53,14 @@ def lm(step: int) -> dict[str, Any]:
 def test_joined_presets_train_on_ranks_as_on_one_process(strategy: str, mesh: Mapping[str, int]) -> None:
     steps = Steps([lm(step) for step in range(2)], optimizer="adamw")
     model = FAMILIES["gpt2" if "ulysses" in strategy else "llama"].build()
-    found = train_on_ranks(copy.deepcopy(model), steps, mesh, {"strategy": strategy})
-    assert fault_of(found, train_alone(model, steps)) == ""
+    train_alike(model, steps, mesh, {"strategy": strategy})
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "mesh"), OF_EXPERTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_experts_joined_with_other_presets_train_as_on_one_process(strategy: str, mesh: Mapping[str, int]) -> None:
     steps = Steps(token_batches(2, batch=8, positions=8))
-    found = train_on_ranks(decoder("sorted"), steps, mesh, {"strategy": strategy})
-    assert fault_of(found, train_alone(decoder("sorted"), steps)) == ""
+    train_alike(decoder("sorted"), steps, mesh, {"strategy": strategy})
 
 
 def specified(strategy: str, mesh: Mapping[str, int], batch: int = 4, positions: int = 16) -> Any:

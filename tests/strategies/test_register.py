@@ -23,9 +23,11 @@ PROJECT = "~... k, ~o k, +o -> ... o"
 
 @pytest.fixture(autouse=True)
 def _only_own_rules() -> Iterator[None]:
+    others = dict(REGISTERED)
     forget_rules()
     yield
     forget_rules()
+    REGISTERED.update(others)
 
 
 def _rules() -> dict[str, str]:

@@ -22,11 +22,11 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.strategies.rules.products import tiled
 from autopar.strategies.rules.products.tiled import NAME
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.measured_bytes import peak_of_step
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 TILE_BYTES, WIDTH, HIDDEN = 2**17, 128, 2048  # a weight is a megabyte
 
@@ -120,9 +120,8 @@ def test_plans_that_have_them_train_as_one_process_does(axes: dict[str, int]) ->
     steps = Steps([{"x": torch.randn(4, WIDTH, dtype=torch.float64)} for _ in range(2)])
     limit = between(axes, Wide().double())
     options = {"memory": limit, "weight_tiles": True, "optimizer": "sgd", "strategy": "zero3"}
-    found = train_on_ranks(Wide().double(), steps, axes, options)
-    assert fault_of(found, train_alone(Wide().double(), steps)) == ""
-    assert found.plan is not None and len(in_tiles(found.plan)) >= 1
+    plan = train_alike(Wide().double(), steps, axes, options)
+    assert len(in_tiles(plan)) >= 1
 
 
 def _measured(limit: int) -> tuple[int, int, int]:
@@ -137,14 +136,7 @@ def _measured(limit: int) -> tuple[int, int, int]:
             optimizer="sgd",
             hardware=SLOW_DEVICES,
         )
-        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-
-        def step() -> None:
-            compiled(**INPUTS).backward()
-
-        step()
-        optimizer.step()
-        held = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *INPUTS.values()])
+        held = peak_of_step(compiled, INPUTS, torch.optim.SGD(compiled.parameters(), lr=0.1))
         return held, compiled.plan.peak_bytes, len(in_tiles(compiled.plan))
 
 

@@ -48,25 +48,27 @@ def assert_as_eager(
     tolerance: float = 1e-6,
     assume: Sequence[Assumption] = (),
     static: Sequence[str] = (),
+    **options: Any,
 ) -> Program:
     """Capture the model, train one step with the program and with the model itself, and compare everything.
 
-    `static` names the arguments whose values are constants of the program.
+    `static` names the arguments whose values are constants of the program; `options` are those of `capture`.
     """
     kwargs = dict(kwargs or {})
     expected = copy.deepcopy(model)
     for module in expected.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # type: ignore[union-attr]
-    program = capture(model, *with_static((args, kwargs), static, model.forward), assume=assume)
+    program = capture(model, *with_static((args, kwargs), static, model.forward), assume=assume, **options)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     output = run(program, parameters, buffers, pytree.tree_leaves((args, kwargs)))
     loss(output).backward()
     expected_output = expected(*args, **kwargs)
     loss(expected_output).backward()
     assert type(output) is type(expected_output)
-    for ours, theirs in zip(pytree.tree_leaves(output), pytree.tree_leaves(expected_output), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        pytree.tree_leaves(output), pytree.tree_leaves(expected_output), rtol=tolerance, atol=tolerance
+    )
     for name, parameter in expected.named_parameters():
         assert (parameter.grad is None) == (parameters[name].grad is None), name
         torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=tolerance, atol=tolerance, msg=name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 import autopar
+
+Batch = TypeVar("Batch")
 
 
 def planned_for(kind: str, rank: int) -> autopar.Optimizer:
@@ -17,15 +20,15 @@ def planned_for(kind: str, rank: int) -> autopar.Optimizer:
 
 def losses_of(
     optimizer: torch.optim.Optimizer,
-    steps: int,
-    loss_of: Callable[[int], Tensor],
+    batches: Iterable[Batch],
+    loss_of: Callable[[Batch], Tensor],
     before_step: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """The losses of so many steps, of which each has a loss of its own batch; gradients may be changed before each."""
+    """The losses of one step for each batch, or number of one; gradients may be changed before each step."""
     losses = []
-    for step in range(steps):
+    for batch in batches:
         optimizer.zero_grad()
-        loss = loss_of(step)
+        loss = loss_of(batch)
         loss.backward()
         before_step()
         optimizer.step()

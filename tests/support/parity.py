@@ -105,6 +105,14 @@ def whole(value: Any) -> Tensor | None:
     return value.detach().clone()
 
 
+def assert_same_gradients(found: nn.Module, expected: nn.Module, **tolerances: Any) -> None:
+    """Compare the gradients of a model, or of a rank's stages of one, with those of the model on one process."""
+    theirs = dict(expected.named_parameters())
+    for name, parameter in found.named_parameters():
+        ours, other = whole(parameter.grad), whole(theirs[name].grad)
+        torch.testing.assert_close(ours, other, **tolerances, msg=lambda text, n=name: f"{n}: {text}")
+
+
 def train(case: Case, model: nn.Module, traffic: Any = None) -> Training:
     """Train a model, compiled or not, on the batches of the case."""
     loss_of = MODELS[case.family].loss

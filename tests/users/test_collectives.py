@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import CaptureError
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.parity import mesh
 from tests.support.ranks import Ranks
@@ -88,13 +89,7 @@ class Synchronized(nn.Module):
 
 def _trained(model: nn.Module, x: Tensor) -> tuple[list[float], list[Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(optimizer, [x] * 3, model)
     values = [*model.parameters(), *model.buffers()]
     return losses, [getattr(value, "full_tensor", lambda value=value: value)().detach() for value in values]
 
@@ -136,8 +131,7 @@ def test_without_the_call_the_loss_is_that_of_one_process_and_sync_batch_norm_ne
     for found in ranks.run(_without, world_size=2):
         for (losses, values), (of_one, values_of_one) in zip(found, expected, strict=True):
             assert losses == pytest.approx(of_one, rel=1e-5)
-            for value, value_of_one in zip(values, values_of_one, strict=True):
-                torch.testing.assert_close(value, value_of_one, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(values, values_of_one, rtol=1e-4, atol=1e-5)
 
 
 def test_a_library_that_asks_for_the_number_of_ranks_is_told_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

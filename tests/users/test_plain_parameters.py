@@ -13,6 +13,7 @@ import autopar
 from autopar.costs.hardware.load import load
 from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks
 
@@ -71,13 +72,7 @@ def _train(plain: bool) -> tuple[list[float], bool]:
     if plain:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         model = autopar.compile(model, mesh, (batch(),))
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = model(batch())
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
+    losses = losses_of(torch.optim.AdamW(model.parameters(), lr=1e-2), range(4), lambda _: model(batch()))
     return losses, any(isinstance(each, DTensor) for each in model.parameters())
 
 

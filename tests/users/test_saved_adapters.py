@@ -134,8 +134,7 @@ def test_transformers_loads_the_active_adapter_that_ranks_have_saved(
     expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
     found = load_file(tmp_path / "ranks" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
-    for name, each in expected.items():
-        assert_close(found[name], each, msg=lambda text, n=name: f"{n}: {text}")
+    assert_close(found, expected)
     assert [path.name for path in sorted((tmp_path / "ranks").iterdir())] == [
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -89,11 +89,11 @@ def _replace(draft: TracedGraph, node: fx.Node, call: GradientCall) -> None:
     found: dict[Key, fx.Node] = {}
     with draft.graph.inserting_before(node):
         for output, gradient in zip(outputs, given, strict=True):
-            _add(draft, found, _key(output), gradient)
+            _add(draft, found, _tensor_given(output), gradient)
         for each in reversed(between):
             if each.op == "call_function":
-                _backward(draft, each, found, frozenset(between), call)
-        results = [found.get(_key(x)) for x in inputs]
+                _add_gradients_of_inputs(draft, each, found, frozenset(between), call)
+        results = [found.get(_tensor_given(x)) for x in inputs]
         if not call.create_graph:
             results = [None if x is None else draft.call(aten.detach.default, x) for x in results]
     for user in list(node.users):
@@ -140,7 +140,7 @@ def _random_numbers_apart(draft: TracedGraph, between: list[fx.Node], call: Grad
         if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
             continue
         if target is not aten.dropout.default:
-            if _draws(node):
+            if _draws_random_numbers(node):
                 raise call.refused(f"through {target}, which draws random numbers; draw them apart")
             continue
         x, *options = node.args
@@ -152,14 +152,13 @@ def _random_numbers_apart(draft: TracedGraph, between: list[fx.Node], call: Grad
         set_call(node, aten.mul.Tensor, x, mask)
 
 
-def _draws(node: fx.Node) -> bool:
-    """Return whether a call draws random numbers with these arguments."""
+def _draws_random_numbers(node: fx.Node) -> bool:
     named = {argument.name: place for place, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
     place = named.get("dropout_p")
     return place is None or (len(node.args) > place and bool(node.args[place])) or bool(node.kwargs.get("dropout_p"))
 
 
-def _key(node: fx.Node) -> Key:
+def _tensor_given(node: fx.Node) -> Key:
     """Return the tensor that a node gives; of several outputs the one that it takes."""
     if node.target is operator.getitem:
         source, place = node.args
@@ -173,10 +172,9 @@ def _add(draft: TracedGraph, found: dict[Key, fx.Node], key: Key, gradient: fx.N
     found[key] = gradient if before is None else draft.call(aten.add.Tensor, before, gradient)
 
 
-def _backward(
+def _add_gradients_of_inputs(
     draft: TracedGraph, node: fx.Node, found: dict[Key, fx.Node], between: frozenset[fx.Node], call: GradientCall
 ) -> None:
-    """Add, to what is found, the gradients that a call gives to its inputs."""
     if node.target is operator.getitem:
         return
     value = node.meta["val"]
@@ -190,10 +188,10 @@ def _backward(
     except (RuntimeError, NotImplementedError) as error:
         text = next(iter(str(error).strip().splitlines()), "")
         raise call.refused(f"through {node.target} in {where(node.meta['module'])}, which has none ({text})") from error
-    gradients_of = _copied(draft, graph, node, [*node.all_input_nodes, *given.values()])
+    gradients_of = _append_gradients(draft, graph, node, [*node.all_input_nodes, *given.values()])
     for source, place in zip(wanted, places, strict=True):
         if place is not None:
-            _add(draft, found, _key(source), gradients_of[place])
+            _add(draft, found, _tensor_given(source), gradients_of[place])
 
 
 def _traced(
@@ -234,7 +232,7 @@ def _traced(
     return traced.graph, places
 
 
-def _copied(draft: TracedGraph, graph: fx.Graph, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+def _append_gradients(draft: TracedGraph, graph: fx.Graph, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Append what a traced backward computes of the gradients, which it gives behind the outputs of the call."""
     module = node.meta["module"]
     results: Any = graph.output_node().args[0]

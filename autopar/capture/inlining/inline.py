@@ -208,7 +208,7 @@ def inline(
             made[key] = add_placeholder(draft, node.name, values[node.name], source)
         inputs.append(made[key])
     casts = None if autocast is None else Casts(draft, autocast)
-    written = _written(module, stand_ins.bodies)
+    written = _storages_written(module, stand_ins.bodies)
     outputs = Inliner(draft, stand_ins, written, device).copy(module, inputs, Region(casts=casts))
     draft.graph.output(outputs)
     return draft
@@ -229,7 +229,7 @@ def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake.requires_grad_(value.requires_grad)
 
 
-def _written(module: fx.GraphModule, bodies: Sequence[Body]) -> frozenset[int]:
+def _storages_written(module: fx.GraphModule, bodies: Sequence[Body]) -> frozenset[int]:
     """Return the storages into which calls of a graph, its regions and bodies write, as they were exported."""
     graphs = [part.graph for part in (*module.modules(), *bodies) if isinstance(part, fx.GraphModule | Body)]
     writes = [node for graph in graphs for node in graph.nodes if is_write(node.target)]

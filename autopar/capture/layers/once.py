@@ -76,7 +76,7 @@ class EqualLayers:
             given = [*state_of(layer), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
             form = tuple(form_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
             known = self._templates.setdefault(
-                (self._lists[id(layer)], type(layer), spec, form, id(tracer), _modes()), []
+                (self._lists[id(layer)], type(layer), spec, form, id(tracer), _global_modes()), []
             )
             nodes = [node_of(tensor) for tensor in given]
             found = next((each for each in known if None not in nodes and self._equals(each, layer, given)), None)
@@ -128,7 +128,7 @@ class EqualLayers:
         return template.returned(given, made)
 
 
-def _modes() -> tuple[Hashable, ...]:
+def _global_modes() -> tuple[Hashable, ...]:
     """Return the global PyTorch modes that a trace depends on: gradients, autocast and default dtype."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return torch.is_grad_enabled(), *autocast, torch.get_default_dtype()

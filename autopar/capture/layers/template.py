@@ -93,7 +93,7 @@ def template_of(
     if not all(node in places for node in read) or not all(_can_be_repeated(node, path) for node in region):
         return None
     memory = storages(given)
-    if any(not memory.isdisjoint(_written(node)) for node in region):
+    if any(not memory.isdisjoint(_memory_written(node)) for node in region):
         return None
     leaves, spec = pytree.tree_flatten(returned)
     index_of = {id(tensor): index for index, tensor in reversed(list(enumerate(given)))}
@@ -127,6 +127,5 @@ def _can_be_repeated(node: fx.Node, path: str) -> bool:
     return plain and path_within(node, path) is not None and all(leaf is None for leaf in sizes)
 
 
-def _written(node: fx.Node) -> set[int]:
-    """Return the memory that a call writes into, or may."""
+def _memory_written(node: fx.Node) -> set[int]:
     return storages([source.meta.get("val") for source in node.all_input_nodes]) if is_write(node.target) else set()

@@ -35,12 +35,12 @@ def documents_by_position(draft: TracedGraph) -> None:
     made: dict[object, fx.Node] = {}
     for node in draft.calls():
         if getattr(getattr(node.target, "_schema", None), "name", "") == VARLEN:
-            _check(node)
+            _check_that_a_mask_can_say_it(node)
             with draft.graph.inserting_before(node):
-                _replace(draft, node, made)
+                _replace_by_mask_operator(draft, node, made)
 
 
-def _replace(draft: TracedGraph, node: fx.Node, made: dict[object, fx.Node]) -> None:
+def _replace_by_mask_operator(draft: TracedGraph, node: fx.Node, made: dict[object, fx.Node]) -> None:
     """Let the attention of a node, and what takes its result, be that of `attention_by_mask`."""
     given = arguments(node)
     packed = _Packed(draft, made)
@@ -80,7 +80,10 @@ class _Packed:
         lengths = given["cu_seq_q"], given["cu_seq_k"]
         sizes = shape_of(given["query"])[0], shape_of(given["key"])[0]
         same = lengths[0] is lengths[1] and sizes[0] == sizes[1]
-        positions = [self._positions(cu, size) for cu, size in zip(lengths, sizes, strict=True)]
+        positions = [
+            self.made(aten.arange.default, size, dtype=value_of(cu).dtype)
+            for cu, size in zip(lengths, sizes, strict=True)
+        ]
         documents = [self._documents(cu, at) for cu, at in zip(lengths, positions, strict=True)]
         vectors, text = [self._column(documents[0]), documents[1]], "eq(v0, v1)"
         before, behind = _window_of(given)
@@ -94,9 +97,6 @@ class _Packed:
         if before >= 0:
             text = f"bitwise_and({text}, ge(v3, {f'sub(v2, {before})' if before else 'v2'}))"
         return text, vectors
-
-    def _positions(self, cu: fx.Node, size: int) -> fx.Node:
-        return self.made(aten.arange.default, size, dtype=value_of(cu).dtype)
 
     def _documents(self, cu: fx.Node, positions: fx.Node) -> fx.Node:
         """Return the number of each position's document; behind the last one are those of none, as of one more."""
@@ -119,8 +119,7 @@ class _Packed:
         return self.calls[key]
 
 
-def _check(node: fx.Node) -> None:
-    """Raise CaptureError for what has no place in a mask."""
+def _check_that_a_mask_can_say_it(node: fx.Node) -> None:
     given, place = arguments(node), where(node.meta["module"])
     cache = next((name for name in CACHES if given[name] is not None), None)
     if cache or given["cu_seq_k"] is None:

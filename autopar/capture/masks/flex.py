@@ -43,7 +43,7 @@ def flex_attention(draft: TracedGraph) -> None:
             draft.replace(node, node.args[0])  # type: ignore[arg-type]
     for node in draft.calls(FLEX_VALUES):
         with draft.graph.inserting_before(node):
-            fused = _fused(draft, node)
+            fused = _attention_of_scores(draft, node)
             if fused is None:
                 _write_out_values(draft, node)
                 continue
@@ -55,8 +55,7 @@ def flex_attention(draft: TracedGraph) -> None:
             _write_out_scores(draft, node)
 
 
-def _fused(draft: TracedGraph, node: fx.Node) -> fx.Node | None:
-    """Return the attention that stands for the values of some scores."""
+def _attention_of_scores(draft: TracedGraph, node: fx.Node) -> fx.Node | None:
     scores, mask, value, raw = node.args
     assert isinstance(scores, fx.Node) and isinstance(value, fx.Node) and isinstance(raw, fx.Node)
     if any(user.target is not operator.getitem or user.args[1] for user in node.users):
@@ -69,7 +68,7 @@ def _fused(draft: TracedGraph, node: fx.Node) -> fx.Node | None:
         return draft.call(ATTENTION, *call, scale=scale, enable_gqa=shared, module=node.meta["module"])
     reading = Reading(draft, score=raw)
     try:
-        found = _added(reading.of(scores), value_of(query).dtype)
+        found = _bias_of_scores(reading.of(scores), value_of(query).dtype)
         if isinstance(mask, fx.Node):
             found = Call("masked_fill", (found, Call("logical_not", (reading.of(mask),)), -math.inf))
     except NotByPositionError:
@@ -84,7 +83,7 @@ def _fused(draft: TracedGraph, node: fx.Node) -> fx.Node | None:
     return draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further)
 
 
-def _added(found: Expression, dtype: torch.dtype) -> Expression:
+def _bias_of_scores(found: Expression, dtype: torch.dtype) -> Expression:
     """Return what a function adds to scores, if it does nothing else and kernels add it as precisely."""
     if dtype in PRECISE and isinstance(found, Call) and found.name == "add" and len(found.arguments) == 2:
         one, other = found.arguments
@@ -98,7 +97,9 @@ def _write_out_scores(draft: TracedGraph, node: fx.Node) -> None:
     query, key, scale = node.args
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     heads, module = shape_of(query)[1], node.meta["module"]
-    transposed = draft.call(aten.transpose.int, _repeated(draft, key, heads, module), -2, -1, module=module)
+    transposed = draft.call(
+        aten.transpose.int, _repeated_for_query_heads(draft, key, heads, module), -2, -1, module=module
+    )
     scores = draft.call(aten.matmul.default, query, transposed, module=module)
     if value_of(scores).dtype != value_of(node).dtype:
         scores = draft.call(aten.to.dtype, scores, value_of(node).dtype, module=module)
@@ -115,15 +116,16 @@ def _write_out_values(draft: TracedGraph, node: fx.Node) -> None:
     weights = draft.call(aten._safe_softmax.default, scores, -1, module=module)
     if value_of(weights).dtype != value_of(value).dtype:
         weights = draft.call(aten.to.dtype, weights, value_of(value).dtype, module=module)
-    out = draft.call(aten.matmul.default, weights, _repeated(draft, value, heads, module), module=module)
+    out = draft.call(
+        aten.matmul.default, weights, _repeated_for_query_heads(draft, value, heads, module), module=module
+    )
     for user in list(node.users):
         given = draft.call(aten.logsumexp.default, scores, [-1], module=module) if user.args[1] else out
         draft.replace(user, given)
     draft.graph.erase_node(node)
 
 
-def _repeated(draft: TracedGraph, key: fx.Node, heads: int, module: str) -> fx.Node:
-    """Return keys or values with a head for each query head."""
+def _repeated_for_query_heads(draft: TracedGraph, key: fx.Node, heads: int, module: str) -> fx.Node:
     batch, shared, *rest = shape_of(key)
     if shared == heads:
         return key

@@ -70,7 +70,7 @@ class Reading:
         if name in ("view", "reshape") and (added := _added_dims(node)):
             return self._with_dims(added, node.args[0])  # type: ignore[arg-type]
         if name in FILLED:
-            return self._filled(node, given["fill_value"] if FILLED[name] is None else FILLED[name])
+            return self._expression_of_fill(node, given["fill_value"] if FILLED[name] is None else FILLED[name])
         if name in TRIANGLES:
             return self._triangle(node, TRIANGLES[name], given["diagonal"])
         return self._call(name, node)
@@ -108,8 +108,7 @@ class Reading:
             raise NotByPositionError
         return Call(name, tuple(self.of(x) if isinstance(x, fx.Node) else x for x in given))
 
-    def _filled(self, node: fx.Node, number: object) -> Expression:
-        """Return the expression of one element of a tensor filled with one number."""
+    def _expression_of_fill(self, node: fx.Node, number: object) -> Expression:
         if not isinstance(number, bool | int | float):
             raise NotByPositionError
         one, dtype = [1] * len(shape_of(node)), value_of(node).dtype

@@ -39,7 +39,7 @@ def masks_by_position(draft: TracedGraph) -> None:
     for node in draft.calls(ATTENTION):
         given = arguments(node)
         mask = given["attn_mask"]
-        if mask is None or not _fits(given):
+        if mask is None or not _is_supported(given):
             continue
         if mask not in found:
             found[mask] = _mask_of(draft, mask)
@@ -53,7 +53,7 @@ def masks_by_position(draft: TracedGraph) -> None:
                 draft.replace(node, _by_mask(draft, node, given, made))
 
 
-def _fits(given: dict[str, Any]) -> bool:
+def _is_supported(given: dict[str, Any]) -> bool:
     """Return whether the mask operators support the call, and its mask has a dim of queries and one of keys."""
     query, key, value, mask = (value_of(given[name]) for name in ("query", "key", "value", "attn_mask"))
     whole = query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]

@@ -14,13 +14,13 @@ def without_repeats(keys: fx.Node, values: fx.Node) -> tuple[fx.Node, fx.Node]:
     Both have the shape [batch, heads, positions, features]. Return the inputs unless both are repeated from equally
     many heads.
     """
-    found = _repeated(keys), _repeated(values)
+    found = _before_repeating_heads(keys), _before_repeating_heads(values)
     if found[0] is None or found[1] is None or shape_of(found[0])[1] != shape_of(found[1])[1]:
         return keys, values
     return found[0], found[1]
 
 
-def _repeated(node: fx.Node) -> fx.Node | None:
+def _before_repeating_heads(node: fx.Node) -> fx.Node | None:
     """Return the input of view(expand(unsqueeze(x, 2))), which repeats each head; None for other calls."""
     expanded = node.args[0] if node.target in VIEWS else None
     if not isinstance(expanded, fx.Node) or expanded.target is not aten.expand.default:

@@ -97,12 +97,12 @@ def _written_out(node: fx.Node) -> _WrittenOut:
     turns = {transposed["dim0"] % 4, transposed["dim1"] % 4} == {2, 3} and total["alpha"] == 1
     keys = shape_of(_tensor(scores))[-1]
     one_more = shape_of(weights)[-1] == keys and shape_of(joined)[-1] == keys + 1
-    if not last or not turns or not one_more or not _fits(found):
+    if not last or not turns or not one_more or not _is_supported(found):
         raise _OtherwiseError
     return found
 
 
-def _fits(found: _WrittenOut) -> bool:
+def _is_supported(found: _WrittenOut) -> bool:
     """Return whether the operator takes the tensors, and the mask has a dim of queries and as large a one of keys."""
     query, key, value, mask = map(value_of, (found.query, found.key, found.value, found.mask))
     if any(x.ndim != 4 for x in (query, key, value)) or query.dtype != key.dtype or key.dtype != value.dtype:

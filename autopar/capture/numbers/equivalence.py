@@ -74,11 +74,11 @@ class _Comparison:
         ours = [node for node in self.number.graph.nodes if node.op != "output"]
         theirs = [node for node in self.tensor.graph.nodes if node.op != "output" and node not in self.values]
         for one, other in zip(ours, theirs, strict=False):
-            yield from self._different(one, other)
+            yield from self._differences(one, other)
             self.pairs[one] = other
         if len(ours) != len(theirs):
             yield f"it takes {len(theirs)} operations in place of {len(ours)}"
-        if not self._alike(self.number.output, self.tensor.output):
+        if not self._are_same_arguments(self.number.output, self.tensor.output):
             yield "the model returns it"
 
     def _interface(self, program: Program) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ class _Comparison:
             args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _different(self, one: fx.Node, other: fx.Node) -> Iterator[str]:
+    def _differences(self, one: fx.Node, other: fx.Node) -> Iterator[str]:
         """Yield how a node differs from that of the other program in its place."""
         if one.op != other.op or (one.op == "placeholder" and one.name != other.name):
             yield f"{_name(other)} stands in place of {_name(one)}"
@@ -123,7 +123,7 @@ class _Comparison:
             packet, args = self._form(other)
             if str(packet) != str(_packet(one)):
                 yield f"{_name(other)} stands in place of {_name(one)}"
-            elif not self._alike((one.args, one.kwargs), (args, other.kwargs), one):
+            elif not self._are_same_arguments((one.args, one.kwargs), (args, other.kwargs), one):
                 yield f"{_name(one)} does not take a tensor in its place"
         if one.meta["tensor"] != other.meta["tensor"]:
             found, wanted = other.meta["tensor"], one.meta["tensor"]
@@ -136,12 +136,16 @@ class _Comparison:
             return MIRRORED[packet], (args[1], args[0])
         return packet, args
 
-    def _alike(self, one: Any, other: Any, call: fx.Node | None = None) -> bool:
+    def _are_same_arguments(self, one: Any, other: Any, call: fx.Node | None = None) -> bool:
         """Return whether two arguments are the same, or a number and a tensor that `call` takes alike."""
         if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-            return len(one) == len(other) and all(self._alike(a, b, call) for a, b in zip(one, other, strict=True))
+            return len(one) == len(other) and all(
+                self._are_same_arguments(a, b, call) for a, b in zip(one, other, strict=True)
+            )
         if isinstance(one, dict) and isinstance(other, dict):
-            return one.keys() == other.keys() and all(self._alike(one[name], other[name], call) for name in one)
+            return one.keys() == other.keys() and all(
+                self._are_same_arguments(one[name], other[name], call) for name in one
+            )
         if isinstance(one, fx.Node):
             return self.pairs.get(one) is other
         if isinstance(other, fx.Node):
@@ -157,7 +161,9 @@ class _Comparison:
         if value is None or _packet(call) not in TAKING_BOTH or not isinstance(result, TensorInfo):
             return False
         operands = [info_of(each) for each in call.all_input_nodes if info_of(each).dtype != torch.bool]
-        promoted = {_promoted(each, number) for each in operands} | {_promoted(each, value) for each in operands}
+        promoted = {_computing_dtype(each, number) for each in operands} | {
+            _computing_dtype(each, value) for each in operands
+        }
         dtype = promoted.pop() if len(promoted) == 1 else None
         digits = {torch.int64: 8, torch.float64: 8, torch.float32: 4}.get(value.dtype, 0)
         if dtype is None or max(dtype.itemsize, 4) > digits:
@@ -210,6 +216,5 @@ def _name(node: fx.Node) -> str:
     return node.name if node.op == "placeholder" else str(_packet(node)).removeprefix("aten.")
 
 
-def _promoted(operand: TensorInfo, value: int | float | Tensor) -> torch.dtype:
-    """Return the dtype in which an operator computes."""
+def _computing_dtype(operand: TensorInfo, value: int | float | Tensor) -> torch.dtype:
     return torch.result_type(torch.empty(operand.shape, dtype=operand.dtype, device="meta"), value)

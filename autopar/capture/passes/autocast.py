@@ -71,7 +71,7 @@ class Casts:
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return args, kwargs
         key = call_key(target, args, kwargs)
-        wanted = self.requested[key] if key in self.requested else self._wanted(target, args, kwargs)
+        wanted = self.requested[key] if key in self.requested else self._cast_dtype(target, args, kwargs)
         if key is not None:
             self.requested[key] = wanted
         if wanted is None:
@@ -86,7 +86,7 @@ class Casts:
 
         return map_aggregate((args, kwargs), cast)  # type: ignore[return-value]
 
-    def _wanted(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> torch.dtype | None:
+    def _cast_dtype(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> torch.dtype | None:
         """Return the dtype that the call's floating-point inputs are cast to; None: they stay as they are."""
         values = map_arg((args, kwargs), lambda node: node.meta["val"])
         floats = [x.dtype for x in pytree.tree_leaves(values) if _is_float(x)]

@@ -131,7 +131,7 @@ class Memory:
         for call in self.calls:
             inputs = [n for n, variable, of in call.reads if of is root and (only is None or variable.is_(only))]
             result = only is None and call.result is root
-            if (inputs or result) and _saves(self.draft, call.node, inputs, result):
+            if (inputs or result) and _saves_for_backward(self.draft, call.node, inputs, result):
                 raise CaptureError(
                     f"the forward writes past autograd (.data, .detach() or torch.no_grad()) into a tensor that "
                     f"{call.node.target} in {call.node.meta['module'] or 'the forward'} keeps for its backward, whose "
@@ -175,7 +175,7 @@ def _functionalize_call(memory: Memory, node: fx.Node) -> None:
             _set_data(memory, node)
             return
         if is_write(node.target):
-            _write(memory, node)
+            _write_new_values(memory, node)
             return
         sources = list(node.all_input_nodes)
         if node.target is operator.getitem and is_write(sources[0].target):
@@ -184,15 +184,14 @@ def _functionalize_call(memory: Memory, node: fx.Node) -> None:
             return
         read = {source: memory.of(source) for source in sources}
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: memory.read(memory.of(n)))
-    origin = _origin(node, sources)
+    origin = _source_of_memory(node, sources)
     if origin is not None:
         parent = memory.of(origin)
         memory.variables[node] = Variable(node, parent, node, parent.root.version)
     memory.note(node, read.values(), origin is None)
 
 
-def _write(memory: Memory, node: fx.Node) -> None:
-    """Give what a call writes into its new values."""
+def _write_new_values(memory: Memory, node: fx.Node) -> None:
     read = [memory.of(source) for source in node.all_input_nodes]
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: memory.read(memory.of(n)))
     written = [memory.of(each.node) for each in written_arguments(node)]
@@ -246,7 +245,7 @@ _MUTATION = {
 }
 
 
-def _origin(node: fx.Node, sources: list[fx.Node]) -> fx.Node | None:
+def _source_of_memory(node: fx.Node, sources: list[fx.Node]) -> fx.Node | None:
     """Return the node whose memory this call's output shares, if any; by storage, as fake tensors share it too."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not sources:
@@ -291,7 +290,7 @@ def _requires_grad(node: fx.Node) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(node.meta["val"]))
 
 
-def _saves(draft: TracedGraph, node: fx.Node, inputs: Iterable[fx.Node], result: bool) -> bool:
+def _saves_for_backward(draft: TracedGraph, node: fx.Node, inputs: Iterable[fx.Node], result: bool) -> bool:
     """Return whether autograd saves one of the inputs of a call for its backward, or its result."""
     saved: set[int] = set()
 

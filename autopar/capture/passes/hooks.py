@@ -19,7 +19,7 @@ def hooks_on_all_uses(draft: TracedGraph) -> None:
         assert isinstance(source, fx.Node)
         owner = next((owner for owner, hook in outermost.items() if source in (owner, hook)), source)
         if owner in outermost:
-            first = _innermost(owner)
+            first = next(user for user in owner.users if user.target is GRADIENT_HOOK)
             node.replace_input_with(source, owner)
             owner.append(node)
             first.replace_input_with(owner, node)
@@ -27,10 +27,6 @@ def hooks_on_all_uses(draft: TracedGraph) -> None:
             outermost[owner] = node
             _anchor_of(owner).append(node)
             owner.replace_all_uses_with(node, lambda user, hook=node: user is not hook)
-
-
-def _innermost(owner: fx.Node) -> fx.Node:
-    return next(user for user in owner.users if user.target is GRADIENT_HOOK)
 
 
 def _anchor_of(owner: fx.Node) -> fx.Node:

@@ -54,7 +54,7 @@ def pieces_of(output: fx.Node) -> list[Piece] | None:
         return _pieces_of_view(output, users[0])
     pieces: list[Piece] = []
     for user in users:
-        found = _sections(output, user)
+        found = _slices_taken(output, user)
         if found is None:
             return None
         pieces += found
@@ -63,7 +63,7 @@ def pieces_of(output: fx.Node) -> list[Piece] | None:
     return pieces if apart and len(covered) > 1 else None
 
 
-def _sections(output: fx.Node, user: fx.Node) -> list[Piece] | None:
+def _slices_taken(output: fx.Node, user: fx.Node) -> list[Piece] | None:
     """Return the slices that one split, chunk or slice takes."""
     last, size = len(shape_of(output)) - 1, shape_of(output)[-1]
     if user.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes):
@@ -92,7 +92,7 @@ def _pieces_of_view(output: fx.Node, view: fx.Node) -> list[Piece] | None:
     labels: list[Label] = [*range(leading), "piece", *range(leading, len(shape))]
     node = view
     while True:
-        taken = _taken(node, labels)
+        taken = _selections(node, labels)
         if taken is not None:
             break
         user = next(iter(node.users), None)
@@ -107,7 +107,7 @@ def _pieces_of_view(output: fx.Node, view: fx.Node) -> list[Piece] | None:
     return [Piece(piece, index * size, (index + 1) * size, shape, rest) for piece, index in taken]
 
 
-def _taken(node: fx.Node, labels: list[Label]) -> list[tuple[fx.Node, int]] | None:
+def _selections(node: fx.Node, labels: list[Label]) -> list[tuple[fx.Node, int]] | None:
     """Return (slice, its index) if all users of `node` select from the dim that counts slices."""
     dim, found = labels.index("piece"), []
     for user in node.users:

@@ -34,8 +34,8 @@ def flat_projections_to_batched(draft: TracedGraph) -> None:
         if source is None or not same or given.get("alpha", 1) != 1 or given.get("beta", 1) != 1:
             continue
         with draft.graph.inserting_before(node):
-            batched = _batched(draft, source, flat, (*wanted[:-1], shape_of(flat)[-1]))
-            new = _product(draft, node, given, batched)
+            batched = _with_leading_dims_apart(draft, source, flat, (*wanted[:-1], shape_of(flat)[-1]))
+            new = _with_left_side(draft, node, given, batched)
         for user in users:
             draft.replace(user, new)
 
@@ -121,8 +121,7 @@ def _piece_product(draft: TracedGraph, packed: Packed, piece: Piece) -> fx.Node:
     return product if bias is None else draft.call(aten.add.Tensor, product, bias, module=module)
 
 
-def _product(draft: TracedGraph, node: fx.Node, given: dict[str, Any], x: fx.Node) -> fx.Node:
-    """Return the same product of another left side."""
+def _with_left_side(draft: TracedGraph, node: fx.Node, given: dict[str, Any], x: fx.Node) -> fx.Node:
     module = node.meta["module"]
     if node.target is aten.linear.default:
         return draft.call(aten.linear.default, x, given["weight"], given["bias"], module=module)
@@ -142,8 +141,7 @@ def _before_flattening(flat: fx.Node, leading: tuple[int, ...]) -> fx.Node | Non
     return source if flat.target in VIEWS and shape_of(source)[: len(leading)] == leading else None
 
 
-def _batched(draft: TracedGraph, source: fx.Node, flat: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    """Return the left side with its leading dims apart."""
+def _with_leading_dims_apart(draft: TracedGraph, source: fx.Node, flat: fx.Node, shape: tuple[int, ...]) -> fx.Node:
     module, dtype = flat.meta["module"], value_of(flat).dtype
     if shape_of(source) != shape:
         source = draft.call(aten.reshape.default, source, list(shape), module=module)

@@ -44,7 +44,7 @@ def _class_places(cls: type) -> Iterator[Place]:
             if is_users(base.__module__)
             for name, value in vars(base).items()
         }
-        for name in sorted(_names(forward.__code__) & known.keys()):
+        for name in sorted(_names_in(forward.__code__) & known.keys()):
             if _is_data(known[name]) and not name.startswith("__"):
                 yield Place(cls, (("attribute", name),), f"{cls.__name__}.{name}")
 
@@ -66,10 +66,10 @@ def called_functions(model: nn.Module) -> list[types.FunctionType]:
         if function is None or not is_users(function.__module__) or (id(function), cls) in found:
             continue
         found[id(function), cls] = function
-        names = _names(function.__code__)
+        names = _names_in(function.__code__)
         if cls is not None:
             left += [(getattr(cls, name, None), cls) for name in names if hasattr(cls, name)]
-        for _, value in _named(function):
+        for _, value in _named_values(function):
             left += [(each, None) for each in _functions_of(value, names)]
     return list({id(function): function for function in found.values()}.values())
 
@@ -87,11 +87,11 @@ def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:
 
 
 def _places(function: types.FunctionType) -> Iterator[Place]:
-    names = {name for name in _names(function.__code__) if not name.startswith("__")}
+    names = {name for name in _names_in(function.__code__) if not name.startswith("__")}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if _is_data(_content(cell)):
             yield Place(cell, (("attribute", "cell_contents"),), name)
-    for name, value in _named(function):
+    for name, value in _named_values(function):
         if name in names and name in function.__globals__ and _is_data(value):
             yield Place(function.__globals__, (("item", name),), name)
         elif _has_data(value):
@@ -103,21 +103,21 @@ def _places(function: types.FunctionType) -> Iterator[Place]:
             yield Place(os.environ, (("attribute", "_data"),), "os.environ")
 
 
-def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _named_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the globals and the cells of closures that a function names, with their values."""
-    for name in _names(function.__code__):
+    for name in _names_in(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         yield name, _content(cell)
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _names_in(code: types.CodeType) -> set[str]:
     """Return the names of globals and attributes in a function, and in those written inside it."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names(constant)
+            found |= _names_in(constant)
     return found
 
 

@@ -177,16 +177,12 @@ def _sources() -> Iterator[tuple[Any, tuple[str, ...], str]]:
 
 def _refusing(function: Callable[..., Any], name: str, advice: str, check: Check) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not (name.endswith("default_rng") and _is_seeded(args, kwargs)):
+        is_seeded = any(value is not None for value in (*args, *kwargs.values()))
+        if not (name.endswith("default_rng") and is_seeded):
             check(sys._getframe(1), name, advice)
         return function(*args, **kwargs)
 
     return refuse
-
-
-def _is_seeded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a new generator gives the same numbers in every call."""
-    return any(value is not None for value in (*args, *kwargs.values()))
 
 
 def _clock(check: Check) -> type:

@@ -194,8 +194,8 @@ class Recorder:
             if self._on:
                 self._note_write(holder, name, value)
 
-        self._stack.enter_context(_replaced(cls, "__getattribute__", read))
-        self._stack.enter_context(_replaced(cls, "__setattr__", write))
+        self._stack.enter_context(_replacing_method(cls, "__getattribute__", read))
+        self._stack.enter_context(_replacing_method(cls, "__setattr__", write))
 
     def _note(self, holder: Any, name: str, value: Any) -> None:
         key = id(holder), name
@@ -353,7 +353,7 @@ def check_settled(first: Recorder, second: Recorder) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(cls: type, name: str, function: Any) -> Iterator[None]:
+def _replacing_method(cls: type, name: str, function: Any) -> Iterator[None]:
     """Replace a method of a class inside the block; an inherited method is inherited again afterwards."""
     had = vars(cls).get(name, MISSING)
     setattr(cls, name, function)

@@ -76,7 +76,9 @@ class Writes(TorchFunctionMode):
         if func == READ_DATA:
             return args[0].detach()
         name = getattr(func, "__name__", "")
-        if getattr(func, "__module__", "") == "torch.nn.init" and _learns(args[0] if args else kwargs.get("tensor")):
+        if getattr(func, "__module__", "") == "torch.nn.init" and _receives_gradients(
+            args[0] if args else kwargs.get("tensor")
+        ):
             raise CaptureError(
                 f"the forward fills a tensor with a gradient by nn.init.{name} ({where(sys._getframe(1))}), whose "
                 "torch.no_grad() an exported graph loses; write with torch.no_grad(): around the call."
@@ -125,8 +127,7 @@ def _storages(tensor: Any) -> tuple[int, ...]:
     return (tensor.untyped_storage()._cdata,) if has_one else ()
 
 
-def _learns(tensor: Any) -> bool:
-    """Return whether a gradient flows into a tensor here."""
+def _receives_gradients(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 

@@ -50,7 +50,7 @@ LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 
 def tokens_in_samples(draft: TracedGraph) -> None:
     """Let the calls around experts, and those before losses, work on samples and positions."""
-    flat = {node for node in _ancestors(draft.calls(DISPATCH)) if _flattens(node)}
+    flat = {node for node in _ancestors(draft.calls(DISPATCH)) if _flattens_all_but_last(node)}
     flat |= {view for loss in draft.calls(aten.cross_entropy_loss.default) for view in _flat_rows(loss)}
     if flat:
         _Lifting(draft, flat).run()
@@ -104,13 +104,13 @@ class _Lifting:
         elif target is aten.cross_entropy_loss.default:
             self._loss(node, leading)
         else:
-            changed = self._changed(node, leading)
+            changed = self._arguments_apart(node, leading)
             if changed is not None:
                 args, kwargs = map_arg((changed, dict(node.kwargs)), lambda each: self.apart.get(each, each))
                 target: Any = aten.reshape.default if target in VIEWS else target
                 self._note(node, self._call(node, target, *args, **kwargs), leading)
 
-    def _changed(self, node: fx.Node, leading: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def _arguments_apart(self, node: fx.Node, leading: tuple[int, ...]) -> tuple[Any, ...] | None:
         """Return the arguments of a call on what is apart; None where it treats tokens otherwise than each alone."""
         target, source = node.target, node.args[0]
         if target is operator.getitem:
@@ -212,8 +212,7 @@ def _tokens_of_slots(slots: fx.Node, leading: tuple[int, ...]) -> tuple[int, ...
     return (math.prod(leading[:-1]), leading[-1], *shape_of(slots)[1:])
 
 
-def _flattens(node: fx.Node) -> bool:
-    """Return whether a view flattens all dims but the last into one."""
+def _flattens_all_but_last(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
     if node.target not in VIEWS or not isinstance(source, fx.Node):
         return False
@@ -227,7 +226,7 @@ def _flat_rows(loss: fx.Node) -> set[fx.Node]:
     open_nodes = [arguments(loss)["self"]]
     while open_nodes:
         node = open_nodes.pop()
-        if _flattens(node):
+        if _flattens_all_but_last(node):
             found.add(node)
         elif node.op == "call_function" and len(shape_of(node)) == 2:
             open_nodes += [each for each in node.all_input_nodes if _same_rows(each, node)]
@@ -239,7 +238,6 @@ def _same_rows(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Return all nodes from which these are computed."""
     found: set[fx.Node] = set()
     open_nodes = list(nodes)
     while open_nodes:

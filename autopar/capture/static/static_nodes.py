@@ -27,10 +27,10 @@ def known_value(tensor: Tensor) -> Tensor | None:
     node = node_of(tensor)
     if node is None:
         return None
-    needed = _needed(node)
+    needed = _computed_from(node)
     if needed is None:
         return None
-    values: dict[fx.Node, Any] = {each: _constant(each) for each in needed if each.op == "get_attr"}
+    values: dict[fx.Node, Any] = {each: _constant_read(each) for each in needed if each.op == "get_attr"}
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         for each in node.graph.nodes:
             if each not in needed:
@@ -43,19 +43,21 @@ def known_value(tensor: Tensor) -> Tensor | None:
     return values[node]
 
 
-def _needed(node: fx.Node) -> set[fx.Node] | None:
+def _computed_from(node: fx.Node) -> set[fx.Node] | None:
     """Return the nodes that a node is computed from, writes into their memory included; None if one is not known."""
     needed: set[fx.Node] = set()
     left = [node]
-    writes = [(each, _written(each)) for each in node.graph.nodes if _written(each)]
+    writes = [(each, _nodes_written(each)) for each in node.graph.nodes if _nodes_written(each)]
     while left:
         for each in cone_of(left.pop()):
             if each not in needed:
                 if not _is_known(each):
                     return None
                 needed.add(each)
-        memory = {_base(each) for each in needed}
-        left += [write for write, into in writes if write not in needed and not memory.isdisjoint(map(_base, into))]
+        memory = {_base_of_view(each) for each in needed}
+        left += [
+            write for write, into in writes if write not in needed and not memory.isdisjoint(map(_base_of_view, into))
+        ]
     return needed
 
 
@@ -65,14 +67,14 @@ def _is_known(node: fx.Node) -> bool:
     if any(not isinstance(leaf.numel(), int) or leaf.numel() > MAX_ELEMENTS for leaf in leaves):
         return False
     if node.op == "get_attr":
-        return _constant(node) is not None
+        return _constant_read(node) is not None
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
     return node.op == "call_function" and getattr(target, "__module__", "") == operator.getitem.__module__
 
 
-def _constant(node: fx.Node) -> Any:
+def _constant_read(node: fx.Node) -> Any:
     """Return the tensor that a node reads from the traced module; None if it has no values."""
     mode = get_proxy_mode()
     found = None if mode is None else getattr(mode.tracer.root, str(node.target), None)
@@ -80,15 +82,14 @@ def _constant(node: fx.Node) -> Any:
     return found if is_real else None
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes into whose memory a call writes."""
+def _nodes_written(node: fx.Node) -> list[fx.Node]:
     if not is_write(node.target):
         return []
     given = list(written_arguments(node.target, node.args, node.kwargs))
     return [each for each in pytree.tree_leaves(given) if isinstance(each, fx.Node)]
 
 
-def _base(node: fx.Node) -> fx.Node:
+def _base_of_view(node: fx.Node) -> fx.Node:
     """Return the node in whose memory a node may lie."""
     while True:
         target = node.target

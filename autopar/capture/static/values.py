@@ -115,7 +115,7 @@ class StaticValues(TorchFunctionMode):
         if not self._running:
             return func(*args, **kwargs)
         if self._traced:
-            args, kwargs = _mapped(self._traced_value, (args, kwargs))
+            args, kwargs = _map_tensors(self._traced_value, (args, kwargs))
         args, kwargs = self._with_known(func, args, kwargs)
         tensors = _tensors((args, kwargs))
         if not any(map(self.is_static, tensors)):
@@ -124,15 +124,15 @@ class StaticValues(TorchFunctionMode):
         self._check_own(written)
         are_many = are_real and not _is_small(tensors)
         if are_real and not are_many and all(map(self.is_static, written)):
-            self._of_model.update((_storage(each), each) for each in tensors if not self.is_static(each))
+            self._of_model.update((_memory_key(each), each) for each in tensors if not self.is_static(each))
             found, is_random = self._computed(func, args, kwargs, written)
             if not is_random:
                 return found
         for each in filter(self.is_static, written):
             self._trace(each)
-        args, kwargs = _mapped(self._traced_value, (args, kwargs))
+        args, kwargs = _map_tensors(self._traced_value, (args, kwargs))
         if func in self._sizes:
-            args, kwargs = (*args[:1], *_mapped(_number, args[1:])), _mapped(_number, kwargs)
+            args, kwargs = (*args[:1], *_map_tensors(_number_in, args[1:])), _map_tensors(_number_in, kwargs)
 
         def constant(x: Tensor) -> Tensor:
             if not self.is_static(x):
@@ -140,17 +140,17 @@ class StaticValues(TorchFunctionMode):
             found = self._snapshot(x)
             return found.clone() if are_many else found  # a call of the graph: masks of constants are computed
 
-        args, kwargs = _mapped(constant, (args, kwargs))
+        args, kwargs = _map_tensors(constant, (args, kwargs))
         return func(*args, **kwargs)
 
     def _with_known(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return arguments whose values a function needs as static tensors, if they follow from constants alone."""
         if func in self._values or (func is torch.where and len(args) + len(kwargs) == 1):
-            return _mapped(self._known, (args, kwargs))
+            return _map_tensors(self._known, (args, kwargs))
         if func in self._counts:
-            return (*args[:1], *_mapped(self._known, args[1:])), _mapped(self._known, kwargs)
+            return (*args[:1], *_map_tensors(self._known, args[1:])), _map_tensors(self._known, kwargs)
         if func in self._masks:
-            return (*args[:1], *_mapped(self._known_mask, args[1:])), _mapped(self._known_mask, kwargs)
+            return (*args[:1], *_map_tensors(self._known_mask, args[1:])), _map_tensors(self._known_mask, kwargs)
         return args, kwargs
 
     def _known(self, tensor: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class StaticValues(TorchFunctionMode):
 
     def _check_own(self, written: Sequence[Tensor]) -> None:
         """Raise CaptureError if a write would change a tensor that the model keeps."""
-        if any(self.is_static(each) and _storage(each) in self._of_model for each in written):
+        if any(self.is_static(each) and _memory_key(each) in self._of_model for each in written):
             raise CaptureError(
                 f"the forward writes into a view of a tensor that the model keeps ({where(sys._getframe(2))}), and a "
                 "graph cannot hold the write. Write into a clone, or register the tensor as a buffer."
@@ -197,15 +197,15 @@ class StaticValues(TorchFunctionMode):
     def _trace(self, tensor: Tensor) -> None:
         """Let a traced tensor take the place of the memory of a static one, for all of its views."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            whole = _memory(tensor).clone()
+            whole = _whole_memory(tensor).clone()
         with torch._C.DisableTorchFunction():
-            self._traced[_storage(tensor)] = whole.clone()
+            self._traced[_memory_key(tensor)] = whole.clone()
 
     def _traced_value(self, tensor: Tensor) -> Tensor:
         """Return the traced tensor that took the place of a static one; any other tensor as it is."""
         if not self._traced or not self.is_static(tensor):
             return tensor
-        whole = self._traced.get(_storage(tensor))
+        whole = self._traced.get(_memory_key(tensor))
         if whole is None:
             return tensor
         if not tensor.is_contiguous():
@@ -221,7 +221,7 @@ def _functions(names: str) -> frozenset[Any]:
     return frozenset(each for each in found if each is not None)
 
 
-def _mapped(function: Any, values: Any) -> Any:
+def _map_tensors(function: Any, values: Any) -> Any:
     """Return nested arguments with `function` of each tensor, those in slices included."""
 
     def mapped(leaf: Any) -> Any:
@@ -234,7 +234,7 @@ def _mapped(function: Any, values: Any) -> Any:
 
 def _tensors(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _mapped(lambda tensor: found.append(tensor) or tensor, values)
+    _map_tensors(lambda tensor: found.append(tensor) or tensor, values)
     return found
 
 
@@ -264,7 +264,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _number(tensor: Tensor) -> Any:
+def _number_in(tensor: Tensor) -> Any:
     """Return the number in a real integer tensor of one element without dims; any other tensor as it is."""
     if not _is_real(tensor) or tensor.ndim or tensor.is_floating_point():
         return tensor
@@ -272,12 +272,11 @@ def _number(tensor: Tensor) -> Any:
         return tensor.item()
 
 
-def _storage(tensor: Tensor) -> int:
+def _memory_key(tensor: Tensor) -> int:
     """Return what tells the memory of a tensor, which its views share."""
     return tensor.untyped_storage()._cdata
 
 
-def _memory(tensor: Tensor) -> Tensor:
-    """Return all of the memory of a tensor, as one dim."""
+def _whole_memory(tensor: Tensor) -> Tensor:
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((size,), (1,), 0)

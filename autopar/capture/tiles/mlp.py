@@ -106,7 +106,7 @@ def _mlps(draft: TracedGraph) -> Iterator[_Mlp]:
     """Yield every MLP that can be computed in tiles; chained layers are part of one MLP each."""
     taken: set[fx.Node] = set()
     for node in draft.calls(*PRODUCTS, aten.add.Tensor):
-        down = _linear(node)
+        down = _linear_layer_of(node)
         found = None if down is None else _mlp(down)
         if found is not None and found.up.node not in taken:
             taken.add(node)
@@ -126,7 +126,7 @@ def _mlp(down: _Linear) -> _Mlp | None:
     shapes = {shape_of(node) for node in (*region, *(root.node for root in roots))}
     if len(computed) > 1 or len(shapes) > 1 or len(shape_of(down.x)) < 2:
         return None
-    return _recognised(down, roots)
+    return _activation_by_values(down, roots)
 
 
 def _region(h: fx.Node) -> tuple[set[fx.Node], list[_Linear]]:
@@ -140,7 +140,7 @@ def _region(h: fx.Node) -> tuple[set[fx.Node], list[_Linear]]:
         node = left.pop()
         if node in region or node in roots:
             continue
-        root = _linear(node)
+        root = _linear_layer_of(node)
         if root is not None:
             roots[node] = root
         elif node.target in ELEMENTWISE:
@@ -157,7 +157,7 @@ def _is_same_tensor(x: fx.Node, other: fx.Node) -> bool:
     return x is other or cast_alike
 
 
-def _linear(node: fx.Node) -> _Linear | None:
+def _linear_layer_of(node: fx.Node) -> _Linear | None:
     """Return the linear layer that a call is, or ends with the sum of its bias; None for other calls."""
     if node.target is aten.linear.default:
         given = arguments(node)
@@ -179,17 +179,17 @@ def _with_bias(node: fx.Node) -> _Linear | None:
     product, bias = given["self"], given["other"]
     if not isinstance(bias, fx.Node) or given["alpha"] != 1 or product.target not in PRODUCTS[1:]:
         return None
-    found = _linear(product)
+    found = _linear_layer_of(product)
     if found is None or len(product.users) > 1 or shape_of(bias) != shape_of(node)[-1:]:
         return None
     return _Linear(node, found.x, found.weight, bias, True, frozenset({node, product}))
 
 
-def _recognised(down: _Linear, roots: list[_Linear]) -> _Mlp | None:
+def _activation_by_values(down: _Linear, roots: list[_Linear]) -> _Mlp | None:
     """Return the activation that some calls compute, found by its values on random numbers."""
     generator = torch.Generator().manual_seed(0)
     given = {root.node: 4 * torch.randn(512, dtype=torch.float64, generator=generator) for root in roots}
-    found = _run(down.x, dict(given))
+    found = _value_of(down.x, dict(given))
     orders = [(root, other) for root in roots for other in roots if (root is other) == (len(roots) == 1)]
     for name, activation in ACTIVATIONS.items():
         for inner, up in orders:
@@ -200,11 +200,11 @@ def _recognised(down: _Linear, roots: list[_Linear]) -> _Mlp | None:
     return None
 
 
-def _run(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor:
+def _value_of(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor:
     """Return the value of a node of elementwise calls, given the values of some nodes; fills `known`."""
     if node not in known:
         target: Callable[..., Tensor] = node.target  # type: ignore[assignment]
-        known[node] = target(*map_arg(node.args, lambda each: _run(each, known)), **node.kwargs)
+        known[node] = target(*map_arg(node.args, lambda each: _value_of(each, known)), **node.kwargs)
     return known[node]
 
 

@@ -204,7 +204,11 @@ def _classes_last(node: fx.Node) -> fx.Node:
     """
     source, ndim = node.args[0] if node.args else None, len(shape_of(node))
     moved = (0, ndim - 1, *range(1, ndim - 1))
-    if node.target not in PERMUTING or not isinstance(source, fx.Node) or _memory(node) != _memory(source, moved):
+    if (
+        node.target not in PERMUTING
+        or not isinstance(source, fx.Node)
+        or _sorted_strides(node) != _sorted_strides(source, moved)
+    ):
         raise _UnfitError(
             f"its logits have the shape {list(shape_of(node))} and are made by {_name(node)}; give it the outputs of a "
             "linear layer as rows (logits.flatten(0, -2)), or with their last dim moved to be the second"
@@ -212,7 +216,7 @@ def _classes_last(node: fx.Node) -> fx.Node:
     return source
 
 
-def _memory(node: fx.Node, order: Sequence[int] = ()) -> list[tuple[int, int]]:
+def _sorted_strides(node: fx.Node, order: Sequence[int] = ()) -> list[tuple[int, int]]:
     """Return the size and stride of each dim, sorted."""
     found = list(zip(shape_of(node), value_of(node).stride(), strict=True))
     return [found[dim] for dim in order] or found
@@ -223,7 +227,7 @@ def _linear(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
     return _Head(node, given["input"], given["weight"], given["bias"], slices)
 
 
-def _product(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
+def _product_with_transposed(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
     """Return a product with a transposed matrix, as `x @ weight.t()`."""
     x, weight = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
@@ -241,8 +245,8 @@ def _product(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
 
 PRODUCTS: dict[object, Callable[[fx.Node, tuple[Cut, ...]], _Head]] = {
     aten.linear.default: _linear,
-    aten.matmul.default: _product,
-    aten.mm.default: _product,
+    aten.matmul.default: _product_with_transposed,
+    aten.mm.default: _product_with_transposed,
 }
 
 
@@ -261,7 +265,7 @@ def _keeps_rows(node: fx.Node, source: fx.Node, num_classes: int, sliced: bool) 
 def _in_tiles(draft: TracedGraph, loss: fx.Node, head: _Head, tiles: int) -> fx.Node:
     given, module = arguments(loss), head.node.meta["module"]
     hidden, target = head.hidden, given["target"]
-    while _flattens(hidden) and not head.slices:
+    while _flattens_positions(hidden) and not head.slices:
         hidden = hidden.args[0]
         assert isinstance(hidden, fx.Node)
     rows = list(shape_of(hidden)[:-1])
@@ -274,8 +278,7 @@ def _in_tiles(draft: TracedGraph, loss: fx.Node, head: _Head, tiles: int) -> fx.
     return draft.call(LINEAR_CROSS_ENTROPY, *call, module=module)
 
 
-def _flattens(node: fx.Node) -> bool:
-    """Return whether a view flattens samples and positions into one dim."""
+def _flattens_positions(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
     return (
         node.target in VIEWS

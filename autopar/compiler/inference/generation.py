@@ -101,13 +101,13 @@ class Generation:
         _check_settings(generation_config, rest)
         mesh = self._module.mesh
         input_ids = input_ids.to(mesh.device_type)
-        lengths = _lengths(input_ids, rest.get("attention_mask"))
+        lengths = _prompt_lengths(input_ids, rest.get("attention_mask"))
         check_equal_prompts(input_ids, lengths, mesh)
         longest = int(lengths.max())
         new = generation_config.max_length - input_ids.shape[1]
-        session: Session = self._module.session(input_ids.shape[0], self._length(longest + new))
+        session: Session = self._module.session(input_ids.shape[0], self._bucket_length(longest + new))
         if longest > 1:
-            session.prefill(_aligned(input_ids, lengths, self._length(longest - 1, LEAST_PROMPT)))
+            session.prefill(_aligned(input_ids, lengths, self._bucket_length(longest - 1, LEAST_PROMPT)))
         torch.set_rng_state(self._random_state)  # whatever was planned has drawn nothing
         has_eos = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
         pad, decides = generation_config._pad_token_tensor, not many_processes(mesh) or is_first_rank(mesh)
@@ -117,7 +117,10 @@ class Generation:
             state = torch.stack((tokens, unfinished))
             if decides:
                 scores = logits_processor(input_ids, logits.to(copy=True, dtype=torch.float32))
-                tokens = _drawn(scores) if generation_config.do_sample else scores.argmax(-1)
+                if generation_config.do_sample:
+                    tokens = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+                else:
+                    tokens = scores.argmax(-1)
                 if has_eos:
                     tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
                 made = torch.cat((input_ids, tokens.unsqueeze(-1)), -1)
@@ -132,18 +135,14 @@ class Generation:
             self._streamer.end()
         return input_ids
 
-    def _length(self, length: int, least: int = 1) -> int:
+    def _bucket_length(self, length: int, least: int = 1) -> int:
         """Return the bucket of a length, which does not go beyond what the model has positions for."""
         found = self._buckets.length_for(max(length, least), self._unit)
         most = getattr(self._module.config.get_text_config(decoder=True), "max_position_embeddings", None) or found
         return max(min(found, most), length, least)
 
 
-def _drawn(scores: Tensor) -> Tensor:
-    return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
-
-
-def _lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the number of tokens of each prompt; raise InputError if prompts are not padded at their beginning."""
     batch, width = input_ids.shape
     if attention_mask is None:

@@ -41,6 +41,12 @@ class Baseline:
     context: Context = contextlib.nullcontext
     """Context manager in which forward and backward run."""
 
+    def forward_and_backward(self) -> Tensor:
+        with self.context():
+            loss = self.model(*self.inputs)
+            loss.backward()
+        return loss
+
 
 def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
     """Wrap the model in DistributedDataParallel with gradients as views of its buckets."""

@@ -57,7 +57,7 @@ def tensor_parallel_plan(
 def _llama(
     model: nn.Module, names: set[str], num_parts: int, inputs: Sequence[Tensor], sequence: bool
 ) -> TensorParallelPlan | str | None:
-    found = _layers(names, "self_attn.q_proj")
+    found = _modules_with_projection(names, "self_attn.q_proj")
     if not found or not all(f"{found[0]}.{name}" in names for name in ("self_attn.o_proj", "mlp.gate_proj")):
         return None
     config: Any = model.get_submodule(f"{found[0]}.self_attn").config
@@ -79,13 +79,15 @@ def _llama(
     for layer in found:
         columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
         rows = ("self_attn.o_proj", "mlp.down_proj")
-        styles |= _split(layer, columns, rows, sequence)
+        styles |= _column_then_row_styles(layer, columns, rows, sequence)
         if sequence:
             styles |= _whole_sequence(f"{layer}.self_attn", keyword="hidden_states")
             styles |= _whole_sequence(f"{layer}.mlp")
             styles |= {f"{layer}.{norm}": SequenceParallel() for norm in _NORMS}
     if sequence:
-        styles[found[0]] = _parts_of_sequence()
+        styles[found[0]] = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+        )
         styles[f"{stem}.norm"] = SequenceParallel()
     return TensorParallelPlan(styles, splits_loss=True)
 
@@ -96,7 +98,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 def _vision_encoder(
     model: nn.Module, names: set[str], num_parts: int, inputs: Sequence[Tensor], sequence: bool
 ) -> TensorParallelPlan | str | None:
-    found = _layers(names, "attention.q_proj")
+    found = _modules_with_projection(names, "attention.q_proj")
     if not found or f"{found[0]}.mlp.fc1" not in names:
         return None
     config: Any = model.get_submodule(f"{found[0]}.attention").config
@@ -110,7 +112,7 @@ def _vision_encoder(
     styles: Styles = {}
     for layer in found:
         columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")
-        styles |= _split(layer, columns, ("attention.o_proj", "mlp.fc2"), sequence)
+        styles |= _column_then_row_styles(layer, columns, ("attention.o_proj", "mlp.fc2"), sequence)
     return TensorParallelPlan(styles)
 
 
@@ -134,14 +136,12 @@ def _perceptron(
     return TensorParallelPlan(styles)
 
 
-def _layers(names: set[str], projection: str) -> list[str]:
-    """Return the modules that have the projection below them, in their order."""
+def _modules_with_projection(names: set[str], projection: str) -> list[str]:
     layers = [name.removesuffix(f".{projection}") for name in names if name.endswith(f".{projection}")]
     return sorted(layers, key=lambda name: int(name.rpartition(".")[2]))
 
 
-def _split(layer: str, columns: Sequence[str], rows: Sequence[str], sequence: bool) -> Styles:
-    """Return the styles that split a layer's matrices by columns, then by rows."""
+def _column_then_row_styles(layer: str, columns: Sequence[str], rows: Sequence[str], sequence: bool) -> Styles:
     styles: Styles = {f"{layer}.{name}": ColwiseParallel() for name in columns}
     for name in rows:
         styles[f"{layer}.{name}"] = RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
@@ -156,11 +156,6 @@ def _whole_sequence(module: str, keyword: str | None = None) -> Styles:
     return {
         module: PrepareModuleInput(input_kwarg_layouts={keyword: parts}, desired_input_kwarg_layouts={keyword: whole})
     }
-
-
-def _parts_of_sequence() -> PrepareModuleInput:
-    """Return the style by which the first layer shards whole embeddings along the sequence."""
-    return PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
 
 
 def _indivisible(num_parts: int, counts: Mapping[str, int]) -> str | None:

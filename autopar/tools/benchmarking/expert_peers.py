@@ -38,7 +38,7 @@ def transformers_ep(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> Basel
 def transformers_ep_reduce(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> Baseline:
     """Have transformers sum the outputs of all ranks' experts; every rank has the whole batch."""
     flat = flattened(mesh)
-    sum_of_experts(_stacked(model, flat), flat)
+    sum_of_experts(_modules_of_stacked_experts(model, flat), flat)
     return Baseline(model, inputs)
 
 
@@ -102,7 +102,7 @@ def _with_own_samples(
         raise InapplicableError(
             "how many tokens a rank gets is read from the results of a collective; a fake world has none"
         )
-    num_ranks, part, stacked = mesh.size(), own_samples(inputs, mesh), _stacked(model, mesh)
+    num_ranks, part, stacked = mesh.size(), own_samples(inputs, mesh), _modules_of_stacked_experts(model, mesh)
     split(stacked, mesh)
 
     def mean_of_ranks(parameter: Tensor) -> None:
@@ -119,7 +119,7 @@ def _with_own_samples(
     return Baseline(wrapped, part)
 
 
-def _stacked(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
+def _modules_of_stacked_experts(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
     """Return the modules of stacked experts; InapplicableError where there are none, or they do not divide."""
     found: list[Any] = [module for module in model.modules() if _is_stacked(module)]
     if not found:

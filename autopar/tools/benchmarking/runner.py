@@ -92,7 +92,7 @@ def race(cell: Cell) -> list[Measurement]:
     entries: list[_Entry] = []
     found: dict[str, Measurement] = {}
     for name in cell.strategies:
-        entry, reason = _entered(cell, name, mesh, subject)
+        entry, reason = _after_first_steps(cell, name, mesh, subject)
         if entry is None:
             found[name] = cell.measurement(name, reason=reason)
         else:
@@ -121,7 +121,7 @@ def _losses_alone(cell: Cell, subject: Subject) -> list[float] | None:
     return losses[0]
 
 
-def _entered(cell: Cell, name: str, mesh: DeviceMesh, subject: Subject) -> tuple[_Entry | None, str]:
+def _after_first_steps(cell: Cell, name: str, mesh: DeviceMesh, subject: Subject) -> tuple[_Entry | None, str]:
     """Return the contestant after its first steps; or None, on all ranks, and the reason why it does not train."""
     allocated = torch.cuda.memory_allocated() if cell.device == "cuda" else 0
     built, reason = _tried(cell, lambda: contestant(name, *copy.deepcopy(subject), mesh, cell.terms))

@@ -141,7 +141,7 @@ def _on_own_ranks(mesh: Mesh | int, device: str, effort: Effort, name: str, link
 
 
 def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: str | None) -> Profile:
-    """Measure on the running process group."""
+    """Measure a profile on the running process group."""
     ranks, stamp = dist.get_world_size(), _stamp(device)
     timer = Timer(torch.device(device), effort)
     if links is not None:

@@ -24,11 +24,11 @@ def dtensor_seconds(timer: Timer) -> float:
     """Return the seconds per parameter by which a step on DTensors is longer than one on plain tensors."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(),))
     kinds = (None, mesh)
-    plain, dtensors = timer.median_seconds([_step(timer, each) for each in kinds], "optimizer on DTensors")
+    plain, dtensors = timer.median_seconds([_adamw_step(timer, each) for each in kinds], "optimizer on DTensors")
     return max(0.0, (dtensors - plain) / PARAMETERS)
 
 
-def _step(timer: Timer, mesh: DeviceMesh | None) -> Callable[[], object]:
+def _adamw_step(timer: Timer, mesh: DeviceMesh | None) -> Callable[[], object]:
     """Return the AdamW step of small parameters, which are DTensors if a mesh is given."""
 
     def made() -> Tensor:

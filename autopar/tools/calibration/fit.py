@@ -86,7 +86,7 @@ class Fit:
 
     def seconds(self, sample: Sample) -> float:
         """Predict the seconds of a sample by the faster line, given its collective's efficiency and latency factor."""
-        scaled = _scaled(sample, self.efficiencies)
+        scaled = _at_full_efficiency(sample, self.efficiencies)
         return min(line.seconds(scaled, self.latencies.get(sample.collective, 1.0)) for line in self.lines)
 
 
@@ -94,11 +94,11 @@ def fit(samples: Sequence[Sample]) -> Fit:
     """Return the best fit of at least two samples of different sizes, refined where that is worth it."""
     sizes = {sample.num_bytes for sample in samples}
     assert len(sizes) >= 2, f"a line through messages of {sorted(sizes)} bytes says nothing of bandwidth"
-    plain = _refined(_made(samples, (samples,), {}), samples)
+    plain = _refined(_fit_by_parts(samples, (samples,), {}), samples)
     if len({sample.collective for sample in samples}) == 1:
         return plain
     efficiencies = _efficiencies(samples)
-    apart = _refined(_made(samples, (samples,), efficiencies), samples)
+    apart = _refined(_fit_by_parts(samples, (samples,), efficiencies), samples)
     found = apart if _is_worth(apart, plain, WORTH_OWN) else plain
     each = _with_latencies(samples, plain)
     return each if _is_worth(each, found, WORTH_OWN) else found
@@ -119,7 +119,7 @@ def _refined(single: Fit, samples: Sequence[Sample]) -> Fit:
         large = [sample for sample in samples if sample.num_bytes > size]
         if min(len(small), len(large)) < FEWEST or len({sample.num_bytes for sample in large}) < 2:
             continue
-        found = _made(samples, (small, large), single.efficiencies)
+        found = _fit_by_parts(samples, (small, large), single.efficiencies)
         if found.error < best.error and _is_worth(found, single, WORTH):
             best = found
     return best
@@ -129,14 +129,16 @@ def _is_worth(refined: Fit, plain: Fit, share: float) -> bool:
     return refined.error < share * plain.error and plain.error - refined.error > WORTH_LEAST
 
 
-def _made(samples: Sequence[Sample], parts: Sequence[Sequence[Sample]], efficiencies: Mapping[str, float]) -> Fit:
+def _fit_by_parts(
+    samples: Sequence[Sample], parts: Sequence[Sequence[Sample]], efficiencies: Mapping[str, float]
+) -> Fit:
     """Return a fit with a line through each part, and its error over all samples."""
-    lines = tuple(_line([_scaled(sample, efficiencies) for sample in part]) for part in parts)
+    lines = tuple(_line([_at_full_efficiency(sample, efficiencies) for sample in part]) for part in parts)
     found = Fit(lines, 0.0, efficiencies)
     return replace(found, error=relative_error(found.seconds, samples))
 
 
-def _scaled(sample: Sample, efficiencies: Mapping[str, float]) -> Sample:
+def _at_full_efficiency(sample: Sample, efficiencies: Mapping[str, float]) -> Sample:
     """Return the sample with the bytes that would take as long at full efficiency."""
     return replace(sample, num_bytes=sample.num_bytes / efficiencies.get(sample.collective, 1.0))
 

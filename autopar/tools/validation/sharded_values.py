@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from autopar.ir.sharding.layout import P, Placement, S
+from autopar.ir.sharding.layout import P, Placement
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
@@ -48,11 +48,6 @@ def local_shape(x: Tensor, placement: Placement, num_ranks: int) -> tuple[int, .
     return tuple(
         size // num_ranks if placement.is_split and d == placement.dim else size for d, size in enumerate(x.shape)
     )
-
-
-def splits_of(x: Tensor, num_ranks: int) -> tuple[Placement, ...]:
-    """Return the placements that split a dim of `x` evenly."""
-    return tuple(S(dim) for dim, size in enumerate(x.shape) if size and size % num_ranks == 0)
 
 
 def tolerance_of(tensors: Iterable[Tensor]) -> float:

@@ -99,7 +99,7 @@ def _against_pins(plan: Plan, context: PlanContext, choices: tuple[int, ...]) ->
 
 def _differences(plan: Plan, again: Plan) -> Iterator[str]:
     """Yield claims that do not follow from the choices."""
-    if not _close(plan.seconds, again.seconds):
+    if not _are_close(plan.seconds, again.seconds):
         yield f"it says {format_seconds(plan.seconds)}, its choices take {format_seconds(again.seconds)}"
     if plan.peak_bytes != again.peak_bytes:
         yield f"it says {plan.peak_bytes} bytes per device, its choices take {again.peak_bytes}"
@@ -135,7 +135,7 @@ def _lower_bound(plan: Plan, problem: Problem) -> float:
 def _is_equal(claimed: Any, derived: Any) -> bool:
     """Compare plain values, floats up to rounding."""
     if isinstance(claimed, float) and isinstance(derived, float):
-        return _close(claimed, derived)
+        return _are_close(claimed, derived)
     if isinstance(claimed, tuple) and isinstance(derived, tuple):
         return len(claimed) == len(derived) and all(map(_is_equal, claimed, derived))
     if isinstance(claimed, PlanRow | KeptWhole) and type(claimed) is type(derived):
@@ -147,5 +147,5 @@ def _is_equal(claimed: Any, derived: Any) -> bool:
     return claimed == derived
 
 
-def _close(one: float, other: float) -> bool:
+def _are_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-15)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from autopar.console.tables import fitted_table, wrapped
 from autopar.console.units import format_bytes, format_seconds, format_share
@@ -32,7 +32,7 @@ def comparison_text(comparison: Comparison) -> list[str]:
     """Return the parts of the text: the count, the table with its legend, details of plans, and reasons."""
     lines = [*comparison.planned, *shown_estimates(comparison)]
     taken = taken_of(comparison)
-    table = _table([_row(each, each is taken) for each in lines])
+    table = _without_empty_columns([_row(each, each is taken) for each in lines])
     legend = [LEGEND[TAKEN], *([LEGEND[COMPARED]] if any(each.is_compared for each in lines) else [])]
     legend += [LEGEND[TIMES]] if any(each.stages_per_rank > 1 for each in lines) else []
     legend += [LEGEND[ABOUT]] if any(each.estimate is not None for each in lines) else []
@@ -41,8 +41,7 @@ def comparison_text(comparison: Comparison) -> list[str]:
     return [part if isinstance(part, str) else "\n".join(map(wrapped, part)) for part in parts if part]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out the rows without the columns that are empty in all of them."""
+def _without_empty_columns(rows: Sequence[Sequence[str]]) -> str:
     shown = [column for column in range(len(HEADERS)) if any(row[column] for row in rows)]
     right = [number for number, column in enumerate(shown) if column in RIGHT]
     cells = [[row[column] for column in shown] for row in rows]
@@ -70,7 +69,10 @@ def summary(comparison: Comparison) -> str:
     Example: "compared: 16 candidates (a mesh with its micro-batches), 3 planned, 12 estimated, 1 no better by a bound"
     """
     own = [each for each in comparison.contenders if not each.is_compared]
-    planned, estimated = sum(each.is_planned for each in own), sum(_is_estimated(each) for each in own)
+    planned, estimated = (
+        sum(each.is_planned for each in own),
+        sum(each.seconds is not None and not each.is_planned for each in own),
+    )
     counts = [f"{planned} planned", *([f"{estimated} estimated"] if estimated else [])]
     for kind, words in EXCLUDED.items():
         count = sum(each.excluded == kind and each.seconds is None for each in own)
@@ -84,10 +86,6 @@ def summary(comparison: Comparison) -> str:
     if comparison.num_late:
         text += f"; the time ended before {comparison.num_late} more that may be better: give it a longer time limit"
     return "; ".join((text, *comparison.notes))
-
-
-def _is_estimated(each: Contender) -> bool:
-    return each.seconds is not None and not each.is_planned
 
 
 def _row(each: Contender, is_taken: bool) -> list[str]:
@@ -137,10 +135,6 @@ def first_line(reason: str) -> str:
 
 
 def _meshes(each: Sequence[Contender]) -> str:
-    names = list(_unique(str(one.mesh) for one in each))
+    names = list(dict.fromkeys(str(one.mesh) for one in each))
     rest = len(names) - MOST_MESHES
     return ", ".join(names[:MOST_MESHES]) + (f" and {rest} more meshes" if rest > 0 else "")
-
-
-def _unique(names: Iterable[str]) -> dict[str, None]:
-    return dict.fromkeys(names)

@@ -41,7 +41,7 @@ def page(plan: Plan) -> str:
         "time": time_section(plan),
         "comparison": comparison_section(plan.comparison),
         "notes": _notes(plan),
-        "data": _embedded(_data(plan)),
+        "data": _embedded(_script_data(plan)),
     }
     # One pass, so that nothing of the plan is taken for a placeholder.
     template = TEMPLATE.read_text(encoding="utf-8")
@@ -146,12 +146,12 @@ def time_section(plan: Plan) -> str:
         count = sum(calls[name] for name, _ in rest)
         operations.append((f"{len(rest)} more", sum(value for _, value in rest), str(count)))
     return (
-        f"<div><h3>By kind, collective and axis</h3>{_bars(('what', 'bytes'), kinds, plan.seconds)}</div>"
-        f"<div><h3>Compute by operation</h3>{_bars(('operation', 'calls'), operations, plan.seconds)}</div>"
+        f"<div><h3>By kind, collective and axis</h3>{_bar_table(('what', 'bytes'), kinds, plan.seconds)}</div>"
+        f"<div><h3>Compute by operation</h3>{_bar_table(('operation', 'calls'), operations, plan.seconds)}</div>"
     )
 
 
-def _bars(names: tuple[str, str], rows: Iterable[tuple[str, float, str]], whole: float) -> str:
+def _bar_table(names: tuple[str, str], rows: Iterable[tuple[str, float, str]], whole: float) -> str:
     """Return a table of (name, seconds, more) with a bar each, as long as its share of the longest."""
     rows = list(rows)
     longest = max((seconds for _, seconds, _ in rows), default=0.0)
@@ -199,7 +199,7 @@ class _Texts:
         return self.number.setdefault(value, len(self.number))
 
 
-def _data(plan: Plan) -> dict[str, Any]:
+def _script_data(plan: Plan) -> dict[str, Any]:
     """Return the data for the script of the page; the script names the columns in the same order."""
     position = {row.name: number for number, row in enumerate(plan.rows)}
     rows = sorted(plan.rows, key=lambda row: position.get(row.name.split("/")[0], position[row.name]))

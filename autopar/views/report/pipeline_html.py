@@ -48,7 +48,7 @@ def page(plan: PipelinePlan) -> str:
         "gantt": gantt(plan),
         "stages": html_table(HEADERS, _stage_cells(plan), numbers=_numbers()),
         "comparison": comparison_section(plan.comparison),
-        "details": "".join(map(_details, plan.stages)),
+        "details": "".join(map(_stage_details, plan.stages)),
         "notes": f'<section id="notes"><h2>Notes</h2>{notes}</section>' if notes else "",
     }
     # One pass, so that nothing of the plan is taken for a placeholder.
@@ -67,7 +67,7 @@ def gantt(plan: PipelinePlan) -> str:
         title = f"<title>rank {rank} waits for {plan.idle(rank):.1%} of the step</title>"
         shapes.append(f'<text x="4" y="{y + LANE / 2 + 4:.1f}">rank {rank}</text>')
         shapes.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDTH - LEFT}" height="{LANE}">{title}</rect>')
-    shapes += [_slice(plan, each, scale) for each in plan.timeline.slices if each.end > each.start]
+    shapes += [_rectangle(plan, each, scale) for each in plan.timeline.slices if each.end > each.start]
     box = f'viewBox="0 0 {WIDTH} {bottom + BOTTOM}"'
     return f'<svg class="gantt" {box} role="img" aria-label="{escape(_words(plan))}">{"".join(shapes)}</svg>'
 
@@ -81,7 +81,7 @@ def _tick(plan: PipelinePlan, number: int, bottom: int) -> str:
     return f"{line}{text}{format_seconds(share * plan.seconds)}</text>"
 
 
-def _slice(plan: PipelinePlan, each: Slice, scale: float) -> str:
+def _rectangle(plan: PipelinePlan, each: Slice, scale: float) -> str:
     """Return a rectangle with its label, where that fits, and what it is as a tooltip."""
     stages = plan.schedule.stages_of(each.rank)
     place = stages.index(each.stage)
@@ -128,7 +128,7 @@ def _numbers() -> list[int]:
     return [column for column, name in enumerate(HEADERS) if name != "blocks"]
 
 
-def _details(stage: StagePlan) -> str:
+def _stage_details(stage: StagePlan) -> str:
     """Return the memory and time of a stage's own plan, folded."""
     peak = format_bytes(stage.plan.peak_bytes)
     title = f"Stage {stage.number}: {escape(stage.range)}, {peak} per device"

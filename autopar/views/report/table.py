@@ -58,9 +58,9 @@ def plan_table(plan: Plan, verbose: bool = False) -> str:
     lines, rest = _lines(plan, verbose)
     sections = [
         _header(plan),
-        _choices(plan, folded_lines := _folded(lines), rest, verbose),
+        _choice_table(plan, folded_lines := _folded(lines), rest, verbose),
         _legend(plan, folded_lines),
-        _traffic(plan),
+        _traffic_text(plan),
         kept_whole_text(plan.kept_whole),
         "\n".join(wrapped(f"note: {note}") for note in plan.notes),
         *(comparison_text(plan.comparison) if plan.comparison else ()),
@@ -86,7 +86,7 @@ def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
         """Return the sort key of a line; a shared reshard follows the call that made its tensor."""
         return position.get(row.name.split("/")[0], position[row.name])
 
-    storages = _storages(plan)
+    storages = _storage_by_module(plan)
     shown = [row for row in plan.rows if verbose or _is_main(row) or (row.transfers and row.kind != "parameter")]
     placed = [
         (place(row), _line(row, storages.pop(row.module, "") if row.kind == "call" else ""))
@@ -114,7 +114,7 @@ def kind_words(kind: str) -> str:
     return SHARED if kind == "shared_reshard" else f"({kind})"
 
 
-def _storages(plan: Plan) -> dict[str, str]:
+def _storage_by_module(plan: Plan) -> dict[str, str]:
     """Return the module → how its parameters are stored, one line of text where they are stored alike."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for row in plan.rows:
@@ -166,7 +166,7 @@ def _summed(transfers: Iterable[tuple[Any, ...]]) -> Transfers:
     return tuple((collective, axis, num_bytes) for (collective, axis), num_bytes in total.items())
 
 
-def _choices(plan: Plan, lines: Sequence[_Line], rest: Sequence[PlanRow], verbose: bool) -> str:
+def _choice_table(plan: Plan, lines: Sequence[_Line], rest: Sequence[PlanRow], verbose: bool) -> str:
     """Return the table of choices, with what it leaves out and the total as its last lines."""
     blank = [""] * plan.mesh.ndim
     layout = [""] if verbose else []
@@ -233,7 +233,7 @@ def _moved(transfers: Transfers) -> str:
     )
 
 
-def _traffic(plan: Plan) -> str:
+def _traffic_text(plan: Plan) -> str:
     """Return the bytes per step and device by collective and axis."""
     collectives = sorted({collective for collective, _ in plan.traffic})
     if not collectives:

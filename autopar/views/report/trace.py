@@ -29,7 +29,7 @@ def trace(plan: Plan) -> str:
     tracks = {name: number for number, name in enumerate(dict.fromkeys((COMPUTE, *plan.mesh.names, *timeline.streams)))}
     shown = [each for each in timeline.events if each.end > each.start]
     slices = [_slice(each, tracks[each.task.stream], rows) for each in shown]
-    events = sorted((*_memory(plan, timeline), *slices), key=lambda each: each["ts"])
+    events = sorted((*_memory_events(plan, timeline), *slices), key=lambda each: each["ts"])
     about = {
         "mesh": str(plan.mesh),
         "hardware": plan.mesh.hardware,
@@ -37,13 +37,17 @@ def trace(plan: Plan) -> str:
         "timeline seconds": timeline.seconds,
     }
     overlapped = {each.task.stream for each in timeline.events if each.task.overlapped}
-    every = [*_names(tracks, overlapped), *events]
+    every = [*_track_names(tracks, overlapped), *events]
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": every}, separators=(",", ":"))
 
 
 def _slice(event: Event, track: int, rows: dict[str, PlanRow]) -> Written:
     task, row = event.task, rows.get(event.task.row)
-    args: dict[str, Any] = {"module": row.module, **_choice(row)} if row else {"weights of": task.row}
+    args: dict[str, Any] = (
+        {"module": row.module, "row": row.name, "roles": " ".join(row.roles), "layout": row.layout}
+        if row
+        else {"weights of": task.row}
+    )
     if task.axis:
         args |= {"collective": task.name, "axis": task.axis, "bytes": task.num_bytes, "waited us": event.waited * 1e6}
     if task.overlapped:
@@ -58,7 +62,7 @@ def _event(kind: str, name: str, start: float, *others: tuple[str, Any]) -> Writ
     return {"pid": PROCESS, "ph": kind, "name": name, "ts": start * MICROSECONDS, **dict(others)}
 
 
-def _memory(plan: Plan, timeline: Timeline) -> list[Written]:
+def _memory_events(plan: Plan, timeline: Timeline) -> list[Written]:
     """Return the live bytes while a row runs, where the plan knows them."""
     starts: dict[tuple[str, bool], float] = {}
     for each in timeline.events:
@@ -72,11 +76,7 @@ def _memory(plan: Plan, timeline: Timeline) -> list[Written]:
     ]
 
 
-def _choice(row: PlanRow) -> dict[str, str]:
-    return {"row": row.name, "roles": " ".join(row.roles), "layout": row.layout}
-
-
-def _names(tracks: dict[str, int], overlapped: set[str]) -> list[Written]:
+def _track_names(tracks: dict[str, int], overlapped: set[str]) -> list[Written]:
     """Return the names of the process and its tracks, in the order in which they are shown."""
     events: list[Written] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "predicted step"}}]
     for stream, track in tracks.items():

@@ -96,8 +96,8 @@ def matmuls(
     return _of_gathered(x, "m", axes, zigzag, again, whole, [each for other in others for each in (other.mT, None)])
 
 
-SHARED = {linear: linears, matmul: matmuls}
-"""Product of one weight → of several, which gathers their input once."""
+SHARED: Mapping[Any, tuple[Any, int]] = {linear: (linears, 2), matmul: (matmuls, 1)}
+"""Product of one weight → product of several, which gathers their input once, and its operands for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def mlp_in_tiles(call: Call) -> OpRule:
     """Rows of any number of dims, and hidden features, over which it sums."""
     dims = [*_rows(call), WHOLE]
     weights = [WEIGHTS[name] for name, _ in tensor_arguments(call) if name in WEIGHTS]
-    gated, learned = call["gate"] is not None, _learned(call)
+    gated, learned = call["gate"] is not None, _arguments_that_learn(call)
     up, down = call["up"].num_elements, call["down"].num_elements
     forward = up * (1 + gated) + down
     of_weights = sum(call[name].num_elements for name in learned & {"up", "gate", "down"})
@@ -54,7 +54,7 @@ def _elementwise_bytes(call: Call, sizes: LocalSizes) -> int:
 
 def _backward_bytes(call: Call, sizes: LocalSizes) -> int:
     """Hidden activations and gradients of a tile, and what gradients of weights take more while they are added up."""
-    x, down, learned = call["x"], call["down"], _learned(call)
+    x, down, learned = call["x"], call["down"], _arguments_that_learn(call)
     itemsize, added = x.dtype.itemsize, wide(x.dtype).itemsize
     rows = rows_of_tiles(math.prod(sizes[name] for name in _rows(call)), call["tiles"])[0]
     hidden, features, gated = sizes[HIDDEN], x.shape[-1], call["gate"] is not None
@@ -80,8 +80,7 @@ def _rows(call: Call) -> list[str]:
     return names(len(call["x"].shape) - 1)
 
 
-def _learned(call: Call) -> frozenset[str]:
-    """Names of the arguments that need a gradient."""
+def _arguments_that_learn(call: Call) -> frozenset[str]:
     return frozenset(name for name, info in tensor_arguments(call) if info.requires_grad)
 
 

@@ -116,28 +116,34 @@ class InChunks(Implementation):
         """Return gathers of rows and reductions of their gradients, or the reverse for results, in chunks."""
         if not _splits(sizes) or (self.follows and _gathers(sizes)):
             return ()
-        chunks, over = _moved(call, sizes), TOGETHER + (COLUMN if _gathers(sizes) else ROW)
+        chunks, over = _chunk_bytes(call, sizes), TOGETHER + (COLUMN if _gathers(sizes) else ROW)
         ways = ("all_gather", "reduce_scatter") if _gathers(sizes) else ("reduce_scatter", "all_gather")
         forward = [Collective(ways[0], over, each) for each in chunks]
         if self.regathers and _gathers(sizes):
             return (*forward, *_backward_traffic(call, sizes))
-        backward = [Collective(ways[1], over, each, True) for each in chunks] if _learns(call, sizes) else []
+        backward = (
+            [Collective(ways[1], over, each, True) for each in chunks] if _backward_communicates(call, sizes) else []
+        )
         return (*forward, *backward)
 
     def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
         """Return the share of all but one chunk, and of what the backward moves next to a second product."""
-        hidden, learns, weighs = 1 - 1 / len(_moved(call, sizes)), _learns(call, sizes), call.inputs[1].requires_grad
+        hidden, learns, weighs = (
+            1 - 1 / len(_chunk_bytes(call, sizes)),
+            _backward_communicates(call, sizes),
+            call.inputs[1].requires_grad,
+        )
         if self.regathers and _gathers(sizes):
             return (hidden + 2 * (learns and weighs)) / (1 + learns + weighs)
         return (hidden + 1) / 2 if _gathers(sizes) and learns and weighs else hidden
 
     def launches(self, call: Call, sizes: LocalSizes) -> int:
         """Count the chunks, each of which has a product."""
-        return len(_moved(call, sizes))
+        return len(_chunk_bytes(call, sizes))
 
     def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
         """Return the bytes read and written, with rows of all ranks, or results for them; chunks read the weight."""
-        moved = _moved(call, sizes)
+        moved = _chunk_bytes(call, sizes)
         weight = sizes[COLUMN] * sizes[ROW] * call.inputs[1].dtype.itemsize
         return op.moved_bytes(inputs, outputs) + sum(moved) + weight * (len(moved) - 1)
 
@@ -145,7 +151,7 @@ class InChunks(Implementation):
         """Return the bytes of gathered rows, for the weight's gradient, if this call gathers and saves them."""
         if self.follows or self.regathers:
             return 0
-        return sum(_moved(call, sizes)) if _gathers(sizes) and call.inputs[1].requires_grad else 0
+        return sum(_chunk_bytes(call, sizes)) if _gathers(sizes) and call.inputs[1].requires_grad else 0
 
     def unkept(self, call: Call, sizes: LocalSizes) -> frozenset[int]:
         """Return the position of this rank's rows, if the gathered rows, which contain them, are saved."""
@@ -155,7 +161,7 @@ class InChunks(Implementation):
         """Return the bytes of gathered rows, or of gradients of all results, which are gathered for the weight's."""
         if self.regathers and _gathers(sizes):
             return _travelling_bytes(call, sizes)
-        return sum(_moved(call, sizes)) if call.inputs[1].requires_grad else 0
+        return sum(_chunk_bytes(call, sizes)) if call.inputs[1].requires_grad else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,27 +178,30 @@ class GatheredAgain(InChunks):
         """Return gathers of rows, once more for the weight's gradient, and the reduction of their own gradients."""
         if not _splits(sizes) or self.follows:
             return ()
-        return (Collective("all_gather", TOGETHER + COLUMN, sum(_moved(call, sizes))), *_backward_traffic(call, sizes))
+        return (
+            Collective("all_gather", TOGETHER + COLUMN, sum(_chunk_bytes(call, sizes))),
+            *_backward_traffic(call, sizes),
+        )
 
     def hidden_share(self, call: Call, sizes: LocalSizes) -> float:
         """Return the share of the traffic that overlaps with products: that of the backward, if it has two products.
 
         The backward then has two of three collectives.
         """
-        return 2 / 3 if _learns(call, sizes) and call.inputs[1].requires_grad else 0.0
+        return 2 / 3 if _backward_communicates(call, sizes) and call.inputs[1].requires_grad else 0.0
 
     def launches(self, call: Call, sizes: LocalSizes) -> int:
         return 1
 
     def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
         """Return the bytes read and written, with the rows of all ranks."""
-        return op.moved_bytes(inputs, outputs) + sum(_moved(call, sizes))
+        return op.moved_bytes(inputs, outputs) + sum(_chunk_bytes(call, sizes))
 
     def saved_bytes(self, call: Call, sizes: LocalSizes) -> int:
         """Return the bytes of this rank's rows, from which all are gathered again for the weight's gradient."""
         if self.follows or self.regathers or not call.inputs[1].requires_grad:
             return 0
-        return sum(_moved(call, sizes)) // sizes[TOGETHER + COLUMN]
+        return sum(_chunk_bytes(call, sizes)) // sizes[TOGETHER + COLUMN]
 
     def backward_bytes(self, call: Call, sizes: LocalSizes) -> int:
         return _travelling_bytes(call, sizes)
@@ -203,7 +212,7 @@ def _gathers(sizes: LocalSizes) -> bool:
     return TOGETHER + COLUMN in sizes
 
 
-def _moved(call: Call, sizes: LocalSizes) -> list[int]:
+def _chunk_bytes(call: Call, sizes: LocalSizes) -> list[int]:
     """Bytes of each chunk of all ranks that split rows: of the input, or of the output."""
     leading = [sizes[name] for name in leading_factors(call)]
     factor, info = (ROW, call.inputs[0]) if _gathers(sizes) else (COLUMN, call.outputs[0])
@@ -213,8 +222,7 @@ def _moved(call: Call, sizes: LocalSizes) -> list[int]:
     return [count * others * each for count in counts]
 
 
-def _learns(call: Call, sizes: LocalSizes) -> bool:
-    """Return whether the backward has a collective, too."""
+def _backward_communicates(call: Call, sizes: LocalSizes) -> bool:
     return (call.inputs[0] if _gathers(sizes) else call.outputs[0]).requires_grad
 
 
@@ -225,12 +233,12 @@ def _splits(sizes: LocalSizes) -> bool:
 
 def _backward_traffic(call: Call, sizes: LocalSizes) -> list[Collective]:
     """Return the collectives of a backward: rows again for the weight's gradient, and their own gradients."""
-    over, whole = TOGETHER + COLUMN, sum(_moved(call, sizes))
+    over, whole = TOGETHER + COLUMN, sum(_chunk_bytes(call, sizes))
     found = [Collective("all_gather", over, whole, True)] if call.inputs[1].requires_grad else []
-    return [*found, Collective("reduce_scatter", over, whole, True)] if _learns(call, sizes) else found
+    return [*found, Collective("reduce_scatter", over, whole, True)] if _backward_communicates(call, sizes) else found
 
 
 def _travelling_bytes(call: Call, sizes: LocalSizes) -> int:
     """Return the bytes of all ranks' rows as they arrive and as they are used, and of their gradients in transit."""
-    whole = sum(_moved(call, sizes))
-    return 2 * whole * call.inputs[1].requires_grad + whole * _learns(call, sizes)
+    whole = sum(_chunk_bytes(call, sizes))
+    return 2 * whole * call.inputs[1].requires_grad + whole * _backward_communicates(call, sizes)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from autopar.ir.sharding.layout import Placement, R, S
+from autopar.ir.sharding.layout import R, S
 from autopar.ir.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.ir.sharding.rule import TOGETHER, Choice
 from autopar.strategies.rules.products.chunked import COLUMN, ROW, leading_factors
@@ -53,7 +52,7 @@ def in_tiles(call: Call) -> tuple[Implementation, ...]:
     choices = [
         Choice(f"{factor}{TOGETHER}{rows}", (S(dim), placement, *of_bias), (S(dim),))
         for dim, rows in enumerate(leading_factors(call))
-        for factor, placement in _stored(column, row)
+        for factor, placement in ((COLUMN, column), (ROW, row))
     ]
     return (TiledWeight(f"products.tiled:{call.name}", choices=tuple(choices)),)
 
@@ -100,10 +99,6 @@ class TiledWeight(Implementation):
         """Return the bytes of a tile that is used and one in transit; or of a gradient that is made and one sent."""
         whole = _whole_bytes(call, sizes)
         return 0 if _rows(call, sizes) is None else 2 * -(-whole // num_tiles(whole))
-
-
-def _stored(column: Placement, row: Placement) -> Sequence[tuple[str, Placement]]:
-    return (COLUMN, column), (ROW, row)
 
 
 def _rows(call: Call, sizes: LocalSizes) -> str | None:

@@ -30,7 +30,7 @@ from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GRO
 from autopar.ir.program.program import Program
 from tests.support.divided_experts import choices, forced
 from tests.support.eager import assert_as_eager
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 IDS_BS = torch.randint(1, 64, (4, 16), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS_BS, "labels": IDS_BS}
@@ -154,8 +154,7 @@ def test_their_experts_train_on_ranks_as_on_one_process(
     model: Callable[[], nn.Module], inputs: dict[str, Tensor], strategy: str
 ) -> None:
     steps = Steps([inputs] * 2)
-    found = train_on_ranks(model(), steps, {"ep": 2}, {"strategy": strategy})
-    assert fault_of(found, train_alone(model(), steps)) == ""
+    train_alike(model(), steps, {"ep": 2}, {"strategy": strategy})
 
 
 def test_rows_that_experts_drop_at_random_are_refused_by_name() -> None:
@@ -171,8 +170,7 @@ def test_tokens_beyond_the_capacity_of_their_expert_train_on_ranks_as_on_one() -
     with torch.no_grad():
         dropped = Experts().double().block.router(steps.batches[0]["h_BSD"])[0].sum(-1) == 0
     assert dropped.any()
-    found = train_on_ranks(Experts().double(), steps, {"ep": 2}, {}, forced(choices("t+x")))
-    assert fault_of(found, train_alone(Experts().double(), steps)) == ""
+    train_alike(Experts().double(), steps, {"ep": 2}, {}, forced(choices("t+x")))
 
 
 def test_dropout_inside_of_experts_leaves_their_rows_on_every_device_and_says_so() -> None:

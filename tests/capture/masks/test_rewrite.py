@@ -130,14 +130,18 @@ def has_mask(program: Program) -> bool:
     return any(isinstance(x, TensorInfo) and len(x.shape) != 3 and x.shape[-2:] == (S, S) for x in infos)
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_a_mask_of_positions_is_an_expression(kind: str) -> None:
-    mask, text = MADE[kind]
+def assert_becomes(mask: Any, text: str) -> None:
+    """Check that attention takes a mask as this expression, and computes the same."""
     torch.manual_seed(0)
     program = assert_as_eager(Attention(mask), inputs(), {}, lambda y: y)
     (node,) = by_mask(program)
     assert node.args[4] == text
     assert not has_mask(program)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_mask_of_positions_is_an_expression(kind: str) -> None:
+    assert_becomes(*MADE[kind])
 
 
 @pytest.mark.parametrize("kind", LOWEST_NUMBERS)
@@ -146,12 +150,7 @@ def test_the_lowest_numbers_hide_as_infinity_does_where_each_query_sees_itself(
 ) -> None:
     monkeypatch.setattr(masked_blocks, "LARGEST", 2)
     monkeypatch.setattr(masked_blocks, "SMALLEST", 1)
-    mask, text = LOWEST_NUMBERS[kind]
-    torch.manual_seed(0)
-    program = assert_as_eager(Attention(mask), inputs(), {}, lambda y: y)
-    (node,) = by_mask(program)
-    assert node.args[4] == text
-    assert not has_mask(program)
+    assert_becomes(*LOWEST_NUMBERS[kind])
 
 
 @pytest.mark.parametrize("kind", LEFT)

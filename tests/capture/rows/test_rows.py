@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture.export import capture
 from autopar.ir.program.operators.row_cross_entropy import CROSS_ENTROPY
 from autopar.ir.program.program import Program
-from tests.support.eager import calls, run
+from tests.support.eager import assert_as_eager, calls
 from tests.support.families import FAMILIES
 from tests.support.loss_alone import Reader, flattened, reading
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 aten = torch.ops.aten
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -85,15 +83,7 @@ def captured(model: nn.Module, given: dict[str, Tensor] | None = None) -> Progra
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loss_over_flattened_rows_takes_them_by_samples_and_positions(form: str) -> None:
     torch.manual_seed(0)
-    model, given = FORMS[form](), batch(form)
-    program, alone = captured(model, given), copy.deepcopy(model)
-    found = run(program, dict(model.named_parameters()), {}, pytree.tree_leaves(((), given)))
-    theirs = alone(**given)
-    found.backward()
-    theirs.backward()
-    torch.testing.assert_close(found, theirs)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, msg=name)
+    program = assert_as_eager(FORMS[form](), kwargs=batch(form), loss=lambda loss: loss, tolerance=1e-7)
     (node,) = calls(program, CROSS_ENTROPY)
     assert [x.meta["tensor"].shape for x in node.args[:2]] == [(4, 8, CLASSES), (4, 8)]  # type: ignore[union-attr]
 
@@ -165,7 +155,6 @@ SPLITS: dict[str, dict[str, Any]] = {
 def test_any_split_trains_as_one_process(form: str, specified: str) -> None:
     torch.manual_seed(0)
     model = FORMS[form]().double()
-    alone, steps = copy.deepcopy(model), Steps([batch(form, seed) for seed in range(2)], "adamw", evaluated=True)
+    steps = Steps([batch(form, seed) for seed in range(2)], "adamw", evaluated=True)
     autopar.annotate(model, "cross_entropy_loss", **SPLITS[specified])
-    found = train_on_ranks(model, steps, {"dp": 2, "tp": 2}, {})
-    assert fault_of(found, train_alone(alone, steps)) == ""
+    train_alike(model, steps, {"dp": 2, "tp": 2}, {})

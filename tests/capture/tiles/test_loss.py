@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture, trace
 from autopar.capture.tiles.requested_tiles import Tiles
@@ -19,7 +17,7 @@ from autopar.capture.tiles.tiled_losses import LossTiles
 from autopar.errors import CaptureError
 from autopar.ir.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY
 from autopar.ir.program.program import Program
-from tests.support.eager import calls, run
+from tests.support.eager import assert_as_eager, calls
 from tests.support.families import FAMILIES
 from tests.support.loss_alone import LOSS_ALONE, Reader, flattened, reading
 
@@ -74,14 +72,7 @@ def test_a_traced_model_stays_as_it_is_where_programs_in_tiles_are_made_of_it() 
 
 def assert_same(model: nn.Module, batch: dict[str, Tensor]) -> Program:
     """The program in tiles gives the loss and gradients of the model, and takes samples and positions apart."""
-    program, expected = captured(model, batch=batch), copy.deepcopy(model)
-    found = run(program, dict(model.named_parameters()), {}, pytree.tree_leaves(((), batch)))
-    theirs = expected(**batch)
-    found.backward()
-    theirs.backward()
-    torch.testing.assert_close(found, theirs)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected.get_parameter(name).grad, msg=name)
+    program = assert_as_eager(model, kwargs=batch, loss=lambda loss: loss, loss_tiles=3)
     (node,) = calls(program, LINEAR_CROSS_ENTROPY)
     assert not calls(program, aten.cross_entropy_loss.default)
     assert [x.meta["tensor"].shape[:2] for x in (node.args[0], node.args[3])] == [(4, 8)] * 2  # type: ignore[union-attr]

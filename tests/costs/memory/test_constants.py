@@ -12,9 +12,8 @@ from transformers import LlamaConfig
 import autopar
 from autopar import Memory, Pipeline
 from autopar.models.catalogue import LanguageModel
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.measured_bytes import filled, peak_of_step, saved_and_planned
 from tests.support.ranks import Ranks, mesh
-from tests.support.saved_bytes import saved_and_planned
 
 POSITIONS, HEAD = 1024, 64
 
@@ -57,20 +56,9 @@ def _peak(schedule: str, mode: Any, axes: dict[str, int], strategy: str | None, 
     compiled: Any = autopar.compile(
         model, on, inputs, strategy=strategy, microbatches=count, memory=Memory(recompute=mode), **options
     )
-    compiled.to_empty(device="cpu")
-    for parameter in compiled.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    for buffer in compiled.buffers():
-        nn.init.ones_(buffer)
+    filled(compiled)
     batch = tuple(torch.zeros(each.shape, dtype=torch.int64) for each in inputs)
-    optimizer = torch.optim.AdamW(compiled.parameters())
-    compiled.train_step(*batch)
-    optimizer.step()
-    found = peak_bytes(
-        lambda: compiled.train_step(*batch),
-        optimizer.zero_grad,
-        lambda: [*held_in_training(compiled, optimizer), *batch],
-    )
+    found = peak_of_step(compiled, batch, in_one_call=True)
     plan = compiled.plan
     return found, plan.rank_bytes(on.get_local_rank("pp")) if "pp" in axes else plan.peak_bytes
 

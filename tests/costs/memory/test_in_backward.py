@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import autopar
 from autopar.costs.memory.model import MemoryModel
@@ -16,8 +15,8 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.models.named import named
 from autopar.optim import GaLoreAdamW
 from autopar.planning.settings import context_of
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.costs.memory.test_microbatches import at_moment
+from tests.support.measured_bytes import filled, peak_of_step
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
@@ -85,23 +84,12 @@ def _measured(shape: tuple[int, ...], strategy: str, in_backward: bool) -> tuple
     assert isinstance(inputs, tuple)
     on = mesh(shape, ("dp", "tp")[: len(shape)])
     compiled: Any = autopar.compile(model, on, inputs, strategy=strategy, optimizer=optimizer)
-    compiled.to_empty(device="cpu")
-    for parameter in compiled.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    for buffer in compiled.buffers():  # of rotary embeddings, which no state dict has
-        nn.init.ones_(buffer)
+    filled(compiled)
     values = tuple(torch.randint(0, 200, each.shape) for each in inputs)
     galore = GaLoreAdamW(compiled.named_parameters(), rank=RANK, update_proj_gap=1000)
     if in_backward:
         galore.step_in_backward()
-
-    def step() -> None:
-        compiled(*values).square().mean().backward()
-
-    step()
-    galore.step()
-    found = peak_bytes(step, galore.zero_grad, lambda: [*held_in_training(compiled, galore), *values])
-    return found, compiled.plan.peak_bytes
+    return peak_of_step(compiled, values, galore), compiled.plan.peak_bytes
 
 
 @pytest.mark.slow

@@ -13,11 +13,10 @@ import autopar
 from autopar.ir.program.recompute_segments import RECOMPUTATIONS
 from autopar.models.named import named
 from autopar.runtime.module.compiled_module import ParallelModule
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
 from tests.support.experts import SortedExperts
+from tests.support.measured_bytes import filled, peak_of_step, saved_and_planned
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
-from tests.support.saved_bytes import saved_and_planned
 
 AXES = ("dp", "tp")
 
@@ -31,23 +30,11 @@ def _measured(
     on = mesh(shape, AXES[: len(shape)])
     compiled = autopar.compile(model, on, inputs, strategy=strategy, **by_flag(**options))
     assert isinstance(compiled, ParallelModule)
-    compiled.to_empty(device="cpu")
-    for parameter in compiled.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    for buffer in compiled.buffers():  # of rotary embeddings, which no state dict has
-        nn.init.ones_(buffer)
+    filled(compiled)
     values = tuple(
         torch.randn(each.shape) if each.is_floating_point() else torch.randint(0, 200, each.shape) for each in inputs
     )
-    optimizer = torch.optim.AdamW(compiled.parameters())
-
-    def step() -> None:
-        compiled(*values).square().mean().backward()
-
-    step()
-    optimizer.step()
-    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *values])
-    return found, compiled.plan.peak_bytes
+    return peak_of_step(compiled, values), compiled.plan.peak_bytes
 
 
 @pytest.mark.sample(1)
@@ -135,14 +122,7 @@ def _with_dropout(p: float, strategy: str) -> tuple[int, int]:
     inputs = torch.randn(4, 256, 64), torch.ones(4, 256, dtype=torch.bool)
     compiled = autopar.compile(Dropping(p), mesh((2,), ("cp",)), inputs, strategy=strategy)
     assert isinstance(compiled, ParallelModule)
-
-    def step() -> None:
-        compiled(*inputs).backward()
-
-    step()
-    optimizer = torch.optim.SGD(compiled.parameters())
-    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *inputs])
-    return found, compiled.plan.peak_bytes
+    return peak_of_step(compiled, inputs, torch.optim.SGD(compiled.parameters())), compiled.plan.peak_bytes
 
 
 @pytest.mark.sample(1)
@@ -205,15 +185,7 @@ def _of_classes(dtype: torch.dtype, role: str) -> tuple[int, int]:
     model = Classes().to(dtype)
     autopar.annotate(model, "head", tp=role)
     compiled: Any = autopar.compile(model, mesh((2,), ("tp",)), inputs)
-
-    def step() -> None:
-        compiled(*inputs).backward()
-
-    step()
-    optimizer = torch.optim.AdamW(compiled.parameters())
-    optimizer.step()
-    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *inputs])
-    return found, compiled.plan.peak_bytes
+    return peak_of_step(compiled, inputs), compiled.plan.peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -254,15 +226,7 @@ def _of_experts(weighted: str, mode: str) -> tuple[int, int]:
     x_BSD = torch.randn(2, 256, 64)
     on, options = mesh((2,), ("ep",)), by_flag(recompute=mode)
     compiled: Any = autopar.compile(Experts(weighted), on, (x_BSD,), strategy="expert_data", **options)
-
-    def step() -> None:
-        compiled(x_BSD).backward()
-
-    step()
-    optimizer = torch.optim.AdamW(compiled.parameters())
-    optimizer.step()
-    held = lambda: [*held_in_training(compiled, optimizer), x_BSD]  # noqa: E731
-    return min(peak_bytes(step, optimizer.zero_grad, held) for _ in range(2)), compiled.plan.peak_bytes
+    return min(peak_of_step(compiled, (x_BSD,)) for _ in range(2)), compiled.plan.peak_bytes
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

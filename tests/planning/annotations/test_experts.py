@@ -18,7 +18,7 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.strategies.roles import RoledProgram
 from tests.support.expert_models import DENSE, decoder, token_batches
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 pytest.importorskip("transformers")
 PRODUCT = {"einsum": "em", "bmm": "bk", "matmul": "ak"}
@@ -110,5 +110,4 @@ def test_experts_that_do_not_divide_are_refused_with_their_number() -> None:
 @pytest.mark.parametrize("form", ["einsum", "bmm", "sorted"])
 def test_pinned_experts_train_as_on_one_process(form: str) -> None:
     steps = Steps(token_batches(2))
-    found = train_on_ranks(annotate(decoder(form), "moe", ep="expert"), steps, {"ep": 2}, {"mode": "semi_auto"})
-    assert fault_of(found, train_alone(decoder(form), steps)) == ""
+    train_alike(annotate(decoder(form), "moe", ep="expert"), steps, {"ep": 2}, {"mode": "semi_auto"})

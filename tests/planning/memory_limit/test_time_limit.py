@@ -25,6 +25,7 @@ from autopar.planning.settings import Settings
 from autopar.solver import deadline
 from autopar.solver import search as searching
 from tests.planning.memory_limit.test_cutoff import space as equal_layers
+from tests.solver.test_deadline import _clock
 from tests.support.expert_models import Decoder, token_batches
 from tests.support.planned import X_BD, TwoLinears, space_of
 
@@ -44,23 +45,11 @@ def _layers(count: int) -> Space:
     return space_of(Decoder("sorted", count), token_batches(1, 8, 16)[0], load("cpu"), dp=2, ep=2)
 
 
-def _clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that goes on with every look, however fast the machine is; returns what it shows."""
-    shown = [0.0]
-
-    def look() -> float:
-        shown[0] += TICK
-        return shown[0]
-
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
-    return shown
-
-
 def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
     space: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = make_plan(space, {})[0].peak_bytes // 2
-    shown = _clock(monkeypatch)
+    shown = _clock(monkeypatch, TICK)
     with pytest.warns(RuntimeWarning, match="the time limit passed: the plan is within the limit at every moment"):
         plan, _ = make_plan(space, {}, Settings(Memory(limit), Search(time_limit=100.0)))
     assert plan.peak_bytes <= limit and 0 < plan.gap < 1
@@ -81,7 +70,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
 def test_where_no_plan_was_found_by_then_the_error_says_so(
     space: Space, monkeypatch: pytest.MonkeyPatch, seconds: float, specified: str
 ) -> None:
-    shown = _clock(monkeypatch)
+    shown = _clock(monkeypatch, TICK)
     with pytest.raises(TimeLimitError, match=specified):
         make_plan(space, {}, Settings(Memory(LEAST), Search(time_limit=seconds)))
     assert seconds < shown[0] < 1.1 * seconds + deadline.GRACE

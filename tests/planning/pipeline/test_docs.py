@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import autopar
 from autopar.planning.pipeline.schedules.choice import SEVERAL_STAGES
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulate
+from tests.docs.prose import blocks
 from tests.planning.pipeline.test_planner import Layered, inputs
 from tests.support.ranks import Ranks
 
 DOCS = Path(__file__).parents[3] / "docs" / "how-to" / "pipelines.md"
-CODE = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+CODE = [each.text for each in blocks(DOCS.read_text(encoding="utf-8")) if each.language == "python"]
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tests.runtime.module.test_cuda import EVERY, ON_BOTH, ON_CUDA, _batch, _com
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.generating import generating, prompts
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 from tests.support.towers import tower
 
 __all__ = ["mesh"]
@@ -42,24 +42,17 @@ def test_every_family_trains_as_one_process(device: str, name: str, mesh: Device
 def test_presets_on_simulated_ranks(device: str, strategy: str) -> None:
     axes = {"dp": 2, "tp": 2} if strategy == "tensor_2d" else {"sp" if strategy in ("ulysses", "ring") else "tp": 2}
     axes = {"dp": 2} if strategy == "data_parallel" else axes
-
-    def model() -> nn.Module:
-        return FAMILIES["llama"].build().double().to(device)
-
+    model = FAMILIES["llama"].build().double().to(device)
     steps = Steps([_batch("llama", device, number)[1] for number in range(2)])
-    found = train_on_ranks(model(), steps, axes, {"strategy": strategy}, device=device)
-    assert not fault_of(found, train_alone(model(), steps))
+    train_alike(model, steps, axes, {"strategy": strategy}, device=device)
 
 
 @ON_BOTH
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_experts_on_simulated_ranks(device: str, name: str) -> None:
-    def model() -> nn.Module:
-        return WITH_EXPERTS[name].build().to(device)
-
+    model = WITH_EXPERTS[name].build().to(device)
     steps = Steps([_batch(name, device, number)[1] for number in range(2)])
-    found = train_on_ranks(model(), steps, {"dp": 2}, {}, device=device)
-    assert not fault_of(found, train_alone(model(), steps))
+    train_alike(model, steps, {"dp": 2}, {}, device=device)
 
 
 @ON_BOTH

@@ -17,7 +17,7 @@ import autopar
 from autopar.costs.pricing import message_sizes as messages
 from autopar.runtime.collectives import gradient_buckets as buckets
 from autopar.runtime.collectives.gradient_buckets import gather_parameters
-from tests.support.in_tiles import peaks_of_step
+from tests.support.measured_bytes import peak_of_step
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, Case, Training, parallel
 from tests.support.ranks import Ranks, mesh
@@ -96,7 +96,7 @@ def _peaks() -> list[tuple[int, int, int]]:
             compiled = autopar.compile(_Frozen(), mesh((2,), ("dp",)), (x_BD,), **by_flag(**options))
             nodes = compiled.prepare((x_BD,), {}).local.module.graph.nodes
             gathers = sum(node.target is gather_parameters for node in nodes)
-            measured = min(peaks_of_step(compiled, {"x_BD": x_BD})[0] for _ in range(6))
+            measured = min(peak_of_step(compiled, {"x_BD": x_BD}) for _ in range(6))
             found.append((measured, compiled.plan.peak_bytes, gathers))
     return found
 

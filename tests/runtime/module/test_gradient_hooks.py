@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.errors import CaptureError, InputError
 from tests.support.options import by_flag
-from tests.support.parity import SLOW_DEVICES, whole
+from tests.support.parity import SLOW_DEVICES, assert_same_gradients, whole
 from tests.support.ranks import Ranks, mesh
 
 
@@ -66,9 +66,7 @@ def _trained(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, A
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        expected = dict(eager.named_parameters())
-        for name, parameter in compiled.named_parameters():
-            assert_close(whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}")
+        assert_same_gradients(compiled, eager)
         compiled.layers[1].norm = eager.layers[1].norm = 0.5 + step  # read in the backward, by the hook alone
     for layer, other in zip(compiled.layers, eager.layers, strict=True):
         assert_close(layer.seen, other.seen, rtol=1e-4, atol=1e-6)

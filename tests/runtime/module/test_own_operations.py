@@ -16,8 +16,7 @@ def _assert_trains_as_alone(found: list[tuple[dict[str, Tensor], set[str]]]) -> 
     expected = trained(Own())
     for values, _ in found:
         assert values.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
     return {each.split(": ")[1] for each in found[0][1] if "shared_reshard" not in each}
 
 

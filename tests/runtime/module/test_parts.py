@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import autopar
 from autopar.ir.sharding.mesh import Mesh
+from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
@@ -49,15 +50,9 @@ def net() -> Net:
 
 def alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of training on one process."""
-    model, losses = net(), []
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(**batch(step))["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dict(model.state_dict())
+    return losses_of(optimizer, range(steps), lambda step: model(**batch(step))["loss"]), dict(model.state_dict())
 
 
 def whole(value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import InputError
+from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
@@ -78,13 +79,7 @@ def batch(step: int = 0) -> Tensor:
 def trained(model: nn.Module, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps, and the parameters after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimizer.step()
+    losses = losses_of(optimizer, range(steps), lambda step: model(batch(step)).square().mean())
     return losses, {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
 
 
@@ -106,8 +101,7 @@ def test_ranks_that_are_seeded_differently_train_one_model(ranks: Ranks, kind: A
     (losses, weights), *others = ranks.run(_seeded_by_rank, kind, options)
     for other, further in others:
         assert other == losses
-        for name, weight in weights.items():
-            assert_close(further[name], weight, rtol=0, atol=0)
+        assert_close(further, weights, rtol=0, atol=0)
     assert len(set(losses)) == len(losses)
 
 
@@ -118,8 +112,7 @@ def test_a_deterministic_model_draws_what_one_process_draws(ranks: Ranks, kind: 
     losses, weights = trained(eager)
     for found, further in ranks.run(_seeded_by_rank, kind, {"deterministic": True, "strategy": "data_parallel"}):
         assert_close(found, losses)
-        for name, weight in weights.items():
-            assert_close(further[name], weight)
+        assert_close(further, weights)
 
 
 def _with_checkpoint(deterministic: bool) -> list[list[Tensor | None]]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.nn import functional as F
 
 import autopar
 from autopar.runtime.implementations import tiled_loss
 from tests.support import pipeline_training
-from tests.support.in_tiles import peaks_of_step, under_torch_compile
 from tests.support.loss_alone import Reader, reading
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
-from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.ranks import Ranks
+from tests.support.simulation.training import Steps, train_alike
 from tests.support.slow_cases import slow_where
 
 HEADS = {"llama_loss": "model.lm_head", "gpt2_loss": "model.lm_head", "bert_loss": "model.cls.predictions.decoder"}
@@ -94,23 +90,20 @@ def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     arguments, options, roles = COMBINATIONS[name]
     torch.manual_seed(0)
     model = Reader(**arguments).double()
-    alone = copy.deepcopy(model)
     if roles:
         autopar.annotate(model, "head", **roles)
     batches = [reading(seed, num_classes=arguments.get("num_classes", 24)) for seed in range(3)]
     steps = Steps(batches, "adamw", num_microbatches=options.get("microbatches", 1), evaluated=True)
-    found = train_on_ranks(model, steps, {"dp": 2, "tp": 2}, {"loss_tiles": 3, **options})
-    assert fault_of(found, train_alone(alone, steps)) == ""
-    assert found.plan is not None and found.plan.choices["linear_cross_entropy_default"].count("-") == 0
+    plan = train_alike(model, steps, {"dp": 2, "tp": 2}, {"loss_tiles": 3, **options})
+    assert plan.choices["linear_cross_entropy_default"].count("-") == 0
 
 
 def test_a_rank_may_have_no_class_at_all() -> None:
     torch.manual_seed(0)
     model = Reader(num_classes=9, bias=True).double()  # in four parts of three, the last of which is padding
-    alone, steps = copy.deepcopy(model), Steps([reading(seed, num_classes=9) for seed in range(2)])
+    steps = Steps([reading(seed, num_classes=9) for seed in range(2)])
     autopar.annotate(model, "head", tp="column")
-    found = train_on_ranks(model, steps, {"tp": 4}, {"loss_tiles": 3})
-    assert fault_of(found, train_alone(alone, steps)) == ""
+    train_alike(model, steps, {"tp": 4}, {"loss_tiles": 3})
 
 
 class Stacked(nn.Module):
@@ -127,56 +120,9 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = Stacked().double(), []
-    alone = copy.deepcopy(model)
     steps = Steps([{"x": torch.randn(4, 8, 8, dtype=torch.float64), "labels": reading()["labels"]}])
     run = tiled_loss.loss_in_tiles
     monkeypatch.setattr(tiled_loss, "loss_in_tiles", lambda *given: calls.append(given) or run(*given))
-    found = train_on_ranks(model, steps, {"dp": 2}, {"loss_tiles": 2, "recompute": mode, "strategy": "data_parallel"})
-    assert fault_of(found, train_alone(alone, steps)) == ""
-    assert found.plan is not None and found.plan.recompute == {"layers.0": mode}
+    plan = train_alike(model, steps, {"dp": 2}, {"loss_tiles": 2, "recompute": mode, "strategy": "data_parallel"})
+    assert plan.recompute == {"layers.0": mode}
     assert len(calls) == 1
-
-
-def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
-    """Graphs that torch.compile makes of a model split by classes, and how far its step is from that without."""
-    batch = reading()
-    model = autopar.compile(
-        Reader(), mesh((2,), ("tp",)), batch, strategy="megatron", memory=autopar.Memory(loss_tiles=3)
-    )
-    return under_torch_compile(model, batch, backend)
-
-
-@pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
-def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any]) -> None:
-    for num_graphs, apart in ranks.run(_under_torch_compile, backend, timeout=120):
-        assert num_graphs == 1
-        assert apart < 1e-6
-
-
-def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | Literal["auto"], ...]) -> list[tuple[int, int]]:
-    """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
-    batch, found = reading(batch=8, sequence=256, num_classes=4096), []
-    for number in tiles:
-        model = Reader(4096, 64).to(dtype)
-        on = mesh((2,), ("dp",))
-        compiled = autopar.compile(model, on, batch, strategy=strategy, memory=autopar.Memory(loss_tiles=number))
-        found.append(peaks_of_step(compiled, batch))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [
-        ("data_parallel", torch.float32),
-        pytest.param("megatron", torch.bfloat16, marks=pytest.mark.slow),
-        ("zero3", torch.float32),
-    ],
-)
-def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
-    ranks: Ranks, strategy: str, dtype: torch.dtype
-) -> None:
-    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, ("auto", 1, 8)):
-        for found, predicted in tiled_peaks:
-            assert predicted == pytest.approx(found, rel=0.05)
-        assert tiled_peaks[1][0] < 0.5 * tiled_peaks[0][0] < 0.45 * whole_peak

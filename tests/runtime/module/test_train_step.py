@@ -20,7 +20,7 @@ from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.module.batches import loss_position, split_batch
 from tests.support.families import HIDDEN, MLP
 from tests.support.options import by_flag
-from tests.support.parity import SLOW_DEVICES, whole
+from tests.support.parity import SLOW_DEVICES, assert_same_gradients, whole
 from tests.support.pipeline_training import (
     PipelineCase,
     WithLoss,
@@ -238,9 +238,7 @@ def _again() -> None:
         loss = model.train_step(*args, **kwargs)
         assert not loss.requires_grad and loss.ndim == 0
         assert_close(float(loss), accumulated(case, alone, step), rtol=1e-6, atol=1e-6)
-    theirs = dict(alone.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.grad), theirs[name].grad)
+    assert_same_gradients(model, alone)
 
 
 def test_gradients_of_several_steps_add_up(ranks: Ranks) -> None:
@@ -264,9 +262,7 @@ def _distributed() -> None:
         loss = model.train_step(distribute_tensor(x, line, [Shard(0)]))
     assert_close(loss, plain.train_step(x))
     assert ("all_gather", "dp") not in traffic.calls
-    ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
-    for name, parameter in theirs.items():
-        assert_close(whole(ours[name].grad), whole(parameter.grad))
+    assert_same_gradients(model, plain)
 
 
 def test_a_distributed_batch_gives_the_step_of_the_whole_one(ranks: Ranks) -> None:

@@ -24,10 +24,8 @@ from tests.support.simulation.simulate import from_ranks, simulate
 from tests.support.simulation.training import (
     SLOW_DEVICES,
     Steps,
-    fault_of,
     planning_alone,
-    train_alone,
-    train_on_ranks,
+    train_alike,
     unshare,
 )
 
@@ -76,17 +74,11 @@ def _gathered_again(graph: fx.Graph) -> set[str]:
 )
 def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int], specified: Annotation | None) -> None:
     steps = Steps([MIXTRAL.inputs(step)[1] for step in range(2)], num_microbatches=2)
-
-    def model() -> Any:
-        built: Any = MIXTRAL.build()
-        built.config.output_router_logits = False  # whose loss is not that of the batch's parts
-        return built
-
-    trained = model()
+    model: Any = MIXTRAL.build()
+    model.config.output_router_logits = False  # whose loss is not that of the batch's parts
     if specified is not None:
-        autopar.annotate(trained, "*", storage="dp", regather=True)
-    found = train_on_ranks(trained, steps, mesh, {"strategy": strategy, "microbatches": 2})
-    assert fault_of(found, train_alone(model(), steps)) == ""
+        autopar.annotate(model, "*", storage="dp", regather=True)
+    train_alike(model, steps, mesh, {"strategy": strategy, "microbatches": 2})
 
 
 @pytest.mark.slow

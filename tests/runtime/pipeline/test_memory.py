@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import autopar
 from autopar.models.named import named
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
-from autopar.tools.benchmarking.meters import held_in_training, peak_bytes
+from tests.support.measured_bytes import filled, peak_of_step
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 
@@ -26,23 +24,10 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
     on = mesh((2,) if len(axes) == 1 else (2, 2), axes)
     compiled = autopar.compile(model, on, inputs, microbatches=4, **by_flag(schedule=schedule, **options))
     assert isinstance(compiled, PipelineModule)
-    compiled.to_empty(device="cpu")
-    for parameter in compiled.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    for buffer in compiled.buffers():  # of rotary embeddings, which no state dict has
-        nn.init.ones_(buffer)
+    filled(compiled)
     same = torch.Generator().manual_seed(0)  # ranks have drawn weights of different sizes from their own
     batch = tuple(torch.randint(0, 200, value.shape, generator=same) for value in inputs)
-    optimizer = torch.optim.AdamW(compiled.parameters())
-
-    def held() -> Iterator[Tensor]:
-        yield from held_in_training(compiled, optimizer)
-        yield from batch
-
-    compiled.train_step(*batch)
-    optimizer.step()
-    found = peak_bytes(lambda: compiled.train_step(*batch), optimizer.zero_grad, held)
-    return found, compiled.plan.rank_bytes(on.get_local_rank("pp"))
+    return peak_of_step(compiled, batch, in_one_call=True), compiled.plan.rank_bytes(on.get_local_rank("pp"))
 
 
 @pytest.mark.slow

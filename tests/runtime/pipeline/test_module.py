@@ -16,7 +16,7 @@ from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from tests.support.families import HIDDEN
 from tests.support.options import by_flag
-from tests.support.parity import SLOW_DEVICES, whole
+from tests.support.parity import SLOW_DEVICES, assert_same_gradients, whole
 from tests.support.pipeline_training import (
     PipelineCase,
     accumulated,
@@ -161,9 +161,7 @@ def _odd_tensors(schedule: str) -> None:
         loss.backward()
         expected += loss.detach()
     assert_close(model.train_step(_vectors()), expected)
-    theirs = dict(alone.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.grad), theirs[name].grad)
+    assert_same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
@@ -227,9 +225,7 @@ def _again() -> None:
     for step in range(2):
         args, kwargs = batch_of(microbatches_of(case, step))
         assert_close(float(model.train_step(*args, **kwargs)), accumulated(case, alone, step), rtol=1e-4, atol=1e-5)
-    theirs = dict(alone.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.grad), theirs[name].grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert_same_gradients(model, alone, rtol=1e-3, atol=1e-5)
 
 
 def test_gradients_of_several_steps_add_up(ranks: Ranks) -> None:
@@ -245,9 +241,7 @@ def _frozen_stage() -> list[str]:
     loss = parallel.train_step(_vectors())
     alone(_vectors())["loss"].backward()
     assert_close(loss, alone(_vectors())["loss"].detach())
-    theirs = dict(alone.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        assert_close(whole(parameter.grad), theirs[name].grad)
+    assert_same_gradients(parallel, alone)
     return [name for name, parameter in parallel.named_parameters() if parameter.grad is not None]
 
 
@@ -265,9 +259,7 @@ def _parameters_frozen_later() -> None:
             parameter.requires_grad_("layers.1" not in name)
     model.train_step(_vectors())
     alone(_vectors())["loss"].backward()
-    theirs = dict(alone.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.grad), theirs[name].grad)
+    assert_same_gradients(model, alone)
 
 
 def test_parameters_may_be_frozen_between_steps(ranks: Ranks) -> None:
@@ -345,9 +337,7 @@ def _lazily() -> None:
     )
     eager = _on_pipeline(gated())
     assert torch.equal(model.train_step(_vectors()), eager.train_step(_vectors()))
-    theirs = dict(eager.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.grad), whole(theirs[name].grad))
+    assert_same_gradients(model, eager)
 
 
 def test_a_pipeline_may_be_planned_on_its_first_step(ranks: Ranks) -> None:

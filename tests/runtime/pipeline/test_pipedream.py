@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PipelineError
+from tests.support.optimizing import losses_of
 from tests.support.parity import whole
 from tests.support.pipeline_training import PipelineCase, batch_of, build, compiled, loss_of, microbatches_of
 from tests.support.ranks import Ranks, mesh
@@ -134,13 +135,7 @@ def _one_micro_batch() -> Trained:
 def _plainly() -> Trained:
     model = build(ONE)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(ONE, model(**microbatches_of(ONE, step)[0][1]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(optimizer, range(STEPS), lambda step: loss_of(ONE, model(**microbatches_of(ONE, step)[0][1])))
     return Trained(losses, {name: p.detach() for name, p in model.named_parameters()})
 
 

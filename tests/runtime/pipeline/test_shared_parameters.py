@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.runtime.pipeline.shared_parameters import holders_of, summed_over_holders
 from tests.support.families import HIDDEN
-from tests.support.parity import SLOW_DEVICES, whole
+from tests.support.parity import SLOW_DEVICES, assert_same_gradients
 from tests.support.ranks import Ranks, mesh
 
 
@@ -177,9 +177,7 @@ def _tied_on_stages(size: int, names: tuple[str, ...], schedule: str, microbatch
         loss = alone(x_BD)
         loss.backward()
         assert_close(parallel.train_step(x_BD), loss.detach(), rtol=1e-4, atol=1e-6)
-        theirs = dict(alone.named_parameters())
-        for name, parameter in parallel.named_parameters():
-            assert_close(whole(parameter.grad), theirs[name].grad, rtol=1e-4, atol=1e-6)
+        assert_same_gradients(parallel, alone, rtol=1e-4, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
     return [name for name, _ in parallel.named_parameters()]

@@ -17,6 +17,7 @@ from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import context_of
 from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.tools.benchmarking.meters import CollectiveCounter
+from tests.support.optimizing import losses_of
 from tests.support.parity import whole
 from tests.support.pipeline_training import PipelineCase, check
 from tests.support.ranks import Ranks, mesh
@@ -131,14 +132,9 @@ def _ran(strategy: str, microbatches: int) -> Ran:
 
 
 def _alone() -> tuple[list[float], Mapping[str, Tensor]]:
-    model, losses = Tied(), []
+    model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(*_batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(optimizer, range(3), lambda step: model(*_batch(step)))
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 

@@ -50,10 +50,16 @@ def train(model: Any, x_BH: Tensor | None = None) -> None:
     model(batch() if x_BH is None else x_BH).backward()
 
 
-def a_new_shape(rank: int) -> None:
+def trained() -> Any:
+    """Return a model whose steps have become regular."""
     model = compiled()
     for _ in range(4):
         train(model)
+    return model
+
+
+def a_new_shape(rank: int) -> None:
+    model = trained()
     train(model, batch(8 - 4 * rank))
 
 
@@ -65,33 +71,25 @@ def a_known_shape(rank: int) -> None:
 
 
 def another_mode(rank: int) -> None:
-    model = compiled()
-    for _ in range(4):
-        train(model)
+    model = trained()
     model.train(rank == 0)
     train(model)
 
 
 def another_frozen_set(rank: int) -> None:
-    model = compiled()
-    for _ in range(4):
-        train(model)
+    model = trained()
     model.up.weight.requires_grad_(rank == 0)
     train(model)
 
 
 def another_autocast(rank: int) -> None:
-    model = compiled()
-    for _ in range(4):
-        train(model)
+    model = trained()
     with torch.autocast("cpu", torch.bfloat16) if rank else contextlib.nullcontext():
         train(model)
 
 
 def no_gradients(rank: int) -> None:
-    model = compiled()
-    for _ in range(4):
-        train(model)
+    model = trained()
     with torch.no_grad() if rank else contextlib.nullcontext():
         model(batch())
 

@@ -485,5 +485,5 @@ def test_ranks_compute_again_and_communicate_again_what_the_plan_says(
 @pytest.mark.slow
 def test_simulated_ranks_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autopar, "compile", partial(autopar.compile, memory=autopar.Memory(recompute="full")))
-    found = test_simulated.on_simulated_ranks("transformer_encoder", test_simulated.THREE_ROLES, monkeypatch)
+    found = test_simulated.on_simulated_ranks("transformer_encoder", test_simulated.THREE_ROLES)
     test_simulated.assert_equal(found, test_simulated.on_one_process("transformer_encoder"))

@@ -67,15 +67,15 @@ def test_one_product_gives_the_values_and_gradients_of_its_pieces(
     whole = x @ in_columns + (bias if has_bias else 0)
     expected = tuple(whole[..., start:end] for start, end in places)
     found = module(x, weight, bias)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, expected)
     inputs = [x, weight, bias] if has_bias else [x, weight]
-    for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs))
 
 
+@pytest.mark.parametrize("target", [grouped_mm, aten.bmm.default])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gate_and_up_of_experts_are_one_product(transposed: bool) -> None:
+def test_gate_and_up_of_experts_are_one_product(target: Any, transposed: bool) -> None:
+    grouped = target is grouped_mm
     graph = fx.Graph()
     rows, weight, counts = (graph.placeholder(name) for name in ("rows", "weight", "counts"))
     outputs, widths = [], {}
@@ -83,19 +83,21 @@ def test_gate_and_up_of_experts_are_one_product(transposed: bool) -> None:
         part = graph.call_function(aten.slice.Tensor, (weight, 1 if transposed else 2, start, end))
         widths[part] = 6
         matrices = graph.call_function(aten.transpose.int, (part, 1, 2)) if transposed else part
-        outputs.append(graph.call_function(grouped_mm, (rows, matrices, counts), {"axes": {}, "sizes": {}}))
+        others: Any = (counts,) if grouped else ()
+        options: Any = {"axes": {}, "sizes": {}} if grouped else {}
+        outputs.append(graph.call_function(target, (rows, matrices, *others), options))
     graph.output(tuple(outputs))
     pack_products(graph, widths)
     graph.lint()
-    assert [sum(node.target is target for node in graph.nodes) for target in (grouped_mm, aten.slice.Tensor)] == [1, 0]
-    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 4), (2, 4, 6)))
+    assert [sum(node.target is each for node in graph.nodes) for each in (target, aten.slice.Tensor)] == [1, 0]
+    shape = (7, 4) if grouped else (2, 7, 4)
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, (2, 4, 6)))
     given = w.transpose(1, 2) if transposed else w
     found = fx.GraphModule(torch.nn.Module(), graph)(x, given, torch.tensor([5, 2]))
-    whole = torch.cat([x[:5] @ w[0], x[5:] @ w[1]])
-    for ours, theirs in zip(found, (whole[:, 3:], whole[:, :3]), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    for ours, theirs in zip(gradients(found, [x, w]), gradients((whole[:, 3:], whole[:, :3]), [x, w]), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    whole = torch.cat([x[:5] @ w[0], x[5:] @ w[1]]) if grouped else x @ w
+    expected = whole[..., 3:], whole[..., :3]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, [x, w]), gradients(expected, [x, w]))
 
 
 @pytest.mark.parametrize("places", [[(0, 2), (3, 6)], [(0, 2), (2, 5)], [(1, 3), (3, 6)], [(0, 4), (2, 6)], [(0, 6)]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.capture.export import Traced
-from autopar.planning import request
-from autopar.planning import request as plan_request
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.training import planning_alone, unshare
 
 AXES = ("dp", "sp", "tp")
 Annotations = tuple[tuple[str, dict[str, Any]], ...]
@@ -47,31 +44,15 @@ def on_one_process(family: str) -> Seen:
     return Seen([loss.detach()], {name: None if g is None else [g] for name, g in gradients.items()})
 
 
-def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytest.MonkeyPatch) -> Seen:
+def on_simulated_ranks(family: str, annotations: Annotations) -> Seen:
     model = FAMILIES[family].build()
     args, kwargs = FAMILIES[family].inputs(0)
     for pattern, specified in annotations:
         autopar.annotate(model, pattern, **specified)
-    with simulate(8) as mode:
-
-        def unsimulated(function: Callable[..., Any]) -> Callable[..., Any]:
-            """Tracing makes tensors without values, of which there is no use in having one per rank."""
-
-            def run(*given: Any, **named: Any) -> Any:
-                with mode.disable():
-                    return function(*given, **named)
-
-            return run
-
-        for module, name in (
-            (plan_request, "trace"),
-            (Traced, "program"),
-            (request, "build_space"),
-            (request, "best_plan_of"),
-        ):
-            monkeypatch.setattr(module, name, unsimulated(getattr(module, name)))
+    with simulate(8) as mode, planning_alone(mode):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
         compiled = autopar.compile(model, mesh, kwargs or args, mode="semi_auto", hardware=SLOW_DEVICES)
+        unshare(compiled, mode)
         loss = whole(FAMILIES[family].loss(compiled(*on_all_ranks(args), **on_all_ranks(kwargs))))
         loss.backward()
         return Seen(
@@ -107,15 +88,13 @@ def slow(*families: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", ["mlp", *slow("bert", "llama", "vit", "unet", "resnet")])
-def test_a_plan_on_three_axes_trains_as_one_process_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_equal(on_simulated_ranks(family, (), monkeypatch), on_one_process(family))
+def test_a_plan_on_three_axes_trains_as_one_process_does(family: str) -> None:
+    assert_equal(on_simulated_ranks(family, ()), on_one_process(family))
 
 
 @pytest.mark.parametrize(
     "family",
     ["transformer_encoder", *slow("gpt2", "llama", "qwen3", "mistral", "roberta", "t5", "lora")],
 )
-def test_data_sequence_and_tensor_parallelism_train_as_one_process_does(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_equal(on_simulated_ranks(family, THREE_ROLES, monkeypatch), on_one_process(family))
+def test_data_sequence_and_tensor_parallelism_train_as_one_process_does(family: str) -> None:
+    assert_equal(on_simulated_ranks(family, THREE_ROLES), on_one_process(family))

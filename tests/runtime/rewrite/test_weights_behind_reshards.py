@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.capture.export import Traced
-from autopar.planning import request
-from autopar.planning import request as plan_request
 from tests.support.options import by_flag
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.training import planning_alone
 
 X_BD = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
 
@@ -49,27 +45,6 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def without_simulation(mode: Any) -> contextlib.ExitStack:
-    """Tracing and planning make tensors without values, of which there is no use in having one per rank."""
-
-    def once(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **named: Any) -> Any:
-            with mode.disable():
-                return function(*given, **named)
-
-        return run
-
-    stack = contextlib.ExitStack()
-    for module, name in (
-        (plan_request, "trace"),
-        (Traced, "program"),
-        (request, "build_space"),
-        (request, "best_plan_of"),
-    ):
-        stack.enter_context(mock.patch.object(module, name, once(getattr(module, name))))
-    return stack
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "zero3", None])
 @pytest.mark.parametrize("penalty", PENALTIES)
@@ -77,7 +52,7 @@ def test_a_penalized_weight_trains_as_on_one_process(penalty: str, strategy: str
     alone = Penalized(PENALTIES[penalty])
     expected = alone(X_BD)
     expected.backward()
-    with simulate(4) as mode, without_simulation(mode):
+    with simulate(4) as mode, planning_alone(mode):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         specified: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
         compiled = autopar.compile(

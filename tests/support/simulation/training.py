@@ -7,6 +7,7 @@ buffers after the last.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,6 @@ from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.planning import request
-from autopar.planning import request as plan_request
 from autopar.runtime.module.executable import Executable
 from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -136,6 +136,22 @@ def train_on_ranks(
         return found
 
 
+def train_alike(
+    model: nn.Module,
+    steps: Steps,
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    forced: Callable[[Space, Pins], Pins] = lambda space, pins: pins,
+    device: str = "cpu",
+) -> Plan:
+    """Check that simulated ranks train as one process does; returns their plan."""
+    alone = copy.deepcopy(model)
+    found = train_on_ranks(model, steps, mesh, options, forced, device)
+    assert fault_of(found, train_alone(alone, steps)) == ""
+    assert found.plan is not None
+    return found.plan
+
+
 def _train(
     model: nn.Module, steps: Steps, step: Callable[[Batch], tuple[Any, Tensor]], batches: Sequence[Batch]
 ) -> Training:
@@ -186,10 +202,8 @@ def planning_alone(
     pins_of, executable_of = request.pins_of, Executable.of
     with contextlib.ExitStack() as stack:
         for module, name in (
-            (plan_request, "trace"),
+            *((request, name) for name in ("trace", "build_space", "best_plan_of")),
             (Traced, "program"),
-            (request, "build_space"),
-            (request, "best_plan_of"),
         ):
             stack.enter_context(mock.patch.object(module, name, unsimulated(getattr(module, name))))
         stack.enter_context(mock.patch.object(request, "pins_of", pinned))

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.sharding.layout import I, P, Placement, R
+from autopar.ir.sharding.layout import I, P, Placement, R, S
 from autopar.ir.sharding.operation import Implementation, OpRule
 from autopar.ir.sharding.rule import Choice
-from autopar.tools.validation.sharded_values import split, splits_of, tolerance_of, value_fault
+from autopar.tools.validation.sharded_values import split, tolerance_of, value_fault
 from autopar.tools.validation.whole_call import Placements, Whole, fault_of, possible, run_with, show
 
 
@@ -112,7 +112,7 @@ def _outputs(whole: Whole, inputs: Placements, num_ranks: int, shape_argument: i
     """The placements that the values of the outputs have; all that are possible where the arguments depend on them."""
     if shape_argument is not None:
         y = whole.outputs[0]
-        return [(placement,) for placement in (I, *_partial(y), *splits_of(y, num_ranks))]
+        return [(placement,) for placement in (I, *_partial(y), *_splits(y, num_ranks))]
     local = _run_ranks(whole, inputs, num_ranks)
     if local is None:
         return []
@@ -137,12 +137,16 @@ def _with_gradients(
 
 
 def _options(x: Tensor, num_ranks: int) -> Placements:
-    return (R, *splits_of(x, num_ranks), *((P,) if x.is_floating_point() else ()))
+    return (R, *_splits(x, num_ranks), *((P,) if x.is_floating_point() else ()))
+
+
+def _splits(x: Tensor, num_ranks: int) -> Placements:
+    return tuple(S(dim) for dim, size in enumerate(x.shape) if size and size % num_ranks == 0)
 
 
 def _seen(parts: list[Tensor], y: Tensor, tolerance: float) -> list[Placement]:
     """The placements as which the parts are the right value."""
-    options = (I, *splits_of(y, len(parts)), *_partial(y))
+    options = (I, *_splits(y, len(parts)), *_partial(y))
     return [placement for placement in options if not value_fault(parts, placement, y, tolerance)]
 
 

@@ -189,9 +189,8 @@ def a_new_head_on_trained_weights(setting: Setting) -> Found:
 
 def layerwise_learning_rates(setting: Setting) -> Found:
     """Decay by name, learning rates by depth, a warm-up scheduler, and clipping."""
-    model = seeded(Writer)
     data = texts(4)
-    model = setting.parallel(model, data[0])
+    model = setting.parallel(seeded(Writer), data[0])
     depth = {"embed": 0.1, "qkv": 0.3, "out": 0.3, "norm": 0.3, "up": 0.5, "down": 0.5, "head": 1.0}
     groups = [
         {

@@ -24,9 +24,8 @@ from tests.users.scripts.setting import (
 
 def two_optimizers(setting: Setting) -> Found:
     """SGD for the embedding, AdamW for the rest, each with a scheduler."""
-    model = seeded(Writer)
     data = texts(4)
-    model = setting.parallel(model, data[0])
+    model = setting.parallel(seeded(Writer), data[0])
     embedding = torch.optim.SGD(model.embed.parameters(), lr=0.1, momentum=0.9)
     rest = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("embed")], lr=1e-2)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (embedding, rest)]
@@ -44,9 +43,8 @@ def two_optimizers(setting: Setting) -> Found:
 
 def average_of_weights(setting: Setting) -> Found:
     """Keep an exponential moving average and evaluate with it."""
-    model = seeded(Classifier)
     data = batches(4)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x, y in data:
@@ -61,9 +59,8 @@ def average_of_weights(setting: Setting) -> Found:
 
 def average_by_hand(setting: Setting) -> Found:
     """Keep an average as a dictionary of tensors, swap it in for evaluation, and swap it out again."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for x, y in data:
@@ -85,9 +82,8 @@ def average_by_hand(setting: Setting) -> Found:
 
 def curriculum_of_lengths(setting: Setting) -> Found:
     """Sequences grow from 4 to 8 to 12 tokens."""
-    model = seeded(Writer)
     data = [ids for length in (4, 8, 12) for ids in texts(2, length=length, seed=length)]
-    model = setting.parallel(model, data[0])
+    model = setting.parallel(seeded(Writer), data[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for ids in data:
@@ -101,9 +97,8 @@ def curriculum_of_lengths(setting: Setting) -> Found:
 
 def early_stopping(setting: Setting) -> Found:
     """Evaluate after every epoch, keep the best state, stop without progress, and restore it."""
-    model = seeded(Classifier)
     train, held_out = batches(3), batches(2, size=4, seed=7)
-    model = setting.parallel(model, train[0][0])
+    model = setting.parallel(seeded(Classifier), train[0][0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
     best, best_state, waited, history = float("inf"), None, 0, []
     for _ in range(6):
@@ -160,9 +155,8 @@ def resume(setting: Setting) -> Found:
 
 def accumulation_by_hand(setting: Setting) -> Found:
     """Accumulate four backward passes before a step, and log the norm of every gradient."""
-    model = seeded(Classifier)
     data = batches(8, size=4)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: Found = {}
     for step, (x, y) in enumerate(data):
@@ -196,9 +190,8 @@ def custom_sampler(setting: Setting) -> Found:
 
 def second_order_closure(setting: Setting) -> Found:
     """LBFGS with a closure."""
-    model = seeded(Classifier)
     (x, y), *_ = batches(1, size=16)
-    model = setting.parallel(model, x)
+    model = setting.parallel(seeded(Classifier), x)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
     losses: list[float] = []
 
@@ -215,9 +208,8 @@ def second_order_closure(setting: Setting) -> Found:
 
 def low_precision_by_autocast(setting: Setting) -> Found:
     """`torch.autocast` around model and loss."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for x, y in data:

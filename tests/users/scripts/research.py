@@ -20,9 +20,8 @@ from tests.users.scripts.setting import (
 
 def gradient_noise(setting: Setting) -> Found:
     """Scale and add to gradients between backward and step."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step, (x, y) in enumerate(data):
@@ -39,9 +38,8 @@ def gradient_noise(setting: Setting) -> Found:
 
 def sharpness_aware(setting: Setting) -> Found:
     """SAM: climb along the gradient, take the gradient there, return, and step."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for x, y in data:
@@ -67,9 +65,8 @@ def sharpness_aware(setting: Setting) -> Found:
 
 def steps_by_hand(setting: Setting) -> Found:
     """No optimizer: `p.data.add_(p.grad)` as in a first tutorial, with gradients set to None."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     losses = []
     for x, y in data:
         loss = F.cross_entropy(model(x), y)
@@ -84,9 +81,8 @@ def steps_by_hand(setting: Setting) -> Found:
 
 def siamese(setting: Setting) -> Found:
     """Three forwards of one model before one backward: a triplet loss."""
-    model = seeded(lambda: Classifier(classes=8))
     data = batches(3, size=12)
-    model = setting.parallel(model, data[0][0][:4])
+    model = setting.parallel(seeded(lambda: Classifier(classes=8)), data[0][0][:4])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # the head's bias has no gradient but rounding
     losses = []
     for x, _ in data:
@@ -255,9 +251,8 @@ def policy_gradient(setting: Setting) -> Found:
 
 def adversarial_inputs(setting: Setting) -> Found:
     """FGSM: the gradient of the inputs makes the batch that is trained on."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for x, y in data:
@@ -275,9 +270,8 @@ def adversarial_inputs(setting: Setting) -> Found:
 
 def penalties_on_parameters(setting: Setting) -> Found:
     """Add an L2 penalty and a distance to former weights (EWC) to the loss, each summed to a plain number first."""
-    model = seeded(Classifier)
     data = batches(3)
-    model = setting.parallel(model, data[0][0])
+    model = setting.parallel(seeded(Classifier), data[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     former = [each.detach().clone() for each in model.parameters()]
     losses = []

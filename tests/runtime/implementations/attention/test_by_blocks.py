@@ -100,16 +100,26 @@ def divided(x: Tensor, axes: Sequence[str], others: Sequence[str], dim: int, zig
     return x
 
 
+def divided_inputs(way: Way, zigzag: bool, given: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield queries, keys and values, each split over its own axes and replicated over the other ones."""
+    every = [axis for axis in way.names if axis in (*way.queries, *way.keys)]
+    for x, axes in zip(given, (way.queries, way.keys, way.keys), strict=True):
+        yield divided(x, axes, [axis for axis in every if axis not in axes], 2, zigzag)
+
+
+def gathered(way: Way, zigzag: bool, out: Tensor, given: Sequence[Tensor], weight: Tensor) -> list[list[Tensor]]:
+    """The whole result and the gradients of what is given, on every rank; `weight` weighs the result."""
+    for axis in reversed(way.queries):
+        out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
+    return [local_values(x) for x in (out, *torch.autograd.grad((out * weight).sum(), given))]
+
+
 def on_many(
     way: Way, zigzag: bool, kind: str, tensors: Sequence[Tensor], count: int, attention: Attention = attention
 ) -> list[list[Tensor]]:
     """The whole result and the three gradients, on every rank."""
     given = [from_ranks([x] * count, requires_grad=True) for x in tensors[:3]]
-    every = [axis for axis in way.names if axis in (*way.queries, *way.keys)]
-    q, k, v = (
-        divided(x, axes, [axis for axis in every if axis not in axes], 2, zigzag)
-        for x, axes in zip(given, (way.queries, way.keys, way.keys), strict=True)
-    )
+    q, k, v = divided_inputs(way, zigzag, given)
     mask = mask_of(kind)
     if mask is not None:
         mask = divided(from_ranks([mask] * count), way.queries, (), 0, zigzag)
@@ -117,10 +127,7 @@ def on_many(
     axes = {name: found for name, found in (("s", way.queries), ("t", way.keys)) if found}
     sizes = {"s": POSITIONS, "t": POSITIONS}
     out = attention(q, k, v, mask, 0.0, kind == "causal", axes=axes, sizes=sizes, zigzag=axes if zigzag else {})
-    for axis in reversed(way.queries):
-        out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
-    grads = torch.autograd.grad((out * from_ranks([tensors[3]] * count)).sum(), given)
-    return [local_values(x) for x in (out, *grads)]
+    return gathered(way, zigzag, out, given, from_ranks([tensors[3]] * count))
 
 
 @pytest.mark.parametrize(("way", "kind"), [(GATHERED, "causal"), (RING, "causal"), (MERGED, "dead row")], ids=str)

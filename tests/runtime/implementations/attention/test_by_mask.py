@@ -16,8 +16,7 @@ import autopar
 from autopar.capture.masks import rewrite_masks as rewrite
 from autopar.ir.program.operators.attention import masked_blocks
 from autopar.ir.program.operators.attention.expressions import evaluate, parse
-from autopar.runtime.collectives import layout_moves
-from autopar.runtime.collectives.mesh_axes import axis_of, record_traffic
+from autopar.runtime.collectives.mesh_axes import record_traffic
 from autopar.runtime.implementations.attention.by_mask import attention_by_mask
 from tests.runtime.implementations.attention.test_by_blocks import (
     FEATURES,
@@ -28,12 +27,14 @@ from tests.runtime.implementations.attention.test_by_blocks import (
     WAYS,
     Way,
     divided,
+    divided_inputs,
+    gathered,
     on_ranks,
     samples,
 )
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.simulate import from_ranks, local_values
+from tests.support.simulation.simulate import from_ranks
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 
 Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -71,11 +72,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
     expected = (out.detach(), *torch.autograd.grad((out * weight).sum(), given))
     with on_ranks(way) as count:
         simulated = [from_ranks([x] * count, requires_grad=True) for x in tensors]
-        every = [axis for axis in way.names if axis in (*way.queries, *way.keys)]
-        q, k, v = (
-            divided(x, axes, [axis for axis in every if axis not in axes], 2, zigzag)
-            for x, axes in zip(simulated, (way.queries, way.keys, way.keys), strict=True)
-        )
+        q, k, v = divided_inputs(way, zigzag, simulated)
         alone = [axis for axis in way.keys if axis not in way.queries]
         local = [
             divided(from_ranks([x] * count), alone if x.shape[-1] > 1 else way.queries, (), dim, zigzag)
@@ -86,10 +83,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
         sizes = {"s": POSITIONS, "t": POSITIONS}
         zigzag_dims = axes if zigzag else {}
         out = attention_by_mask(q, k, v, local, text, reach=reach, axes=axes, sizes=sizes, zigzag=zigzag_dims)
-        for axis in reversed(way.queries):
-            out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
-        grads = torch.autograd.grad((out * from_ranks([weight] * count)).sum(), simulated)
-        found = [local_values(x) for x in (out, *grads)]
+        found = gathered(way, zigzag, out, simulated, from_ranks([weight] * count))
     for name, ours, theirs in zip("oqkv", found, expected, strict=True):
         for value in ours:
             torch.testing.assert_close(value, theirs, msg=lambda text, n=name: f"{kind}, {n}: {text}")

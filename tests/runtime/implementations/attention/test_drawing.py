@@ -33,12 +33,14 @@ from tests.runtime.implementations.attention.test_by_blocks import (
     WAYS,
     Way,
     divided,
+    divided_inputs,
+    gathered,
     mask_of,
     on_ranks,
     samples,
 )
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.simulate import from_ranks, local_values
+from tests.support.simulation.simulate import from_ranks
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 from tests.support.slow_cases import slow_where
 
@@ -77,11 +79,7 @@ def on_many(
 ) -> list[list[Tensor]]:
     """The whole result and the three gradients, on every rank."""
     given = [from_ranks([x] * count, requires_grad=True) for x in tensors[:3]]
-    every = [axis for axis in way.names if axis in (*way.queries, *way.keys)]
-    q, k, v = (
-        divided(x, axes, [axis for axis in every if axis not in axes], 2, zigzag)
-        for x, axes in zip(given, (way.queries, way.keys, way.keys), strict=True)
-    )
+    q, k, v = divided_inputs(way, zigzag, given)
     alone = [axis for axis in way.keys if axis not in way.queries]
 
     def divided_mask(x: Tensor) -> Tensor:
@@ -105,10 +103,7 @@ def on_many(
         seen = mask_of(kind)
         seen = None if seen is None else divided_mask(from_ranks([seen] * count))
         out = attention(q, k, v, seen, P, kind == "causal", **keywords)
-    for axis in reversed(way.queries):
-        out = layout_moves.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
-    grads = torch.autograd.grad((out * from_ranks([tensors[3]] * count)).sum(), given)
-    return [local_values(x) for x in (out, *grads)]
+    return gathered(way, zigzag, out, given, from_ranks([tensors[3]] * count))
 
 
 def check(way: Way, zigzag: bool, kind: str, key_heads: int, deterministic: bool = False) -> None:

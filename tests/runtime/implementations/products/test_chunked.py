@@ -19,7 +19,7 @@ from autopar.strategies.rules.products.chunked import AGAIN, NAME
 from tests.support import parity
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 
 class Block(nn.Module):
@@ -91,11 +91,8 @@ def test_they_train_as_one_process_does(
 ) -> None:
     monkeypatch.setattr(chunked, "LEAST_BYTES", least_bytes)
     steps = Steps([batch(*shape), batch(*shape)])
-    expected = train_alone(Block(**options).double(), steps)
-    found = train_on_ranks(annotated(Block(**options).double(), len(shape) + 1), steps, mesh, {})
-    assert fault_of(found, expected) == ""
-    assert found.plan is not None
-    chosen = [name for name in found.plan.choices.values() if name.endswith(NAME)]
+    plan = train_alike(annotated(Block(**options).double(), len(shape) + 1), steps, mesh, {})
+    chosen = [name for name in plan.choices.values() if name.endswith(NAME)]
     assert ["+o" in chosen[0], "+k" in chosen[1], len(chosen)] == [True, True, 2]
 
 

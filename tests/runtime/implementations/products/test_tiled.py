@@ -17,7 +17,7 @@ from autopar.strategies.rules.products import tiled
 from autopar.strategies.rules.products.tiled import NAME, tile_sizes
 from tests.runtime.implementations.products.test_chunked import Block, batch
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.simulation.training import Steps, train_alike
 
 
 def annotated(model: Block, axis: str, rows: str) -> Block:
@@ -56,11 +56,8 @@ def test_they_train_as_one_process_does(
 ) -> None:
     monkeypatch.setattr(tiled, "TILE_BYTES", tile_bytes)
     steps = Steps([batch(4, 8), batch(4, 8)])
-    expected = train_alone(Block(**options).double(), steps)
-    found = train_on_ranks(annotated(Block(**options).double(), "dp", rows), steps, mesh, {})
-    assert fault_of(found, expected) == ""
-    assert found.plan is not None
-    chosen = [name for name in found.plan.choices.values() if name.endswith(NAME)]
+    plan = train_alike(annotated(Block(**options).double(), "dp", rows), steps, mesh, {})
+    chosen = [name for name in plan.choices.values() if name.endswith(NAME)]
     assert ["o+" in chosen[0], "k+" in chosen[1], len(chosen)] == [True, True, 2]
 
 
