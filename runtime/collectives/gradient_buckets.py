@@ -18,7 +18,7 @@ from autopar.ir.program.operators.derivatives import called_directly, differenti
 from autopar.runtime.collectives.direct import applied, below_autograd
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
 from autopar.runtime.collectives.layout_moves import waited_for
-from autopar.runtime.collectives.left_running import Pending, Wait, applied_inside, behind_wait, started
+from autopar.runtime.collectives.left_running import Pending, Wait, applied_inside, behind_wait, started, wait_for_all
 from autopar.runtime.collectives.mesh_axes import OPEN_RECORDS, Axis, axis_of, count
 from autopar.runtime.collectives.packed_messages import Part, joined, packed, sent
 from autopar.runtime.collectives.regather import Regather
@@ -78,12 +78,15 @@ class _ReduceGradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.pending, ctx.in_place, ctx.reduce = axis, pending, in_place, reduce
+        ctx.reductions = []  # inner reductions, which gradients come from: the backward waits for them
         return parameters
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             return differentiated_once(_ReduceGradients.backward, ctx, grads)
+        if ctx.reductions:
+            wait_for_all(ctx.reductions)
         first = grads[0]
         found: list[Tensor] = []
         sizes: list[int] = []

@@ -88,6 +88,8 @@ def behind_wait(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pending | Non
     first: Any = parameters[0].grad_fn
     reductions = getattr(first, "reductions", None)
     if reductions is not None and all(map(operator.is_, map(GRAD_FN, parameters), repeat(first))):
+        if first._sequence_nr() >= PREFERRED:  # an inner node that now waits, too: it takes its turn
+            first._set_sequence_nr(first._sequence_nr() - PREFERRED)
         reductions.append(pending)
         return pending, parameters
     behind = applied_eagerly(Wait, [pending], *parameters)
