@@ -85,10 +85,11 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class Calls:
-    """Counts Python calls inside the block."""
+    """Counts Python calls inside the block, but for those by which a TorchDispatchMode runs operations."""
 
     def __init__(self) -> None:
         self.number = 0
+        self._uncounted = 0
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._note)
@@ -98,7 +99,22 @@ class Calls:
         sys.setprofile(None)
 
     def _note(self, frame: Any, event: str, argument: Any) -> None:
-        self.number += event == "call"
+        if event == "return":
+            self._uncounted -= self._uncounted > 0
+        elif event == "call":
+            if self._uncounted or _is_of_a_mode(frame):
+                self._uncounted += 1
+            else:
+                self.number += 1
+
+
+def _is_of_a_mode(frame: Any) -> bool:
+    """Return whether a call looks a mode's rule up, or runs the mode."""
+    code = frame.f_code
+    if code.co_filename.endswith("torch/_library/simple_registry.py"):
+        return True
+    wraps = code.co_name == "inner" and code.co_filename.endswith("torch/_compile.py")
+    return wraps and getattr(frame.f_locals["fn"], "__name__", "") == "__torch_dispatch__"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,24 @@ torch.compile, which traces both, calls are as they would be otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def below_autograd(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def below_autograd(operation: torch._ops.OpOverload, *arguments: Any, **options: Any) -> Any:
     """Call a collective that no gradient passes."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return operation(*arguments, **options)
     with torch._C._AutoDispatchBelowAutograd():
-        return operation(*arguments, **options)
+        return operation._op(*arguments, **options)
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Apply the function like `function.apply`."""
-    return function.apply(*arguments) if torch.compiler.is_compiling() else applied_eagerly(function, *arguments)
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def applied_eagerly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -31,9 +32,3 @@ def applied_eagerly(function: type[torch.autograd.Function], *arguments: Any) ->
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def run_eagerly(operation: torch._ops.OpOverload, *arguments: Any) -> Any:
-    """Call a collective that no gradient passes, where torch.compile is known not to trace."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return operation._op(*arguments)

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.direct import below_autograd, run_eagerly
+from autopar.ir.program.operators.derivatives import called_directly, differentiated_once, once_differentiable
+from autopar.runtime.collectives.direct import applied, below_autograd
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
 from autopar.runtime.collectives.layout_moves import waited_for
-from autopar.runtime.collectives.left_running import Pending, Wait, applied_inside, behind_wait, started
-from autopar.runtime.collectives.mesh_axes import Axis, axis_of, count
+from autopar.runtime.collectives.left_running import Pending, Wait, applied_inside, behind_wait, started, wait_for_all
+from autopar.runtime.collectives.mesh_axes import OPEN_RECORDS, Axis, axis_of, count
 from autopar.runtime.collectives.packed_messages import Part, joined, packed, sent
 from autopar.runtime.collectives.regather import Regather
 
 _c10d = torch.ops._c10d_functional
+_all_reduce_in_place = _c10d.all_reduce_.default._op
 
 
 def reduce_gradients(
@@ -35,13 +36,19 @@ def reduce_gradients(
     Gradients are summed as `reduce`, or as they are.
     """
     where = axis_of(axis)
-    learning = _learning(parameters)
-    if where.size == 1 or not learning:
+    if where.size == 1 or not torch.is_grad_enabled():
         return parameters
-    all_learn = len(learning) == len(parameters)
-    pending, behind = behind_wait(parameters if all_learn else [parameters[i] for i in learning])
-    reduced = applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, *behind)
-    return reduced if all_learn else _replaced(parameters, learning, reduced)
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            break
+    else:
+        pending, behind = behind_wait(parameters, where)
+        return applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, *behind)
+    learning = _learning(parameters)
+    if not learning:
+        return parameters
+    reduced = reduce_gradients(axis, *[parameters[i] for i in learning], in_place=in_place, reduce=reduce)
+    return _replaced(parameters, learning, reduced)
 
 
 def _learning(parameters: Sequence[Tensor]) -> list[int]:
@@ -58,6 +65,7 @@ def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence
     return tuple(found)
 
 
+@called_directly
 class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -70,42 +78,57 @@ class _ReduceGradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.pending, ctx.in_place, ctx.reduce = axis, pending, in_place, reduce
+        ctx.reductions = []  # inner reductions, which gradients come from: the backward waits for them
         return parameters
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        writes = ctx.pending is not None and not ctx.in_place
-        if len(grads) == 1 and grads[0] is not None:  # is a message as it is
-            return None, None, None, None, _reduced_alone(ctx, grads[0], writes)
-        reduced: list[Tensor | None] = [None] * len(grads)
-        for dtype, group in by_dtype(grads).items():
-            own = joined(list(group.values()), ctx.reduce or dtype, writes=writes)
-            # Wait first if the result is cast.
-            flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
-            pieces = flat.split_with_sizes([grad.numel() for grad in group.values()])
-            for (i, grad), piece in zip(group.items(), pieces, strict=True):
-                reduced[i] = piece.view(grad.shape)
-        return None, None, None, None, *reduced
+        if torch.is_grad_enabled():
+            return differentiated_once(_ReduceGradients.backward, ctx, grads)
+        if ctx.reductions:
+            wait_for_all(ctx.reductions)
+        first = grads[0]
+        found: list[Tensor] = []
+        sizes: list[int] = []
+        for grad in grads:  # loops, because this runs for every bucket, and comprehensions are calls of Python
+            if grad is None or first is None or grad.dtype != first.dtype:
+                break
+            found.append(grad)
+            sizes.append(grad.numel())
+        if len(found) < len(grads):
+            return None, None, None, None, *_reduced_by_dtype(ctx, grads)
+        dtype, pending, axis = found[0].dtype, ctx.pending, ctx.axis
+        reduce, writes = ctx.reduce or dtype, pending is not None and not ctx.in_place
+        one = found[0].to(reduce, copy=writes).contiguous() if len(found) == 1 else None  # is a message as it is
+        own = joined(found, reduce, writes=writes) if one is None else one
+        if OPEN_RECORDS:
+            count("all_reduce", axis, own.numel() * own.itemsize)
+        # Wait first if the result is cast; anomaly mode reads a node's outputs at once.
+        if pending is None or reduce != dtype or torch.is_anomaly_enabled():
+            total = waited_for(below_autograd(_c10d.all_reduce.default, own, "sum", axis.group)).to(dtype)
+        else:  # nobody else holds the message
+            with torch._C._AutoDispatchBelowAutograd():
+                total = _all_reduce_in_place(own, "sum", axis.group)
+            pending.results += (total,)
+        if one is not None:
+            return None, None, None, None, total
+        reduced: list[Tensor | None] = [None] * 4
+        for grad, piece in zip(found, total.split_with_sizes(sizes), strict=True):
+            reduced.append(piece.view(grad.shape))
+        return tuple(reduced)
 
 
-def _reduced_alone(ctx: Any, grad: Tensor, writes: bool) -> Tensor:
-    own = grad.to(ctx.reduce or grad.dtype, copy=writes).contiguous()
-    return _reduced(own, ctx.axis, ctx.pending if own.dtype == grad.dtype else None).to(grad.dtype)
+def _reduced_by_dtype(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the sums of gradients, in one message for each dtype."""
+    reduced: list[Tensor | None] = [None] * len(grads)
+    for group in by_dtype(grads).values():
+        for i, each in zip(group, _ReduceGradients.backward(ctx, *group.values())[4:], strict=True):
+            reduced[i] = each
+    return reduced
 
 
 _SAME_VALUES = (Wait._backward_cls, _ReduceGradients._backward_cls)  # type: ignore[attr-defined]
 """Nodes of the autograd graph whose inputs have the values of their outputs, in the same order."""
-
-
-def _reduced(own: Tensor, axis: Axis, pending: Pending | None) -> Tensor:
-    """Return the sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
-    count("all_reduce", axis, own.numel() * own.itemsize)
-    if pending is None or torch.is_anomaly_enabled():  # anomaly mode reads a node's outputs at once
-        return waited_for(below_autograd(_c10d.all_reduce.default, own, "sum", axis.group))
-    result = run_eagerly(_c10d.all_reduce_.default, own, "sum", axis.group)
-    pending.results += (result,)
-    return result
 
 
 def gather_parameters(
@@ -132,7 +155,7 @@ def gather_parameters(
         return tuple(cast(shards, to))
     recipe, learning = Recipe(where, dims, sizes, to), _learning(shards)
     if learning:
-        pending, behind = behind_wait([shards[i] for i in learning])
+        pending, behind = behind_wait([shards[i] for i in learning], where)
         taken = _replaced(shards, learning, behind)
         gathered = applied_inside(
             _GatherParameters, pending, recipe, in_flight, tuple(learning), pending, reduce, *taken
@@ -181,12 +204,13 @@ def use_gathered(
     learning = _learning(shards)
     if not learning:
         return wholes
-    pending, behind = behind_wait([shards[i] for i in learning])
+    pending, behind = behind_wait([shards[i] for i in learning], where)
     recipe = Recipe(where, dims, sizes, ())
     taken = _replaced(shards, learning, behind)
     return applied_inside(_UseGathered, pending, recipe, tuple(learning), pending, reduce, *taken, *wholes)
 
 
+@called_directly
 class _GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -214,6 +238,7 @@ class _GatherParameters(torch.autograd.Function):
         return None, None, None, None, None, *_scattered(ctx, grads)
 
 
+@called_directly
 class _UseGathered(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -262,16 +287,17 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in the dtype of its use; its gradient gets back the dtype in which it is stored."""
-    return _CastWeight.apply(weight, dtype)
+    return applied(_CastWeight, weight, dtype)
 
 
 def cast_weights(dtypes: tuple[torch.dtype, ...], *weights: Tensor) -> tuple[Tensor, ...]:
     """Return `cast_weight` of several weights that are used together, all cast by one kernel."""
     if len(weights) == 1:
-        return (cast_weight(weights[0], dtypes[0]),)
-    return _CastWeights.apply(dtypes, *weights)
+        return (applied(_CastWeight, weights[0], dtypes[0]),)
+    return applied(_CastWeights, dtypes, *weights)
 
 
+@called_directly
 class _CastWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,31 +310,35 @@ class _CastWeight(torch.autograd.Function):
         return ctx.exact.pop(0, grad).to(ctx.dtype), None
 
 
+@called_directly
 class _CastWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtypes: Sequence[torch.dtype], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtypes: Sequence[torch.dtype], *weights: Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes, ctx.exact = [weight.dtype for weight in weights], {}
         return tuple(_cast_together(weights, dtypes))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        positions = [i for i, grad in enumerate(grads) if grad is not None]
-        given = [ctx.exact.pop(i, grads[i]) for i in positions]
-        found: list[Tensor | None] = [None] * len(grads)
-        for i, grad in zip(positions, _cast_together(given, [ctx.dtypes[i] for i in positions]), strict=True):
-            found[i] = grad
-        return None, *found
+        if torch.is_grad_enabled():
+            return differentiated_once(_CastWeights.backward, ctx, grads)
+        if ctx.exact:
+            grads = tuple(ctx.exact.pop(i, grad) for i, grad in enumerate(grads))
+        return None, *_cast_together(grads, ctx.dtypes)
 
 
-def _cast_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Return tensors in other dtypes; those that have theirs as they are."""
-    found = [
-        x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x, dtype in zip(tensors, dtypes, strict=True)
-    ]
-    new = [i for i, x in enumerate(tensors) if found[i] is not x]
-    if new:
-        targets, sources = [found[i] for i in new], [tensors[i] for i in new]
+def _cast_together(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    """Return tensors in other dtypes; those that have theirs, and missing ones, as they are."""
+    found: list[Tensor | None] = []
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for x, dtype in zip(tensors, dtypes, strict=True):
+        if x is None or x.dtype == dtype:
+            found.append(x)
+            continue
+        sources.append(x)
+        targets.append(torch.empty_like(x, dtype=dtype))
+        found.append(targets[-1])
+    if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
     return found

@@ -36,7 +36,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.ir.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.direct import applied, below_autograd
-from autopar.runtime.collectives.mesh_axes import Axis, axis_of, count
+from autopar.runtime.collectives.mesh_axes import OPEN_RECORDS, Axis, axis_of, count
 from autopar.runtime.collectives.rank_parts import by_rank, whole_of
 
 _c10d = torch.ops._c10d_functional
@@ -49,7 +49,8 @@ def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_reduce_in_flight(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Return the same on its way; `waited_for` says when it is there."""
-    count("all_reduce", axis, x.numel() * x.itemsize)
+    if OPEN_RECORDS:
+        count("all_reduce", axis, x.numel() * x.itemsize)
     return below_autograd(_c10d.all_reduce.default, x.contiguous(), op, axis.group)
 
 
@@ -164,7 +165,7 @@ def local_slice(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor
     """Return this rank's part of a tensor that is equal everywhere, without communication."""
     if axis.size == 1:
         return x
-    x = padded(x, dim, axis.size)
+    x = padded(x, dim, axis.size) if x.shape[dim] % axis.size else x
     part = x.shape[dim] // axis.size
     if zigzag:
         half = part // 2

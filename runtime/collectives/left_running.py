@@ -5,7 +5,7 @@ outer one waits, just before the gradients reach the parameters. The autograd en
 of sequence numbers, so the inner one gets one above all others (at once, when all gradients of the bucket are there)
 and the outer one the lowest (when nothing else is left), but where a hook takes a gradient as soon as it is there: then
 that is waited for at once. Compiled and simulated graphs have the inner one only, and it waits. The node that hands out
-stored parts (`module.parameters`) is the outer one of all buckets of a call.
+stored parameters (`module.parameters`) is the outer one of all buckets of a call.
 
 Every rank must start its collectives in the same order, and the engine takes nodes of the same number in an order that
 depends on what else is ready: on a rank whose part of a weight is padded, on one node more. So nothing that starts a
@@ -17,18 +17,22 @@ collective, or that a collective waits for, shares its number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed._local_tensor import get_local_tensor_mode_list
 
 from autopar.costs.space.parameter_buckets import MOST_RUNNING
-from autopar.ir.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.direct import applied, applied_eagerly, run_eagerly
+from autopar.ir.program.operators.derivatives import called_directly, differentiated_once
+from autopar.runtime.collectives.direct import applied, applied_eagerly
 from autopar.runtime.collectives.layout_moves import waited_for
+from autopar.runtime.collectives.mesh_axes import Axis
 
+GRAD_FN = operator.attrgetter("grad_fn")
+_wait = torch.ops._c10d_functional.wait_tensor.default._op
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
 QUIET = frozenset(
     (
@@ -58,27 +62,37 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for all of them; nothing the second time."""
-        if self in self.running:
-            self.running.remove(self)
-        for result in self.results:
-            run_eagerly(torch.ops._c10d_functional.wait_tensor.default, result)
-        self.results = ()
+        wait_for_all((self,))
 
 
-def behind_wait(parameters: Sequence[Tensor]) -> tuple[Pending | None, Sequence[Tensor]]:
+def wait_for_all(reductions: Iterable[Pending]) -> None:
+    """Wait for the collectives of several; called in every backward, so without a call for each."""
+    running = Pending.running
+    with torch._C._AutoDispatchBelowAutograd():
+        for each in reductions:
+            if each in running:
+                running.remove(each)
+            for result in each.results:
+                _wait(result)
+            each.results = ()
+
+
+def behind_wait(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pending | None, Sequence[Tensor]]:
     """Return the parameters behind the outer function; as they are where a collective may not be left running.
 
     So they are, too, if they come from one node that waits itself for its `reductions`, as that of stored parts does.
     """
-    if torch.compiler.is_compiling() or get_local_tensor_mode_list():
+    if torch.compiler.is_dynamo_compiling() or not isinstance(axis.rank, int):  # or simulated
         return None, parameters
     pending = Pending()
     first: Any = parameters[0].grad_fn
     reductions = getattr(first, "reductions", None)
-    if reductions is not None and all(each.grad_fn is first for each in parameters):
+    if reductions is not None and all(map(operator.is_, map(GRAD_FN, parameters), repeat(first))):
+        if first._sequence_nr() >= PREFERRED:  # an inner node that now waits, too: it takes its turn
+            first._set_sequence_nr(first._sequence_nr() - PREFERRED)
         reductions.append(pending)
         return pending, parameters
-    behind = applied_eagerly(Wait, pending, *parameters)
+    behind = applied_eagerly(Wait, [pending], *parameters)
     # Gradients that came through another bucket are reduced here, too: per layer, not all at the end.
     node: Any = behind[0].grad_fn
     taken, stays = False, True
@@ -140,26 +154,32 @@ def applied_inside(
     """Apply an inner function, whose backward is to run as soon as it can if its collective may be left running."""
     if pending is None:
         return applied(function, *arguments)
-    outputs = applied_eagerly(function, *arguments)
+    if torch._C._are_functorch_transforms_active():
+        outputs = function.apply(*arguments)
+    else:
+        outputs = super(torch.autograd.Function, function).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
     for x in outputs:
         if x.requires_grad:
-            run_at_once(x.grad_fn)
+            node: Any = x.grad_fn
+            node._set_sequence_nr(PREFERRED + node._sequence_nr())  # `run_at_once`, without a call
             break
     return outputs
 
 
+@called_directly
 class Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pending: Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reductions: list[Pending], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.pending = pending
+        ctx.reductions = reductions
         # A leaf gives its `grad_dtype` to an output that it is itself: autograd would cast gradients before the wait.
         return tuple([x.view_as(x) if x.is_leaf and x.grad_dtype != x.dtype else x for x in parameters])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.pending.wait()
+        if torch.is_grad_enabled():
+            return differentiated_once(Wait.backward, ctx, grads)
+        wait_for_all(ctx.reductions)
         return None, *grads
 
 

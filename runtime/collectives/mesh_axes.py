@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -38,8 +38,9 @@ class Axis:
     """The group of the same ranks that gathers weights; "" where that is the same one."""
 
 
-_axes: dict[str, Axis] = {}
-_traffic: list[Traffic] = []
+_axes: Mapping[str, Axis] = {}
+OPEN_RECORDS: list[Traffic] = []
+"""Records that `record_traffic` has opened and not closed."""
 
 
 Groups = Mapping[str, str]
@@ -127,20 +128,24 @@ def axes_on(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | 
 
 def current_axes() -> Mapping[str, Axis]:
     """Return the axes of the current mesh by name, for `use_axes`."""
-    return dict(_axes)
+    return _axes
+
+
+def put_axes(axes: Mapping[str, Axis]) -> Mapping[str, Axis]:
+    """Have these axes from now on, and no others; return those before."""
+    global _axes
+    before, _axes = _axes, axes
+    return before
 
 
 @contextlib.contextmanager
 def use_axes(axes: Mapping[str, Axis]) -> Iterator[None]:
     """Have these axes inside the block, and no others."""
-    before = dict(_axes)
-    _axes.clear()
-    _axes.update(axes)
+    before = put_axes(axes)
     try:
         yield
     finally:
-        _axes.clear()
-        _axes.update(before)
+        put_axes(before)
 
 
 def axis_of(name: str) -> Axis:
@@ -159,15 +164,16 @@ IN_ORDER: Axes = MappingProxyType({})
 """Factor → the mesh axes that zigzag-shard it, if none does."""
 
 
-def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
+def axes_of(names: Collection[str]) -> tuple[Axis, ...]:
     """Return the axes without those of size one, which do nothing."""
-    return tuple(axis for axis in map(axis_of, names) if axis.size > 1)
+    return tuple([axis for axis in map(axis_of, names) if axis.size > 1]) if names else ()
 
 
-def one_axis_of(names: Iterable[str]) -> Axis | None:
+def one_axis_of(names: Set[str]) -> Axis | None:
     """Join axes, in the order of the mesh, without those of size one; None if none is left."""
-    wanted = set(names)
-    found = [name for name, axis in _axes.items() if name in wanted and axis.size > 1]
+    found = [name for name, axis in _axes.items() if name in names and axis.size > 1]
+    if len(found) == 1:
+        return _axes[found[0]]
     return axis_of(joined_name(found, range(len(found)))) if found else None
 
 
@@ -211,17 +217,17 @@ class Traffic:
 def record_traffic() -> Iterator[Traffic]:
     """Count every collective that runs inside the block, forward and backward."""
     traffic = Traffic()
-    _traffic.append(traffic)
+    OPEN_RECORDS.append(traffic)
     try:
         yield traffic
     finally:
-        _traffic.remove(traffic)
+        OPEN_RECORDS.remove(traffic)
 
 
 def count(collective: str, axis: Axis, num_bytes: int) -> None:
     """Note a collective in every open record; what runs inside a compiled region is not seen."""
-    if not _traffic or torch.compiler.is_compiling():
+    if not OPEN_RECORDS or torch.compiler.is_compiling():
         return
-    for traffic in _traffic:
+    for traffic in OPEN_RECORDS:
         traffic.num_bytes[collective, axis.name] += num_bytes
         traffic.calls[collective, axis.name] += 1

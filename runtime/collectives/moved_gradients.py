@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from autopar.runtime.collectives.left_running import waits
 
@@ -34,8 +33,8 @@ class _Bucket:
     waits: dict[Node, None] = field(default_factory=dict)
     """The nodes up to which gradients are taken back at once."""
     first_use: int = 0
-    missing: set[Tensor] = field(default_factory=set)
-    """Leaves whose last gradient is yet to come."""
+    missing: set[int] = field(default_factory=set)
+    """Ids of the leaves whose last gradient is yet to come."""
 
 
 class MovedGradients:
@@ -45,12 +44,20 @@ class MovedGradients:
         """`first_uses` are the places in the graph at which each weight is used first; the three run in parallel."""
         self._others = _Bucket()
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Tensor, _Bucket] = {}
         of_node: dict[Node, _Bucket] = {}
         known: dict[Node, tuple[Node, ...]] = {}
         for value, leaf, first_use in zip(moved, leaves, first_uses, strict=True):
-            if leaf is not value and value.requires_grad:
-                self._add(value, leaf, first_use, _last_waits(value.grad_fn, known), of_node)
+            if leaf is value or not value.requires_grad:
+                continue
+            waits = known.get(value.grad_fn) if value.grad_fn is not None else ()
+            waits = _last_waits(value.grad_fn, known) if waits is None else waits
+            bucket = of_node.get(waits[0]) if len(waits) == 1 else None
+            if bucket is None:
+                self._add(value, leaf, first_use, waits, of_node)
+            else:
+                bucket.values.append(value)
+                bucket.leaves.append(leaf)
+                bucket.first_use = min(bucket.first_use, first_use)
         self._to_start = deque(sorted(self._buckets, key=lambda each: -each.first_use))
         self._results: list[tuple[GradientEdge, Tensor]] = []
 
@@ -76,16 +83,16 @@ class MovedGradients:
     def start_in_next_backward(self) -> None:
         """Reduce the gradients of every bucket as soon as the backward that comes next has made the last of them."""
         is_first = all(leaf.grad is None for bucket in self._buckets for leaf in bucket.leaves)
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             # A leaf to which no backward before has given anything gets nothing in the last one either.
-            bucket.missing = {leaf for leaf in bucket.leaves if is_first or leaf.grad is not None}
-            for leaf in bucket.missing:
-                self._bucket_of[leaf] = bucket
-                leaf.register_post_accumulate_grad_hook(partial(_has_come, weakref.ref(self)))
+            awaited = [leaf for leaf in bucket.leaves if is_first or leaf.grad is not None]
+            bucket.missing = set(map(id, awaited))
+            for leaf in awaited:
+                leaf.register_post_accumulate_grad_hook(partial(_has_come, weakref.ref(self), number))
 
-    def has_come(self, leaf: Tensor) -> None:
-        """Take note of the last gradient of a leaf."""
-        self._bucket_of[leaf].missing.discard(leaf)
+    def has_come(self, number: int, leaf: Tensor) -> None:
+        """Take note of the last gradient of a leaf in a bucket."""
+        self._buckets[number].missing.discard(id(leaf))
         while self._to_start and not self._to_start[0].missing:
             self._start(self._to_start.popleft())
 
@@ -93,7 +100,7 @@ class MovedGradients:
         values, gradients = _taken(bucket)
         if values:
             edges = [GradientEdge(node, i) for node in bucket.waits for i in range(len(node.next_functions))]
-            found = torch.autograd.grad(values, edges, gradients, allow_unused=True)
+            found = _run_backward(values, gradients, edges)
             self._results += [(edge, each) for edge, each in zip(edges, found, strict=True) if each is not None]
 
     def finish(self) -> None:
@@ -101,18 +108,30 @@ class MovedGradients:
         while self._to_start:
             self._start(self._to_start.popleft())
         values, gradients = _taken(self._others)
-        roots: list[GradientEdge | Tensor] = [*(edge for edge, _ in self._results), *values]
-        gradients = [*(gradient for _, gradient in self._results), *gradients]
+        roots: list[GradientEdge | Tensor] = [*[edge for edge, _ in self._results], *values]
+        gradients = [*[gradient for _, gradient in self._results], *gradients]
         self._results.clear()
         if roots:
-            torch.autograd.backward(roots, gradients)  # pyright: ignore[reportArgumentType]
+            _run_backward(roots, gradients, ())
 
 
-def _has_come(gradients: weakref.ref[MovedGradients], leaf: Tensor) -> None:
+def _run_backward(
+    roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor], edges: Sequence[GradientEdge]
+) -> Sequence[Tensor | None]:
+    """Run what `torch.autograd.grad` does, or `backward` if no edges are given; gradients have the shapes of roots.
+
+    PyTorch compares these shapes one by one, in Python.
+    """
+    return _engine_run_backward(  # pyright: ignore[reportReturnType]
+        tuple(roots), tuple(gradients), False, False, tuple(edges), allow_unreachable=True, accumulate_grad=not edges
+    )
+
+
+def _has_come(gradients: weakref.ref[MovedGradients], number: int, leaf: Tensor) -> None:
     """Handle a leaf's gradient; the hook must not keep the leaf's owner alive."""
     known = gradients()
     if known is not None:
-        known.has_come(leaf)
+        known.has_come(number, leaf)
 
 
 def _taken(bucket: _Bucket) -> tuple[list[Tensor], list[Tensor]]:

@@ -75,12 +75,15 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Te
 
     `writes`: whether the message will be written to. If not, it is a view of tensors that lie as they are sent.
     """
-    flat = [each.reshape(-1) for each in tensors]
+    flat, is_cast = [], False
+    for each in tensors:
+        flat.append(each.reshape(-1))
+        is_cast = is_cast or each.dtype != dtype
     if len(flat) == 1:
         return flat[0].to(dtype, copy=writes)
     if not writes and is_eager() and (message := _as_it_lies(flat, dtype)) is not None:
         return message
-    if {each.dtype for each in flat} == {dtype}:
+    if not is_cast:
         return torch.cat(flat)
     sizes = [each.numel() for each in flat]
     message = flat[0].new_empty(sum(sizes), dtype=dtype)

@@ -180,7 +180,10 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
         `given_back` turns it into the tensor, once.
         """
-        return _without_graph(x) if Regather.current is None else Regather.current._pack(x)
+        if Regather.current is not None:
+            return Regather.current._pack(x)
+        # A call's own output, with its graph, would hold the node that holds it.
+        return x.detach() if x.grad_fn is not None else x
 
     @staticmethod
     def given_back(saved: object) -> Tensor:
@@ -194,10 +197,3 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 def _backward() -> int:
     """Return the number of the backward that runs in this thread; NEVER where none does."""
     return torch._C._current_graph_task_id()
-
-
-def _without_graph(x: Tensor) -> Tensor:
-    """Return the tensor as a node of the graph may hold it: a call's own output, with its graph, would hold the
-    node.
-    """
-    return x.detach() if x.grad_fn is not None else x

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.program.operators.derivatives import once_differentiable
-from autopar.runtime.collectives.mesh_axes import Axis, count
+from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
+from autopar.runtime.collectives.direct import applied, below_autograd
+from autopar.runtime.collectives.layout_moves import waited_for
+from autopar.runtime.collectives.mesh_axes import OPEN_RECORDS, Axis, count
 
 _c10d = torch.ops._c10d_functional
 
@@ -43,12 +45,14 @@ class Way:
 
     def begin(self, x: Tensor) -> Tensor:
         """Return the rows from all ranks, on their way."""
-        count("all_to_all", self.axis, self.num_bytes)
-        return _c10d.all_to_all_single(x.contiguous(), list(self.got), list(self.sent), self.axis.group)
+        if OPEN_RECORDS:
+            count("all_to_all", self.axis, self.num_bytes)
+        sizes = list(self.got), list(self.sent)
+        return below_autograd(_c10d.all_to_all_single.default, x.contiguous(), *sizes, self.axis.group)
 
     def take(self, x: Tensor) -> Tensor:
         """Return the rows from all ranks, without a gradient."""
-        return _c10d.wait_tensor(self.begin(x))
+        return waited_for(self.begin(x))
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +69,8 @@ class Travelling:
 
     def __del__(self) -> None:
         # Nobody waited, e.g. because a call failed: a collective holds its buffers until it is waited for.
-        if getattr(self, "rows", None) is not None:
-            _c10d.wait_tensor(self.rows)
+        if (rows := getattr(self, "rows", None)) is not None:
+            waited_for(rows)
 
     def taken(self) -> Tensor | None:
         """Return the rows to one who waits for them."""
@@ -76,22 +80,23 @@ class Travelling:
 
 def exchanged(x: Tensor, way: Way) -> Tensor:
     """Return the rows from all ranks."""
-    return _Exchange.apply(x, way)  # type: ignore[return-value]
+    return applied(_Exchange, x, way)
 
 
 def leaving(x: Tensor, way: Way) -> Travelling:
     """Begin `exchanged`; `arrived` returns the rows."""
     gradients = Travelling(way.back)
-    return Travelling(way, _Leave.apply(x, way, gradients), gradients)  # type: ignore[arg-type]
+    return Travelling(way, applied(_Leave, x, way, gradients), gradients)
 
 
 def arrived(rows: Travelling | Tensor) -> Tensor:
     """Return rows that were on their way, once they are there; to be called once."""
     if isinstance(rows, Tensor):
         return rows
-    return _Arrive.apply(rows.taken(), rows.gradients)  # type: ignore[return-value]
+    return applied(_Arrive, rows.taken(), rows.gradients)
 
 
+@called_directly
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
@@ -105,6 +110,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.way.back.take(grad), None
 
 
+@called_directly
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Way, gradients: Travelling) -> Tensor:
@@ -116,15 +122,16 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         coming = ctx.gradients.taken()
-        return ctx.way.back.take(grad) if coming is None else _c10d.wait_tensor(coming), None, None
+        return ctx.way.back.take(grad) if coming is None else waited_for(coming), None, None
 
 
+@called_directly
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gradients: Travelling) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradients = gradients
-        return _c10d.wait_tensor(rows)
+        return waited_for(rows)
 
     @staticmethod
     @once_differentiable

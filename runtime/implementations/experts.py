@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
 from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, some_rows
 from autopar.ir.sharding.mesh import joined_name
+from autopar.runtime.collectives.direct import applied
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, num_parts_of
 from autopar.runtime.implementations.exchanges import Travelling, Way, arrived, exchanged, leaving
 from autopar.runtime.ranks.uncompiled import uncompiled
@@ -45,18 +46,21 @@ class _Experts:
 
     axes: tuple[Axis, ...]
     travelled: tuple[Axis, ...]
+    kept: tuple[Axis, ...]
+    """The axes that split experts alone: of their ranks, each keeps the rows of its own."""
     num_experts: int
 
     @classmethod
     def of(cls, axes: Axes, num_experts: int) -> _Experts:
-        of_experts = axes_of(axes.get(EXPERTS, ()))
-        of_tokens = {name for factor, names in axes.items() if factor not in (EXPERTS, FEATURES) for name in names}
-        return cls(of_experts, tuple(axis for axis in of_experts if axis.name in of_tokens), num_experts)
-
-    @property
-    def kept(self) -> tuple[Axis, ...]:
-        """The axes that split experts alone: of their ranks, each keeps the rows of its own."""
-        return tuple(axis for axis in self.axes if axis not in self.travelled)
+        of_experts, travelled, kept = axes_of(axes.get(EXPERTS, ())), (), ()
+        for axis in of_experts:  # loops, because every layer does this thrice, and comprehensions are calls of Python
+            for factor, names in axes.items():
+                if factor not in (EXPERTS, FEATURES) and axis.name in names:
+                    travelled += (axis,)
+                    break
+            else:
+                kept += (axis,)
+        return cls(of_experts, travelled, kept, num_experts)
 
     @property
     def per_block(self) -> int:
@@ -65,6 +69,8 @@ class _Experts:
     @property
     def link(self) -> Axis:
         """The axes over which rows travel, as one."""
+        if len(self.travelled) == 1:
+            return self.travelled[0]
         names = [axis.name for axis in self.travelled]
         return axis_of(joined_name(names, range(len(names))))
 
@@ -120,9 +126,9 @@ def end_dispatch(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 
 def _ordered(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, order, *others = started
-    rows = arrived(rows)
-    return (rows if order is None else _Reorder.apply(rows, order, False), *others)  # type: ignore[return-value]
+    travelling, order, *others = started
+    rows = arrived(travelling)
+    return (rows if order is None else applied(_Reorder, rows, order, False), *others)  # type: ignore[return-value]
 
 
 def _dispatched(
@@ -221,8 +227,9 @@ def _added(
     sizes: Mapping[str, int],
 ) -> Tensor:
     home = PartHome if _Experts.of(axes, sizes[EXPERTS]).kept or dropping else Home
-    y = home.apply(arrived(started), None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
-    return y.view(*route.shape[:-1], y.shape[-1])  # type: ignore[union-attr]
+    given = arrived(started), None if weights is None else weights.flatten(0, -2), route.flatten(0, -2)
+    y = applied(home, *given)
+    return y.view(*route.shape[:-1], y.shape[-1])
 
 
 def _sent_home(
@@ -240,7 +247,7 @@ def _sent_home(
     order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
     num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
     sent, got = _host(splits)
-    return exchange(_Reorder.apply(rows, order, True), Way(got, sent, experts.link, num_bytes))
+    return exchange(applied(_Reorder, rows, order, True), Way(got, sent, experts.link, num_bytes))
 
 
 def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
@@ -254,6 +261,7 @@ def _host(splits: Tensor) -> list[list[Any]]:
     return [list(each) for each in splits.tolist()]
 
 
+@called_directly
 class _Reorder(torch.autograd.Function):
     """Rows in another order: `order` has the place of each before, or with `back` the place of each behind."""
 

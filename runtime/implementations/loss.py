@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import called_directly, differentiated_once, once_differentiable
+from autopar.runtime.collectives.direct import applied
 from autopar.runtime.collectives.layout_moves import all_reduce_in_flight, raw_all_reduce, raw_sum, waited_for
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, num_parts_of, one_axis_of, part_of
 
@@ -72,7 +73,7 @@ def cross_entropy(
         loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, wanted, ignore_index, label_smoothing)
         if reduction != MEAN:
             return loss
-        return _Mean.apply(loss, summed(divisor, lambda: _divisor(target, weight, ignore_index), rows))
+        return applied(_Mean, loss, summed(divisor, lambda: _divisor(target, weight, ignore_index), rows))
     call = _Call(classes, rows, sizes[CLASSES], reduction, ignore_index, label_smoothing)
     return _CrossEntropy.apply(logits, target, weight, divisor, call)
 
@@ -112,7 +113,7 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 def rows_of(axes: Axes, classes: str) -> Axis | None:
     """Return the axes that split rows, as one; None where none does."""
-    return one_axis_of(name for factor, names in axes.items() if factor != classes for name in names)
+    return one_axis_of({name for factor, names in axes.items() if factor != classes for name in names})
 
 
 def start_count(target: Tensor, ignore_index: int, *, axes: Axes, classes: str) -> Tensor:
@@ -123,7 +124,7 @@ def start_count(target: Tensor, ignore_index: int, *, axes: Axes, classes: str) 
     rows, own = rows_of(axes, classes), _divisor(target, None, ignore_index)
     if rows is None:
         return own
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return raw_all_reduce(own, rows)
     return all_reduce_in_flight(own, rows)
 
@@ -135,16 +136,19 @@ def summed(divisor: Tensor | None, own: Callable[[], Tensor], rows: Axis | None)
     return own() if rows is None else raw_all_reduce(own(), rows)
 
 
+@called_directly
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, divisor: Tensor) -> Tensor:
-        divisor = _narrow(divisor, total.dtype)
+        if divisor.is_floating_point():  # `_narrow`, without a call
+            divisor = divisor.to(total.dtype)
         ctx.save_for_backward(divisor)
         return total / divisor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return differentiated_once(_Mean.backward, ctx, (grad,))
         (divisor,) = ctx.saved_tensors
         return grad / divisor, None
 

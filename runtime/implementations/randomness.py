@@ -51,12 +51,18 @@ def keys_from(first_key: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _use(new: Randomness) -> Iterator[None]:
-    global _randomness
-    before, _randomness = _randomness, new
+    before = put_randomness(new)
     try:
         yield
     finally:
-        _randomness = before
+        put_randomness(before)
+
+
+def put_randomness(new: Randomness) -> Randomness:
+    """Let draws depend on this from now on; return what they depended on before."""
+    global _randomness
+    before, _randomness = _randomness, new
+    return before
 
 
 def randomness() -> Randomness:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autopar.capture.static.arguments import StaticTensor
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.returned import Returned
 from autopar.errors import InputError
 from autopar.ir.program.program import Program
 from autopar.optim.clipping import clip_grad_norm_
 from autopar.runtime.module.batches import loss_position, split_batch
-from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.executable import Executable, Surroundings
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.local_batch import GIVEN_WHOLE, Given
 from autopar.runtime.module.loss_scale import scale_of
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
-from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
-from autopar.runtime.recompute.graph import called_below, compiler_around, compiling
+from autopar.runtime.ranks.uncompiled import uncompiled
+from autopar.runtime.recompute.graph import called_below, compiler_around
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.runtime.step_graphs.cuda import CudaRecorder, Recorder
@@ -167,11 +167,18 @@ class ParallelModule(StoredModule[Executable]):
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
-        with self._watch:
-            executable, inputs = self._entered(args, kwargs)
-            with Uncompiled(self._surroundings, executable):
-                outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
-            return self._user_outputs(executable, outputs)
+        compiler = set_eval_frame(None)
+        try:
+            with self._watch:
+                executable, inputs = self._entered(args, kwargs)
+                random = self.random_state.begin(executable.draws)
+                with Surroundings(executable, random):
+                    runner = executable.graph.runner(self.compilation, bool(compiler))
+                    outputs = runner(*inputs) if compiler is None else called_below(compiler, runner, *inputs)
+                self.random_state.end()
+                return self._user_outputs(executable, outputs)
+        finally:
+            set_eval_frame(compiler)
 
     # As in `forward`: if the caller is under torch.compile, only the graphs are compiled.
     @torch.compiler.disable(recursive=False)
@@ -224,7 +231,6 @@ class ParallelModule(StoredModule[Executable]):
     def _note_calls(self) -> contextlib.AbstractContextManager[list[_Call]]:
         return noting([], self, "_called")
 
-    @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
         """Return the executable for these inputs, and the values that its graph takes."""
         arguments = self._arguments(args, kwargs)
@@ -233,18 +239,12 @@ class ParallelModule(StoredModule[Executable]):
         given.update(executable.inputs_of(arguments))
         return executable, [given[name] for name in executable.local.placeholders]
 
-    @contextlib.contextmanager
-    def _surroundings(self, executable: Executable) -> Iterator[None]:
-        with self.random_state.call(executable.draws) as random, executable.surroundings(random):
-            yield
-
-    @uncompiled
     def _user_outputs(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
         """Write mutated buffers, and return the outputs as the user gets them."""
         program = executable.program
         executable.write_buffers(self, outputs)
         values, layouts = outputs[: program.num_outputs], executable.local.output_layouts[: program.num_outputs]
-        if any(isinstance(each, StaticTensor) for each in program.input_values):  # a caller may write into outputs
+        if executable.returns_constants:  # a caller may write into outputs
             constants = set(map(id, executable.constants.values()))
             values = tuple(each.clone() if id(each) in constants else each for each in values)
         return self._returned(executable, program, values, layouts)

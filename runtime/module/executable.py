@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.numbers.marked import tensor_for
+from autopar.capture.static.arguments import StaticTensor
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.parameter_buckets import axes_apart
 from autopar.errors import InputError
@@ -19,9 +20,9 @@ from autopar.ir.program.gradient_hooks import use_hooks
 from autopar.ir.program.program import Program, TensorInfo, info_of
 from autopar.ir.program.python_state import PythonState
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
-from autopar.runtime.collectives.mesh_axes import Axis, axes_on, gathering_groups, join_axes, use_axes
+from autopar.runtime.collectives.mesh_axes import Axis, axes_on, gathering_groups, join_axes, put_axes
 from autopar.runtime.collectives.regather import Regather
-from autopar.runtime.implementations.randomness import Randomness, use_randomness
+from autopar.runtime.implementations.randomness import Randomness, put_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
@@ -107,6 +108,12 @@ class Executable:
     graph: RankGraph
     draws: bool
     """True if the graph draws random numbers."""
+    device: str
+    """Type of device of the mesh."""
+    moves_weights: bool
+    """True if the graph gathers weights or reduces their gradients."""
+    returns_constants: bool
+    """True if an output may be a static input, which is a constant of the graph."""
 
     @property
     def python(self) -> PythonState:
@@ -138,7 +145,9 @@ class Executable:
         joined = join_axes(mesh, moved_over)
         gathering = gathering_groups(mesh, gathering_axes(plan))
         axes = axes_on(mesh, joined, gathering)
-        return cls(program, plan, local, mesh, axes, tuple(parameters), buffers, constants, graph, draws)
+        of_graph = axes, tuple(parameters), buffers, constants, graph, draws
+        returns_constants = any(isinstance(each, StaticTensor) for each in program.input_values)
+        return cls(program, plan, local, mesh, *of_graph, mesh.device_type, bool(buckets), returns_constants)
 
     def weights_of(self, root: nn.Module, waits: bool = False) -> dict[str, torch.Tensor]:
         """Return placeholder → this rank's part of each parameter that `root` stores, in the autograd graph.
@@ -155,13 +164,15 @@ class Executable:
             if found.is_meta or found.dtype != parameter.dtype:
                 parameter.check(found, self.mesh.device_type)
             stored.append(found)
-        parts = local_parts(stored, [parameter.local_shape for parameter in self.parameters], waits)
+        parts = local_parts(
+            stored, [parameter.local_shape for parameter in self.parameters], waits and self.moves_weights
+        )
         return {parameter.placeholder: part for parameter, part in zip(self.parameters, parts, strict=True)}
 
     def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Return the placeholder → buffer of `root`, for one run of the graph; InputError where one has no values."""
         found: dict[str, torch.Tensor] = {}
-        unset = getattr(root, "unset_buffers", None) or UnsetBuffers()
+        unset: UnsetBuffers | None = getattr(root, "unset_buffers", None)
         missing = bool(unset)
         for name, placeholder in self.program.buffers.items():
             buffer, info = root.get_buffer(name), self.buffers[name]
@@ -175,7 +186,7 @@ class Executable:
             # The graph may keep the old value for its backward.
             found[placeholder] = buffer.clone() if name in self.program.mutations else buffer
         if missing:
-            unset.check(root, self.program.buffers)
+            (unset or UnsetBuffers()).check(root, self.program.buffers)
         return found
 
     def inputs_of(self, arguments: Arguments) -> dict[str, torch.Tensor]:
@@ -185,7 +196,7 @@ class Executable:
         program = self.program
         leaves = zip(program.inputs, leaves_of(arguments)[0], program.input_values, strict=True)
         return {
-            name: local_input(_as_tensor(leaf, value), self.local.layouts[name])
+            name: leaf if type(leaf) is Tensor else local_input(_as_tensor(leaf, value), self.local.layouts[name])
             for name, leaf, value in leaves
             if name is not None
         }
@@ -199,22 +210,47 @@ class Executable:
             for name, value in zip(program.mutations, outputs[program.num_results :], strict=True):
                 root.get_buffer(name).copy_(value)
 
-    @contextlib.contextmanager
-    def surroundings(self, random: Randomness) -> Iterator[None]:
-        """Enter the surroundings of the graph: the mesh, the seed of this step, no autocast (its casts are in the
-        graph).
-        """
-        axes, drawn = use_axes(self.axes), use_randomness(random.seed, random.step, random.deterministic)
-        with contextlib.ExitStack() as stack, axes, drawn:
-            if random.deterministic and self.draws:
-                stack.enter_context(generators_of_first_rank(self.mesh))
-            if self.program.python.hooks:
-                stack.enter_context(use_hooks(self.program.python.hooks))
-            if torch.is_autocast_enabled(self.mesh.device_type):
-                stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
-            if self.graph.regathers and torch.is_grad_enabled():
-                stack.enter_context(Regather(self.plan.prefetch))
-            yield
+
+class Surroundings:
+    """The surroundings of a graph: the mesh, the seed of this step, no autocast (its casts are in the graph).
+
+    Entered in every step, so that only what a graph needs costs calls.
+    """
+
+    __slots__ = ("_before", "_executable", "_others", "_random")
+
+    def __init__(self, executable: Executable, random: Randomness) -> None:
+        self._executable, self._random = executable, random
+
+    def __enter__(self) -> None:
+        executable, random = self._executable, self._random
+        others: list[contextlib.AbstractContextManager[Any]] = []
+        if random.deterministic and executable.draws:
+            others.append(generators_of_first_rank(executable.mesh))
+        if executable.program.python.hooks:
+            others.append(use_hooks(executable.program.python.hooks))
+        if torch.is_autocast_enabled(executable.device):
+            others.append(torch.autocast(executable.device, enabled=False))
+        if executable.graph.regathers and torch.is_grad_enabled():
+            others.append(Regather(executable.plan.prefetch))
+        self._before = put_axes(executable.axes), put_randomness(random)
+        self._others: contextlib.ExitStack | None = None
+        if others:
+            try:
+                with contextlib.ExitStack() as stack:
+                    for each in others:
+                        stack.enter_context(each)
+                    self._others = stack.pop_all()
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        try:
+            return self._others.__exit__(*raised) if self._others is not None else None
+        finally:
+            put_axes(self._before[0])
+            put_randomness(self._before[1])
 
 
 def _as_tensor(leaf: Tensor | int | float, value: object) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,20 +28,48 @@ from autopar.runtime.ranks.calls import Values
 from autopar.runtime.ranks.checksums import checksums
 
 
-def call_signature(model: nn.Module) -> inspect.Signature:
+class CallSignature(inspect.Signature):
+    """Signature of a model's forward, with what binds a call in every step."""
+
+    @cached_property
+    def is_by_name(self) -> bool:
+        """True if every argument has a name."""
+        return not any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in self.parameters.values())
+
+    @cached_property
+    def positional(self) -> tuple[str, ...]:
+        """Names of the arguments that may be given by position."""
+        return tuple(p.name for p in self.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+    @cached_property
+    def named(self) -> dict[str, bool]:
+        """Names of all arguments, in order → whether a call needs them."""
+        known = (p for p in self.parameters.values() if p.kind is not p.VAR_KEYWORD)
+        return {p.name: p.default is p.empty for p in known}
+
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """Names of the arguments that every call has."""
+        return frozenset(name for name, needed in self.named.items() if needed)
+
+
+def call_signature(model: nn.Module) -> CallSignature:
     """Return the signature that calls of a model are brought to; any, where a hook is to see them as they were made."""
     if model._forward_pre_hooks or model._forward_hooks:
-        return inspect.signature(lambda *args, **kwargs: None)
-    return inspect.signature(model.forward)
+        return CallSignature.from_callable(lambda *args, **kwargs: None)
+    return CallSignature.from_callable(model.forward)
 
 
-def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+def canonical_arguments(signature: CallSignature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     """Return the same call with every argument by name, in the order of the signature; as it is where that cannot be.
 
     InputError where the signature does not take it, or a tensor is not dense.
     """
-    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
+    if not signature.is_by_name:
         return _dense((args, dict(kwargs)))
+    given = dict(zip(signature.positional, args, strict=False), **kwargs)
+    if len(given) == len(args) + len(kwargs) and signature.required <= given.keys() <= signature.named.keys():
+        return _dense(((), {name: given[name] for name in signature.named if name in given} if kwargs else given))
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -67,7 +96,10 @@ def kind_of(arguments: Arguments, device: str, tensors: Collection[int] = ()) ->
     `tensors` are the places of numbers that are tensors of the graph, of which only the type counts.
     """
     leaves, structure = leaves_of(arguments)
-    kinds = [_kind_of_leaf(leaf) for leaf in leaves]
+    kinds = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, None) if type(leaf) is Tensor else _kind_of_leaf(leaf)
+        for leaf in leaves
+    ]
     for place in tensors:
         kinds[place] = type(leaves[place])
     return structure, tuple(kinds), Autocast.around(device)

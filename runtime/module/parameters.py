@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
 from autopar.ir.sharding.layout import Layout
-from autopar.runtime.collectives.direct import applied
-from autopar.runtime.collectives.left_running import LAST, run_at_once
+from autopar.runtime.collectives.direct import applied_eagerly
+from autopar.runtime.collectives.left_running import LAST, Pending, Wait, run_at_once, wait_for_all
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)
@@ -173,32 +173,37 @@ def local_parts(
     """Return the rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
 
     What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph, but for
-    those whose gradients a hook takes one by one. If it `waits`, its backward waits for the reductions of gradients.
+    those whose gradients a hook takes one by one. If it `waits`, its backward waits for the reductions of gradients;
+    then plain parameters, too, come from one node.
     """
     enabled = torch.is_grad_enabled()
-    learning = [p for p in parameters if enabled and p.requires_grad and isinstance(p, DTensor)]
-    together = [p for p in learning if not p._post_accumulate_grad_hooks]
-    taken = applied(_LocalParts, waits, *together) if together else ()
-    if waits and taken:
-        taken[0].grad_fn._set_sequence_nr(LAST)
-    learned = iter(taken)
+    together = [p for p in parameters if enabled and p.requires_grad and not p._post_accumulate_grad_hooks]
+    stored = [p for p in together if isinstance(p, DTensor)]
+    plain = [p for p in together if not isinstance(p, DTensor)] if waits else ()
+    taken: dict[int, torch.Tensor] = {}
+    for function, reductions, group in ((_LocalParts, [] if waits else None, stored), (Wait, [], plain)):
+        if group:
+            of_group = applied_eagerly(function, reductions, *group)
+            taken.update(zip(map(id, group), of_group, strict=True))
+            if waits:
+                of_group[0].grad_fn._set_sequence_nr(LAST)
     parts = []
     for p, shape in zip(parameters, local_shapes, strict=True):
-        if not isinstance(p, DTensor):
+        if id(p) in taken:
+            part = taken[id(p)]
+        elif not isinstance(p, DTensor):
             part = p
         elif not (enabled and p.requires_grad):
             part = p._local_tensor.detach()
-        elif p._post_accumulate_grad_hooks:
-            part = _taken_alone(p, shape)
         else:
-            part = next(learned)
+            part = _taken_alone(p, shape)
         parts.append(part if part.shape == shape else _padded(part, shape))
     return parts
 
 
 def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the rank's padded part, whose gradient reaches the parameter as soon as it is there."""
-    (part,) = _LocalParts.apply(False, parameter)
+    (part,) = _LocalParts.apply(None, parameter)
     run_at_once(part.grad_fn)
     if part.shape == shape:
         return part
@@ -207,6 +212,7 @@ def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
     return padded
 
 
+@called_directly
 class _LocalParts(torch.autograd.Function):
     """DTensors → their local tensors; gradients become DTensors that lie as their parameters do.
 
@@ -217,17 +223,16 @@ class _LocalParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, waits: bool, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, reductions: list[Pending] | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.parameters, ctx.stored = parameters, [p._local_tensor for p in parameters]
-        ctx.reductions = [] if waits else None
+        ctx.reductions = reductions
         return tuple([part.detach() for part in ctx.stored])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        for each in ctx.reductions or ():
-            each.wait()
+        wait_for_all(ctx.reductions or ())
         found: list[DTensor | None] = [None] * len(grads)
         given: set[tuple[int, int]] = set()
         for i, (grad, p) in enumerate(zip(grads, ctx.parameters, strict=True)):

@@ -31,7 +31,9 @@ class TreeTensors:
 
         Raises InputError once if `.data` of a DTensor was assigned to, which PyTorch ignores.
         """
-        before, self._storages = self._storages, self._storages_next_to()
+        before = self._storages
+        if before:
+            self._storages = self._storages_next_to()
         if before != self._storages:
             changed = next(name for name, a, b in zip(self._split, before, self._storages, strict=True) if a != b)
             raise InputError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.ir.program.effects import constant_placeholders
 from autopar.runtime.collectives.moved_gradients import MovedGradients
-from autopar.runtime.module.executable import Executable, graph_of
+from autopar.runtime.module.executable import Executable, Surroundings, graph_of
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.runtime.module.stored import StoredModule
@@ -63,7 +63,7 @@ class Stage(nn.Module):
         root = self._root[0]
         given = {**self._constants_of(root), **self.executable.weights_of(root)}
         with self._surroundings(0):
-            self._moved = self._hoisted.weights(*(given[name] for name in self._hoisted.parameters))
+            self._moved = self._hoisted.weights(*[given[name] for name in self._hoisted.parameters])
         for number, (moved, is_part) in enumerate(zip(self._moved, self._adds_parts, strict=True)):
             dtype = self.executable.program.accumulates(moved.dtype, is_part)
             leaf = moved if _is_leaf(moved, dtype) else leaf_of(moved.detach(), moved.requires_grad, dtype)
@@ -75,7 +75,7 @@ class Stage(nn.Module):
         given = self._constants_of(root)
         given.update(self.executable.inputs_of(self._microbatches[self.microbatch]))
         given.update(zip(program.received, received, strict=True))
-        inputs = [*self._leaves(), *(given[name] for name in self._hoisted.others)]
+        inputs = [*self._leaves(), *[given[name] for name in self._hoisted.others]]
         with self._surroundings(self.microbatch):
             runner = self._graph.runner(root.compilation, self.compiler is not None)
             outputs = called_below(self.compiler, runner, *inputs)
@@ -114,13 +114,14 @@ class Stage(nn.Module):
         return [leaf for leaf in self._parameters.values() if leaf is not None]
 
     def _surroundings(self, microbatch: int) -> Any:
-        return self.executable.surroundings(self._random_state.at(self._first_step + microbatch))
+        return Surroundings(self.executable, self._random_state.at(self._first_step + microbatch))
 
 
 def _is_leaf(moved: Tensor, dtype: torch.dtype) -> TypeGuard[nn.Parameter]:
     """Return whether a weight is used as stored, and its gradient adds up, without hooks, as in a leaf of its own."""
     return (
-        isinstance(moved, nn.Parameter)
+        moved.grad_fn is None
+        and isinstance(moved, nn.Parameter)
         and not moved._backward_hooks
         and not moved._post_accumulate_grad_hooks
         and (not moved.requires_grad or moved.dtype == dtype)

@@ -25,7 +25,7 @@ from autopar.ir.sharding.layout import Layout
 from autopar.runtime.checkpoints.pretrained import write_pretrained
 from autopar.runtime.checkpoints.read import give_values, read
 from autopar.runtime.lengths.inputs import Sizes
-from autopar.runtime.lengths.outputs import Counted, Padding
+from autopar.runtime.lengths.outputs import Padding
 from autopar.runtime.lengths.varying import Varying
 from autopar.runtime.module.executable import Runs
 from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments, described, kind_of, values_of
@@ -168,9 +168,12 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         """Return the call with every argument by name, and DTensors for parts of the batch."""
         check_not_inside_ddp()
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        arguments = with_static(arguments, self._given.static, self.tree.root.forward)
+        if self._given.static:
+            arguments = with_static(arguments, self._given.static, self.tree.root.forward)
         if self.varying is not None:
             arguments, self._padding = self.varying.fitted(arguments, self._sizes_of_all)
+        if not self._given.axes:
+            return arguments
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes, self._returning.averages)
 
     def _sizes_of_all(self, mine: Sizes) -> list[Sizes]:
@@ -223,7 +226,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         state = self.tree.state(self.training)
         if self._state is None or not self._state.may_come_back(state):
             self._known = {key: runs for key, runs in self._known.items() if key[1].may_come_back(state)}
-        self._state = state
+        vars(self)["_state"] = state
 
         def kind_for(tensors: Collection[int]) -> tuple[object, State, frozenset[str] | None]:
             return kind_of(arguments, self._device, tensors), state, frozen
@@ -252,24 +255,19 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             known.append((self._python.watched(found.python), found))
             warn_of_many(known)
             number = -1
-        watch, self._latest = known[number]
+        watch, latest = known[number]
+        vars(self)["_latest"] = latest
         if batch is not None if runs is None else runs:
             watch.leave_written()
-        return self._latest
+        return latest
 
     def _returned(self, runs: Runs, program: Program, values: Sequence[Any], layouts: Sequence[Layout | None]) -> Any:
         """Return the outputs of a call to the user, in the structure that the model returns."""
-        counted = self._counted(runs, program.num_outputs)
-        results = [Result(*each) for each in zip(values, layouts, counted, strict=True)]
+        counted: Sequence[Any] = (None,) * program.num_outputs
+        if self.varying is not None and self._padding is not None:  # outputs may have to be cut
+            counted = self.varying.counted[runs]
+        results = list(map(Result, values, layouts, counted))
         return self._returning.outputs(program, results, self._padding)
-
-    def _counted(self, runs: Runs, num_outputs: int) -> tuple[Counted | None, ...]:
-        """Return which dims of the outputs count positions and samples, if outputs may have to be cut; else None for
-        each.
-        """
-        if self.varying is None or self._padding is None:
-            return (None,) * num_outputs
-        return self.varying.counted[runs]
 
     def _facts(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
         """Describe a call for comparison with other ranks."""
@@ -397,4 +395,4 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
     def _frozen(self) -> frozenset[str]:
         """Return the frozen parameters, on which the graph depends, as they get no gradient."""
         slots = zip(self.tree.parameters, self._held.tensors, strict=True)
-        return frozenset(slot.name for slot, each in slots if each is not None and not each.requires_grad)
+        return frozenset([slot.name for slot, each in slots if each is not None and not each.requires_grad])

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from autopar.capture.guards import hooks_on_all_modules
+from autopar.capture.guards import HOOKS_ON_ALL, hooks_on_all_modules
 from autopar.errors import InputError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -123,10 +124,12 @@ class Tree:
 
     def state(self, training: bool) -> State:
         """Return the state on which a captured graph depends, besides its inputs."""
-        modes = [each["training"] for each in self._attributes]
-        found = (number for hooks in (*self._hooks, hooks_on_all_modules()) if hooks for number in hooks)
-        hooks = tuple(number for number in found if number not in self.left_hooks)
-        return State(training, tuple(modes), hooks, self._changes)
+        modes = tuple(map(operator.itemgetter("training"), self._attributes))
+        hooks: tuple[int, ...] = ()
+        if any(self._hooks) or any(HOOKS_ON_ALL):
+            found = itertools.chain(*self._hooks, hooks_on_all_modules())
+            hooks = tuple(number for number in found if number not in self.left_hooks)
+        return State(training, modes, hooks, self._changes)
 
     def look(self) -> None:
         """Find the modules again where others have been put in their place.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.numbers.marked import Number, is_replaceable, tensor_for
@@ -15,15 +16,19 @@ from autopar.capture.static.arguments import Arguments
 
 _PLAIN = (Tensor, int, float, str, type(None))
 """Types of leaves that a tree is without, if it is flat."""
+_FREQUENT = frozenset((*_PLAIN, bool, DTensor))
+"""Such types that are told without a call for each leaf."""
 
 
 def leaves_of(arguments: Arguments) -> tuple[list[Any], Hashable]:
     """Return the leaves of a call's inputs, and their structure; without pytree's Python code if inputs are flat."""
     positional, named = arguments
-    if not positional and all(isinstance(each, _PLAIN) for each in named.values()):
+    leaves = named.values()
+    flat = _FREQUENT.issuperset(map(type, leaves)) or all(isinstance(each, _PLAIN) for each in leaves)
+    if flat and not positional:
         return list(named.values()), tuple(named)
-    leaves, spec = pytree.tree_flatten(arguments)
-    return leaves, str(spec)
+    found, spec = pytree.tree_flatten(arguments)
+    return found, str(spec)
 
 
 def name_of(path: tuple[Any, ...]) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
+from autopar.runtime.collectives.direct import applied_eagerly
 from autopar.runtime.collectives.layout_moves import raw_all_reduce, waited_for
 from autopar.runtime.collectives.mesh_axes import Axis
 from autopar.runtime.ranks.calls import Backwards, Values
@@ -42,10 +43,9 @@ class Entrance:
     def __call__(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the step's loss; InputError where ranks do not enter alike."""
         self.backwards.enter(self.name, lambda: self._values(gradient))
-        parts = math.prod(axis.size for axis in self.averaged)
-        if parts == 1:
+        if not self.averaged:
             return gradient
-        gradient = gradient / parts
+        gradient = gradient / math.prod(axis.size for axis in self.averaged)
         return gradient if self.holds_own else _sum(gradient, self.averaged)
 
     def _values(self, gradient: Tensor) -> Values:
@@ -61,6 +61,7 @@ def _sum(gradient: Tensor, axes: Sequence[Axis]) -> Tensor:
     return gradient
 
 
+@called_directly
 class _Handed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
@@ -72,6 +73,7 @@ class _Handed(torch.autograd.Function):
         return ctx.entrance(grad), None
 
 
+@called_directly
 class _Averaged(_Handed):
     """Variant of `_Handed` for gradients that are summed over ranks; it has no second derivative."""
 
@@ -86,4 +88,4 @@ def handed(x: Tensor, entrance: Entrance) -> Tensor:
     if not x.requires_grad or not torch.is_grad_enabled():
         return x
     averages = bool(entrance.averaged) and not entrance.holds_own
-    return (_Averaged if averages else _Handed).apply(x, entrance)
+    return applied_eagerly(_Averaged if averages else _Handed, x, entrance)

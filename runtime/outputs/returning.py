@@ -24,7 +24,6 @@ from autopar.runtime.outputs.relaid import relaid
 from autopar.runtime.outputs.sums import Sums
 from autopar.runtime.outputs.unread import Reading, arriving, unread
 from autopar.runtime.ranks.calls import THE_OUTPUT, Backwards, Calls
-from autopar.runtime.recompute.graph import compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,10 @@ class Returning:
 
     def __init__(self, returned: Returned, mesh: DeviceMesh, calls: Calls) -> None:
         self._returned, self._mesh, self._calls = returned, mesh, calls
-        self._sums = Sums(mesh)
-
-    @property
-    def averages(self) -> bool:
+        self._key = f"returned as {returned} on {mesh.shape}"
+        self.averages = returned.outputs == "plain" and bool(returned.axes)
         """True if the loss of a step is the mean of the losses of ranks that are called with their own samples."""
-        return self._returned.outputs == "plain" and bool(self._returned.axes)
+        self._sums = Sums(mesh)
 
     @cached_property
     def _axes(self) -> tuple[Axis, ...]:
@@ -62,7 +59,7 @@ class Returning:
 
     def outputs(self, program: Program, results: Sequence[Result], padding: Padding | None) -> Any:
         """Return what the user gets of a call, in the structure that the model returns."""
-        key = f"returned as {self._returned} on {self._mesh.shape}"
+        key = self._key
         if key not in program.facts:
             named = pytree.tree_unflatten(list(range(program.num_outputs)), program.out_spec)
             names = [_name_of(path) for path, _ in pytree.tree_flatten_with_path(named)[0]]
@@ -81,7 +78,7 @@ class Returning:
             return self._plain(result, wanted, self._entrance(name, backwards, wanted), padding)
 
         outputs = [output(*each) for each in zip(names, results, layouts, strict=True)]
-        return pytree.tree_unflatten(outputs, program.out_spec)
+        return outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(outputs, program.out_spec)
 
     def _entrance(self, name: str, backwards: Backwards, wanted: Layout) -> Entrance:
         if not self.averages:
@@ -91,15 +88,13 @@ class Returning:
         return Entrance(name, backwards, part, self._given, holds_own)
 
     def _sum(self, part: Tensor, layout: Layout, entrance: Entrance) -> Tensor:
-        """Return a loss of which this rank has a part; a plain one that is on its way, but for torch.compile and
-        DTensors.
-        """
+        """Return a loss of which this rank has a part; a plain one is on its way, a DTensor has arrived."""
         total = self._sums.begin(part, layout)
         found = arriving(handed(part, entrance), total.arrived)
         if self._returned.outputs == "dtensor":
             placements = [Replicate()] * len(layout)
             return DTensor.from_local(found.plain, self._mesh, placements, run_check=False)
-        return found.plain if compiling() else found
+        return found
 
     def _part(self, split: Sequence[Axis]) -> str | None:
         """Return the part that this rank holds of what some axes split; None if no other rank holds it."""

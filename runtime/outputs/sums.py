@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -60,4 +61,5 @@ class Arriving:
 
     def __del__(self) -> None:
         if (buffer := getattr(self, "_buffer", None)) is not None:  # in use by its collective until it is waited for
-            waited_for(buffer)
+            with torch._C._AutoDispatchBelowAutograd():
+                torch.ops._c10d_functional.wait_tensor.default._op(buffer)

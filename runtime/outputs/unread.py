@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.direct import applied_eagerly
 
 KNOWN = frozenset(
     (
@@ -129,4 +130,4 @@ def arriving(part: Tensor, arrived: Callable[[], Tensor]) -> Unread:
     A backward that begins before begins at `part`.
     """
     reading = Reading(lambda _: arrived(), lambda grad: grad, lambda whole: whole)
-    return _Arriving.apply(part, part.shape, reading, part)
+    return applied_eagerly(_Arriving, part, part.shape, reading, part)

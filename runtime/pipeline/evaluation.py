@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.implementations.randomness import Randomness
+from autopar.runtime.module.executable import Surroundings
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.pipeline.executable import Pipeline
@@ -36,7 +37,7 @@ def evaluated(
             for each in sent:
                 dist.recv(each, group=group, group_src=schedule.rank_of(number - 1))
         given.update(zip(program.received, sent, strict=True))
-        with executable.surroundings(random):
+        with Surroundings(executable, random):
             outputs = executable.graph.runner(root.compilation)(*map(given.__getitem__, executable.local.placeholders))
         executable.write_buffers(root, outputs)
         sent = tuple(each.contiguous() for each in outputs[: program.num_sent])

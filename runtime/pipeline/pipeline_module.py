@@ -91,6 +91,7 @@ class PipelineModule(StoredModule[Pipeline]):
             print(f"# stage {number}")
             print(readable_code(executable.graph.ahead, executable.mesh.mesh_dim_names or ()))
 
+    @uncompiled
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
         """Return the pipeline that trains a batch of these inputs, planned when they first appear."""
         with self._watch:
@@ -130,6 +131,7 @@ class PipelineModule(StoredModule[Pipeline]):
         with older, summed_over_holders(self, pipeline.holders, self._group, self._hosts):
             return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the model on a batch, stage after stage; every rank gets the outputs.
 

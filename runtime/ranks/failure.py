@@ -43,7 +43,6 @@ from autopar.runtime.collectives.mesh_axes import made_groups
 from autopar.runtime.ranks.agreement import many_processes
 from autopar.runtime.ranks.backends import backend_of
 from autopar.runtime.ranks.heartbeats import events_of, has_left, is_gone, named, obituary, read, store_for
-from autopar.runtime.ranks.uncompiled import uncompiled
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # seconds within which each live rank has written its heartbeat
@@ -96,8 +95,6 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._beats = 0
 
-    # Under torch.compile what `ParallelModule.forward` calls is compiled, unless it is disabled.
-    @uncompiled
     def __enter__(self) -> None:
         """Begin a call of the model, which all ranks make.
 
@@ -108,7 +105,6 @@ class Watch:
             self._begin()
         self.depth += 1
 
-    @uncompiled
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """End the call; raises PeerError where another rank failed in it."""
         self.depth -= 1

@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 from autopar.errors import InputError
-from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.marks import is_offloaded, role_of
 from autopar.runtime.recompute.module_ranges import is_watched
+from autopar.runtime.recompute.prepared_calls import code_of
 from autopar.runtime.recompute.regions import in_regions
 from autopar.runtime.recompute.run import run, steps_of
 
@@ -31,11 +31,6 @@ class Compilation:
 
 InLayers = Callable[[fx.Graph, Callable[[fx.Graph], Callable[..., Any]]], fx.Graph]
 """(graph, what makes a layer's graph run) → the graph with a call for each layer"""
-
-
-def compiling() -> bool:
-    """Return whether torch.compile has been put around the caller."""
-    return get_eval_frame_callback() not in (None, False)
 
 
 def compiler_around() -> Any:
@@ -73,12 +68,10 @@ class RankGraph:
         self._has_hooks = has_hooks
         self._in_layers = in_layers
         self._steps = steps_of(self.ahead.graph)
-        self._recomputes = any(step.role is not None for step in self._steps)
         self.regathers = any(node.kwargs.get("regather") for node in module.graph.nodes)
         """True if some gathered weights are freed after use and gathered again in the backward."""
         self._compiled: dict[tuple[Compilation, bool], Callable[..., Any]] = {}
 
-    @uncompiled
     def runner(self, compilation: Compilation | None, compiling: bool = False) -> Callable[..., Any]:
         """Return a callable that runs the graph, with a backward if gradients are on; compiled if given `compilation`.
 
@@ -89,10 +82,10 @@ class RankGraph:
         """
         learns = torch.is_grad_enabled()
         if compilation is None and not compiling:
-            call_by_call = (self._recomputes and learns) or is_watched()
-            return partial(run, self.ahead.graph, self._steps) if call_by_call else self.ahead
+            call_by_call = (self._steps.recomputes and learns) or is_watched()
+            return partial(run, self._steps) if call_by_call else self._code
         by_layers = compilation is not None and compilation.by_layers
-        if learns and not by_layers and any(is_offloaded(step.node) for step in self._steps):
+        if learns and not by_layers and self._steps.offloads:
             raise InputError(
                 "torch.compile decides itself what a backward of the whole graph keeps, and the plan sends what layers "
                 "keep to the host; compile layer by layer, by model.compile(regional=True), run the model without "
@@ -114,8 +107,12 @@ class RankGraph:
             )
         return self._compiled[key]
 
+    @cached_property
+    def _code(self) -> Callable[..., Any]:
+        return code_of(self.ahead)
+
     def _as_compiled(self, learns: bool) -> fx.GraphModule:
-        return self._regions if learns and (self._recomputes or self.regathers) else self.module
+        return self._regions if learns and (self._steps.recomputes or self.regathers) else self.module
 
     @cached_property
     def _regions(self) -> fx.GraphModule:
@@ -129,4 +126,4 @@ class RankGraph:
             return compilation.torch_compile(in_regions(layer) if again else fx.GraphModule(nn.Module(), layer))
 
         graph = self._in_layers(self.ahead.graph, made)
-        return partial(run, graph, steps_of(graph))
+        return partial(run, steps_of(graph))

@@ -37,7 +37,9 @@ NO_SEQUENCE = 2**63
 
 def is_watched() -> bool:
     """Return whether a profiler, a FLOP counter or a recorder of memory history is active."""
-    return _profiler_enabled() or _history_is_recorded() or any(_trackers())
+    if _profiler_enabled() or _history_is_recorded():
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) and any(_trackers())
 
 
 class ModuleRanges:
@@ -132,11 +134,10 @@ def scopes_of(path: str) -> tuple[str, ...]:
 
 def _trackers() -> Iterator[ModuleTracker]:
     """Yield the module trackers of the active FLOP counters."""
-    if torch._C._len_torch_dispatch_stack():
-        for mode in _get_current_dispatch_mode_stack():
-            counter = getattr(mode, "counter", mode)
-            if isinstance(counter, FlopCounterMode):
-                yield counter.mod_tracker
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", mode)
+        if isinstance(counter, FlopCounterMode):
+            yield counter.mod_tracker
 
 
 def _innermost(tracker: ModuleTracker) -> str:

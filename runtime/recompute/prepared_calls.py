@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.graph_module import _forward_from_src
 from torch.utils import _pytree as pytree
 
+from autopar.runtime.collectives.gradient_buckets import cast_weights
 from autopar.runtime.collectives.layout_moves import GATHERS, Travelling
 from autopar.runtime.recompute.marks import Mark, is_offloaded, role_of
 
@@ -57,7 +62,8 @@ class RunCall:
 def function_of(node: fx.Node, function: Any) -> Callable[..., Any]:
     """Return generated code that calls a function with a node's arguments, given the values of its inputs."""
     names = {each: f"input_{number}" for number, each in enumerate(node.all_input_nodes)}
-    scope: dict[str, Any] = {"function": function}
+    direct = function._op if isinstance(function, OpOverload) else DIRECT.get(function, function)
+    scope: dict[str, Any] = {"function": direct}
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -76,6 +82,31 @@ def function_of(node: fx.Node, function: Any) -> Callable[..., Any]:
 
     given = [*map(text, node.args), *(f"{name}={text(value)}" for name, value in node.kwargs.items())]
     return eval(_code(f"lambda {', '.join(names.values())}: function({', '.join(given)})"), scope)
+
+
+def _cast_outside_of_steps(dtypes: tuple[torch.dtype, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return `cast_weights`, in a graph that a step of several micro-batches does not take its gradients through."""
+    return (weights[0].to(dtypes[0]),) if len(weights) == 1 else cast_weights(dtypes, *weights)
+
+
+DIRECT: dict[Any, Callable[..., Any]] = {cast_weights: _cast_outside_of_steps}
+"""Function in a graph → what runs in its place where torch.compile does not trace."""
+
+
+def code_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """Return the code of a graph, in which operations, and functions with a `DIRECT` form, are called directly."""
+    operations = {f"torch.ops.{node.target}" for node in module.graph.nodes if isinstance(node.target, OpOverload)}
+
+    def direct(body: list[str]) -> list[str]:
+        code = "".join(body)
+        for name in operations:
+            code = code.replace(f"{name}(", f"{name}._op(")
+        return [code]
+
+    with module.graph.on_generate_code(lambda _: direct):
+        code = module.graph.python_code("self")
+    names = {name: DIRECT.get(value, value) if callable(value) else value for name, value in code.globals.items()}
+    return partial(_forward_from_src(code.src, names), module)
 
 
 @functools.cache

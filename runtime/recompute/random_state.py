@@ -69,20 +69,22 @@ class RandomState:
         self._state["step"] += count
         return self.step - count
 
-    @contextlib.contextmanager
-    def call(self, draws: bool) -> Iterator[Randomness]:
-        """Yield the randomness of a forward, which counts as a step if it ends well and does not repeat another.
+    def begin(self, draws: bool) -> Randomness:
+        """Return the randomness of a forward that begins.
 
         Raises InputError if it repeats a call that is not known.
         """
-        known = draws and not self.deterministic  # there the default generators say it all
-        if in_backward():
-            yield self.at(self._calls.step() if known else self.step)
-            return
-        if known:
-            self._calls.note(self.step)
-        yield self.at(self.step)
-        self.advance(1)
+        step, known = self._state["step"], draws and not self.deterministic  # else the default generators say it all
+        if known and in_backward():
+            step = self._calls.step()
+        elif known:
+            self._calls.note(step)
+        return Randomness(self._state["seed"], step, self.deterministic)
+
+    def end(self) -> None:
+        """Count a forward that has ended well as a step, unless it repeats another."""
+        if torch._C._current_graph_task_id() == -1:  # not `in_backward`
+            self._state["step"] += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and step."""

@@ -13,7 +13,9 @@ Calls keep their order, but for those of weights between the calls of a segment,
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autopar.runtime.collectives.mesh_axes import Axis, current_axes, use_axes
+from autopar.runtime.implementations.randomness import Randomness, randomness, use_randomness
 from autopar.runtime.recompute.marks import role_of
 from autopar.runtime.recompute.unmixed import unmixed
 
@@ -153,7 +157,19 @@ def _draws(operation: Any) -> bool:
 
 
 def _contexts_of_segment() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return first, again if torch.compiler.is_compiling() else _as_at_first(again)
+
+
+@contextlib.contextmanager
+def _surrounded(within: Any, axes: Mapping[str, Axis], random: Randomness) -> Iterator[None]:
+    with use_axes(axes), use_randomness(random.seed, random.step, random.deterministic), within:
+        yield
+
+
+def _as_at_first(again: Any) -> Any:
+    """Return what a segment runs in again if torch.compile has left it as it is: what it ran in at first."""
+    return _surrounded(again, current_axes(), randomness())
 
 
 class _Unnumbered(_CachingTorchDispatchMode):
@@ -164,7 +180,8 @@ class _Unnumbered(_CachingTorchDispatchMode):
 
 def _contexts_of_weights() -> Any:
     _, again = create_selective_checkpoint_contexts(_policy_of_weights)
-    return _Unnumbered(_policy_of_weights, again.storage), again
+    first = _Unnumbered(_policy_of_weights, again.storage)
+    return first, again if torch.compiler.is_compiling() else _as_at_first(again)
 
 
 def _policy_of_weights(*args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,30 @@ from autopar.runtime.recompute.prepared_calls import RunCall
 from autopar.runtime.recompute.saved_handles import Claims, Frame
 
 
-def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
-    """Return the calls of a graph in order."""
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A graph as it runs call by call."""
+
+    placeholders: tuple[fx.Node, ...]
+    calls: tuple[RunCall, ...]
+    """All calls in order."""
+    returned: Any
+    """Result of the graph, with nodes for values."""
+    offloads: bool
+    """True if saved tensors of some calls are offloaded to the host."""
+    recomputes: bool
+    """True if some calls are computed again."""
+
+
+def steps_of(graph: fx.Graph) -> Steps:
+    """Prepare a graph to run call by call."""
+    calls = _calls_of(graph)
+    placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
+    offloads, recomputes = any(each.is_offloaded for each in calls), any(each.role is not None for each in calls)
+    return Steps(placeholders, calls, graph.output_node().args[0], offloads, recomputes)
+
+
+def _calls_of(graph: fx.Graph) -> tuple[RunCall, ...]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     last_of = {role.segment: node for node in calls if (role := role_of(node)) is not None and not role.weight}
     ends = set(last_of.values())
@@ -52,19 +75,19 @@ def _stretches(calls: Sequence[fx.Node]) -> list[int]:
     return found
 
 
-def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
-    """Run a graph on the values of its placeholders; `steps` are `steps_of(graph)`."""
-    values: dict[fx.Node, Any] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True))
+def run(steps: Steps, *inputs: Any) -> Any:
+    """Run a graph on the values of its placeholders."""
+    values: dict[fx.Node, Any] = dict(zip(steps.placeholders, inputs, strict=True))
     ranges = ModuleRanges.where_watched()
     claims, frame, on_host = Claims(), None, None
     with claims, contextlib.ExitStack() as stack:
         if ranges is not None:
             stack.callback(ranges.close)
-        if torch.is_grad_enabled() and any(step.is_offloaded for step in steps):
+        if steps.offloads and torch.is_grad_enabled():
             on_host = OnHost(claims.hold)
             stack.callback(on_host.close)
             claims.hold_saved = on_host.hold
-        for step in steps:
+        for step in steps.calls:
             if ranges is not None:
                 ranges.enter(step.node)
             if on_host is not None:
@@ -85,4 +108,4 @@ def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
                 frame = None
             for node in step.last_uses:
                 del values[node]
-    return map_arg(graph.output_node().args[0], values.__getitem__)
+    return map_arg(steps.returned, values.__getitem__)

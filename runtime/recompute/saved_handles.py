@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,12 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     def run(self, frame: Frame, step: RunCall, role: Mark, values: dict[fx.Node, Any]) -> Any:
         """Run a call of a segment for the first time."""
         given = list(map(values.__getitem__, step.inputs))
-        saving = self._saving = _Saving(frame, step.node, role, addresses_of(given))
+        entered = set()
+        for value in given:
+            for x in (value,) if isinstance(value, Tensor) else tensors_of(value):
+                if isinstance(x, Tensor):
+                    entered.add(x.untyped_storage()._cdata)
+        saving = self._saving = _Saving(frame, step.node, role, entered)
         if not role.saved:
             frame.enter(step, given)
         try:
@@ -121,7 +126,8 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         number, saving.num_saved = saving.num_saved, saving.num_saved + 1
         frame = saving.frame
         key = frame.maker_of(x)
-        if key is not None and _plain(x):
+        # A view of the same memory restores no tensor that is conjugated or negated.
+        if key is not None and not x.is_conj() and not x.is_neg():
             return frame.claim(key, x)
         if x.untyped_storage()._cdata in saving.entered or saving.role.saved:
             return self.hold(x)
@@ -167,14 +173,16 @@ class Frame:
 
     def leave(self, saving: _Saving, result: Any) -> None:
         """Note what a call has made."""
-        for position, x in enumerate(tensors_of(result)):
+        makers = self._makers
+        for position, x in enumerate((result,) if isinstance(result, Tensor) else tensors_of(result)):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
-                if storage._cdata not in saving.entered and self.maker_of(x) is None:
-                    self._makers[storage._cdata] = (weakref.ref(storage), (saving.node, "output", position))
+                address = storage._cdata
+                if address not in saving.entered and (address not in makers or makers[address][0]() is None):
+                    makers[address] = (weakref.ref(storage), (saving.node, "output", position))
         for claim, x in saving.open:
             key = self.maker_of(x)
-            if key is not None and _plain(x):
+            if key is not None and not x.is_conj() and not x.is_neg():
                 claim.key = key
 
     def maker_of(self, x: Tensor) -> Key | None:
@@ -288,12 +296,13 @@ class _Held:
 
     @classmethod
     def of(cls, x: Tensor, hold: Callable[[Tensor], object], changed: bool) -> _Held:
-        return cls(hold(x.detach()), None if changed else _version(x), x.requires_grad, x.device.type)
+        version = None if changed else 0 if x.is_inference() else x._version
+        return cls(hold(x.detach()), version, x.requires_grad, x.device.type)
 
     def value(self) -> Tensor:
         if self.version is None:
             return _tensor_of(self.what).clone()
-        if isinstance(self.what, Tensor) and _version(self.what) != self.version:
+        if isinstance(self.what, Tensor) and self.version != (0 if self.what.is_inference() else self.what._version):
             raise RuntimeError(
                 f"a tensor of shape {list(self.what.shape)} was changed in place after the forward (version "
                 f"{self.what._version}, expected {self.version}), and the backward needs it to compute a segment "
@@ -312,24 +321,5 @@ def _detached(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, _detached, result)
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
 def _address(x: Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-def addresses_of(values: Iterable[Any]) -> set[int]:
-    """Return the storages of the tensors among values, and in lists among them."""
-    found = set()
-    for value in values:
-        for x in tensors_of(value):
-            if isinstance(x, Tensor):
-                found.add(x.untyped_storage()._cdata)
-    return found
-
-
-def _plain(x: Tensor) -> bool:
-    """Return whether a view of the same memory restores the tensor: it is neither conjugated nor negated."""
-    return not x.is_conj() and not x.is_neg()

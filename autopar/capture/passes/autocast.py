@@ -42,8 +42,9 @@ class Autocast:
     @classmethod
     def around(cls, device: str | None) -> Autocast | None:
         """Return the region that now is on for a type of device (None: for any)."""
-        kinds = tuple(KEYS) if device is None else (device,)
-        found = (each for each in kinds if torch.is_autocast_enabled(each))
+        if device is not None:
+            return cls(device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        found = (each for each in KEYS if torch.is_autocast_enabled(each))
         return next((cls(each, torch.get_autocast_dtype(each)) for each in found), None)
 
     @property

@@ -6,7 +6,6 @@ of weights that are not stored yet. The plans of prompts keep both.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,14 @@ from torch.utils import _pytree as pytree
 from autopar.compiler.inference.state import NAME, CacheSizes, as_dtensors
 from autopar.ir.sharding.layout import Layout
 from autopar.runtime.module.compiled_module import ParallelModule
-from autopar.runtime.module.executable import Executable
-from autopar.runtime.module.inputs import Arguments, canonical_arguments
+from autopar.runtime.module.executable import Executable, Surroundings
+from autopar.runtime.module.inputs import Arguments, CallSignature, canonical_arguments
 
 IDS, POSITION_IDS, POSITIONS = "input ids", "position ids", "positions"
 
 
 def arguments_of(
-    signature: inspect.Signature,
+    signature: CallSignature,
     ids: Any,
     keys: Sequence[Any],
     values: Sequence[Any],
@@ -67,8 +66,10 @@ class Ready:
         """Return the flat outputs; caches are written where they lie."""
         given = {self.names[label]: each for label, each in changing.items() if label in self.names}
         inputs = [given[name] if name in given else self.held[name] for name in self.executable.local.placeholders]
-        with torch.no_grad(), module._surroundings(self.executable):
-            outputs = self.executable.graph.runner(module.compilation, False)(*inputs)
+        random = module.random_state.begin(self.executable.draws)
+        with torch.no_grad(), Surroundings(self.executable, random):
+            outputs = self.executable.graph.runner(module.compilation)(*inputs)
+        module.random_state.end()
         for cache, found in zip(self.caches, outputs, strict=False):
             if found is not cache:  # it was written into a copy, moved to another layout and back
                 cache.copy_(found)

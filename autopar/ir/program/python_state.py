@@ -173,7 +173,8 @@ class Watch:
         """Put into the model what a call of the program writes there."""
         for place, value in self._state.written:
             place.set(self._root, value)
-        self._state.registered.put(self._root)
+        if self._state.registered.entries:
+            self._state.registered.put(self._root)
 
     def differs_in(self, other: Watch) -> list[str]:
         """Return the names of places in which another watch has found something else."""
@@ -250,8 +251,8 @@ class _Entries:
         """Return whether every place still holds the very same object."""
         return (
             all(map(operator.is_, map(dict.get, self.dicts, self.keys, repeat(MISSING)), self.values))
-            and all(_same_items(container, items) for container, items in self.containers)
-            and [tensor._version for tensor in self.tensors] == self.versions
+            and (not self.containers or all(_same_items(container, items) for container, items in self.containers))
+            and (not self.tensors or [tensor._version for tensor in self.tensors] == self.versions)
             and all(_equal(look(), value) for look, value in self.others)
         )
 

@@ -77,7 +77,7 @@ class Split:
             FactorSplit.of(QUERIES, axes, zigzag),
             FactorSplit.of(KEYS, axes, zigzag),
             axis_of(joined_name(ring, range(len(ring)))) if axes_of(ring) else None,
-            axes_of(name for name in axes.get(KEYS, ()) if name not in ring),
+            axes_of([name for name in axes.get(KEYS, ()) if name not in ring]),
             num_keys,
             reach,
         )

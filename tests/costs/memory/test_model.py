@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ from autopar.costs.space.space import Space, TensorEdge
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.settings import context_of
-from autopar.runtime.module.inputs import canonical_arguments
+from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from tests.support.eager import run
 from tests.support.families import FAMILIES, Family
 from tests.support.parity import SLOW_DEVICES
@@ -61,7 +60,7 @@ def whole(space: Space) -> tuple[int, ...]:
 def held_for_the_backward(family: Family) -> tuple[Space, int]:
     """The space of a family on one device, and the bytes its program really keeps besides parameters and inputs."""
     model, (args, kwargs) = family.build(), family.inputs(0)
-    arguments = canonical_arguments(inspect.signature(model.forward), args, kwargs)
+    arguments = canonical_arguments(call_signature(model), args, kwargs)
     program = capture(skeleton(model), *arguments)
     is_offloaded = pytree.tree_leaves(arguments)
     there = (*model.parameters(), *model.buffers(), *program.constants.values(), *is_offloaded)

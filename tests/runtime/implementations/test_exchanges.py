@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.runtime.collectives.direct import below_autograd
+from autopar.runtime.collectives.layout_moves import waited_for
 from autopar.runtime.collectives.mesh_axes import axis_of, record_traffic, use_mesh
 from autopar.runtime.implementations import exchanges
 from autopar.runtime.implementations.exchanges import Way, leaving
@@ -120,14 +122,14 @@ class _Watched:
     running: dict[int, int] = field(default_factory=dict)
     found: list[int] = field(default_factory=list)
 
-    def all_to_all_single(self, *args: Any) -> Tensor:
-        result = torch.ops._c10d_functional.all_to_all_single(*args)
+    def issued(self, *args: Any) -> Tensor:
+        result = below_autograd(*args)
         self.running[result.untyped_storage()._cdata] = self.products
         return result
 
-    def wait_tensor(self, x: Tensor) -> Tensor:
+    def waited_for(self, x: Tensor) -> Tensor:
         self.found.append(self.products - self.running.pop(x.untyped_storage()._cdata))
-        return torch.ops._c10d_functional.wait_tensor(x)
+        return waited_for(x)
 
     def compiled(self, graph: fx.GraphModule, _: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -139,7 +141,8 @@ class _Watched:
 
 def test_graphs_of_torch_compile_compute_while_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     (batch,), watched = batches(1), _Watched()
-    monkeypatch.setattr(exchanges, "_c10d", watched)
+    monkeypatch.setattr(exchanges, "below_autograd", watched.issued)
+    monkeypatch.setattr(exchanges, "waited_for", watched.waited_for)
     with fake_mesh({"ep": 2}) as axes:
         model = autopar.compile(with_experts(BEFORE), axes, batch, hardware=SLOW_DEVICES, strategy="expert_data")
         model.compile(backend=aot_autograd(fw_compiler=watched.compiled, bw_compiler=watched.compiled))

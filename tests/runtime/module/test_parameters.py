@@ -78,9 +78,18 @@ def test_gradients_are_added_and_watched_as_on_one_process(strategy: str, ranks:
         torch.testing.assert_close(found, expected)
 
 
-def test_the_node_of_stored_parts_waits_for_every_reduction() -> None:
-    with fake_mesh({"dp": 2}) as devices:
-        model = autopar.compile(_model(), devices, (_inputs(0),), strategy="zero3", hardware=load("h100"))
+@pytest.mark.parametrize(
+    ("strategy", "axes", "outermost"),
+    [
+        ("zero3", {"dp": 2}, "_GatherParametersBackward"),
+        ("hsdp", {"dp": 2, "fsdp": 2}, "_ReduceGradientsBackward"),
+    ],
+)
+def test_the_node_of_stored_parts_waits_for_every_reduction(
+    strategy: str, axes: dict[str, int], outermost: str
+) -> None:
+    with fake_mesh(axes) as devices:
+        model = autopar.compile(_model(), devices, (_inputs(0),), strategy=strategy, hardware=load("h100"))
         visited: dict[str, list[Any]] = {}
         left = [model(_inputs(0)).grad_fn]
         while left:
@@ -89,4 +98,6 @@ def test_the_node_of_stored_parts_waits_for_every_reduction() -> None:
                 visited[node.name()].append(node)
                 left += [before for before, _ in node.next_functions]
     (stored,) = visited["_LocalPartsBackward"]
-    assert "WaitBackward" not in visited and len(stored.reductions) == len(visited["_GatherParametersBackward"]) > 0
+    assert "WaitBackward" not in visited and len(stored.reductions) == len(visited[outermost]) > 0
+    inner = [each.reductions for each in visited.get("_ReduceGradientsBackward", ())]
+    assert sum(map(len, inner)) == (len(visited["_GatherParametersBackward"]) if inner else 0)

@@ -166,10 +166,18 @@ def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
 
 
 def _under_torch_compile(
-    dtype: torch.dtype, backend: str, capacity_factor: float | None = None, shared: Literal["", "before"] = ""
+    dtype: torch.dtype,
+    backend: str,
+    capacity_factor: float | None = None,
+    shared: Literal["", "before"] = "",
+    recompute: str = "none",
 ) -> None:
     example = batches(1, dtype)[0]
-    options: dict[str, Any] = {"hardware": SLOW_DEVICES, "capacity_factor": capacity_factor}
+    options: dict[str, Any] = {
+        "hardware": SLOW_DEVICES,
+        "capacity_factor": capacity_factor,
+        "recompute": recompute,
+    }
     with divided(("t+x",)):
         model = autopar.compile(
             with_experts(Form(shared=shared), dtype), mesh((2,), ("dp",)), example, **by_flag(**options)
@@ -203,3 +211,8 @@ def test_torch_compile_gives_the_same_step_while_rows_travel(ranks: Ranks, backe
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_drops_the_same_rows(ranks: Ranks, backend: str) -> None:
     ranks.run(_under_torch_compile, torch.float32, backend, 0.5, timeout=300)
+
+
+@pytest.mark.slow
+def test_torch_compile_computes_experts_again(ranks: Ranks) -> None:
+    ranks.run(_under_torch_compile, torch.float32, "aot_eager", None, "", "full", timeout=300)

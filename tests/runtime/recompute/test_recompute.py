@@ -74,7 +74,7 @@ class Alone:
         """The graph's outputs on one rank."""
         graph = self.graphs[mode].module.graph
         with use_axes(ALONE), use_randomness(0, step, deterministic):
-            return run(graph, steps_of(graph), *given)
+            return run(steps_of(graph), *given)
 
 
 def alone(family: str, dropout: float = 0.0) -> Alone:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ SECOND = (
     "torch.autograd.grad(..., create_graph=True), which is captured with the model, or call backward() without "
     "create_graph."
 )
+
+FunctionClass = TypeVar("FunctionClass", bound=type[torch.autograd.Function])
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,19 +33,28 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 break
         else:
             return (None,) * len(ctx.needs_input_grad)
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in grads):
-            return found
-        outputs = found if isinstance(found, tuple) else (found,)
-        given = [x.detach().requires_grad_() for x in outputs if x is not None]
-        marked = torch._C._functions.DelayedError(SECOND.encode(), len(given))(*given)  # pyright: ignore[reportAttributeAccessIssue]
-        each = iter(marked if isinstance(marked, tuple) else (marked,))
-        return tuple(None if x is None else next(each) for x in outputs)
+        return differentiated_once(backward, ctx, grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return run
+
+
+def differentiated_once(backward: Callable[..., Any], ctx: Any, grads: Sequence[Any]) -> Any:
+    """Run a backward without a graph, although gradients are on; its results have no derivative."""
+    with torch.no_grad():
+        found = backward(ctx, *grads)
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in grads):
+        return found
+    outputs = found if isinstance(found, tuple) else (found,)
+    given = [x.detach().requires_grad_() for x in outputs if x is not None]
+    marked = torch._C._functions.DelayedError(SECOND.encode(), len(given))(*given)  # pyright: ignore[reportAttributeAccessIssue]
+    each = iter(marked if isinstance(marked, tuple) else (marked,))
+    return tuple(None if x is None else next(each) for x in outputs)
+
+
+def called_directly(function: FunctionClass) -> FunctionClass:
+    """Let the autograd engine call the backward of a Function that runs often without Python code of PyTorch's."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    return function
 
 
 def is_requested(ctx: Any, position: int) -> bool:

@@ -222,8 +222,9 @@ def _grouped_mm_backward(
 
 def _is_fast(rows: Tensor, weight: Tensor) -> bool:
     """Return whether PyTorch's own grouped product accepts these matrices."""
-    aligned = all(size * rows.itemsize % ROW_BYTES == 0 for size in (*rows.shape[1:], *weight.shape[1:]))
-    return rows.dtype in FAST_DTYPES and aligned and rows.shape[0] > 0
+    if rows.dtype not in FAST_DTYPES or rows.shape[0] == 0:
+        return False
+    return not any(size * rows.itemsize % ROW_BYTES for size in (*rows.shape[1:], *weight.shape[1:]))
 
 
 def _fake_grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
