@@ -89,8 +89,11 @@ class MemoryModel(TensorBytes):
         return other
 
     def on(self, space: Space) -> MemoryModel:
-        """Return the same model on another space of the same calls."""
-        return MemoryModel(space, self.microbatches, self.prefetch, lifetimes=self.lifetimes)
+        """Return the same model on another space of the same calls; with all arrays if only moves cost otherwise."""
+        found = MemoryModel(space, self.microbatches, self.prefetch, lifetimes=self.lifetimes)
+        if space.moves_alike(self.space) and not self.accumulation.may_reduce_each:
+            found._cache, found._edges, found.parts = self._cache, self._edges, self.parts
+        return found
 
     def widened(self) -> MemoryModel:
         """Return the same model on the space before it was narrowed."""
@@ -202,10 +205,9 @@ class MemoryModel(TensorBytes):
 
     def edge(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
-        end = edge.target, edge.target_input
-        if end not in self._edges:
-            self._edges[end] = None if self.accumulation.holds(edge) else self._edge(edge)
-        return self._edges[end]
+        if edge.end not in self._edges:
+            self._edges[edge.end] = None if self.accumulation.holds(edge) else self._edge(edge)
+        return self._edges[edge.end]
 
     def _edge(self, edge: TensorEdge) -> Modes | None:
         source, target = self.space.decisions[edge.source], self.space.decisions[edge.target]
@@ -230,9 +232,7 @@ class MemoryModel(TensorBytes):
                 found.append(self._entering(edge, is_counted, again))
         if all(each is None for each in found):
             return None
-        nothing = self.nothing(
-            tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
-        )
+        nothing = self.nothing((len(source.candidates.strategies), len(target.candidates.strategies)))
         return self.modes([nothing if each is None else each for each in found])
 
     def _sent_once(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:

@@ -122,7 +122,7 @@ class SecondForward:
 
     def moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray | None:
         """Return between which strategies an edge's collectives run again in a mode; None if between none."""
-        key = edge.target, edge.target_input, mode
+        key = *edge.end, mode
         if key not in self._again:
             found = self._moves_again(edge, mode) if self._needs_again(edge, mode) else None
             self._again[key] = found if found is not None and found.any() else None
