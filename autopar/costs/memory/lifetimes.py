@@ -255,6 +255,21 @@ class Lifetimes:
         alike = (each for each in self._outgoing[edge.source] if each.source_output == edge.source_output)
         return next(filter(self.needs_input, alike), edge).end != edge.end
 
+    def needs_of(self, edge: TensorEdge) -> tuple[object, ...]:
+        """Return the needs of an edge's ends: of two edges that move alike, they are equal if as much is saved."""
+        return (
+            self.needs_input(edge),
+            self.is_there_anyway(edge),
+            self.counts_before(edge),
+            self.is_inside(edge),
+            self.offloads and self.is_offloaded(edge.source),
+            tuple(
+                [(self.reruns(edge.target, m), self.counts_source(edge, m)) for m in range(self.num_modes(edge.target))]
+            ),
+            *(self.space.decisions[end].kind for end in (edge.source, edge.target)),
+            self.space.is_weight(edge.source),
+        )
+
     def in_place(self, decision: Decision) -> bool:
         """Return whether a call makes its gradient where its first input was."""
         return self.space.conventions.loss_in_place and decision.node.target in LOSSES
