@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import plan as plan_offline
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
@@ -129,11 +130,11 @@ def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     }
     if row.is_searched:
         found = {"devices": row.mesh[0], "hardware": row.hardware, "pipeline": row.pipeline}
-        return autopar.plan(model, "auto", inputs, **found, **limits)
+        return plan_offline(model, "auto", inputs, **found, **limits)
     names = IN_STAGES if row.schedule else AXES[len(row.mesh)]
     mesh = Mesh(dict(zip(names, row.mesh, strict=True)), hardware=row.hardware)
     pipeline = None if row.schedule is None else autopar.Pipeline(schedule=row.schedule)
-    return autopar.plan(model, mesh, inputs, pipeline=pipeline, **limits)
+    return plan_offline(model, mesh, inputs, pipeline=pipeline, **limits)
 
 
 def example(row: Row) -> tuple[nn.Module, tuple[Tensor, ...]]:

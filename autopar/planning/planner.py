@@ -91,14 +91,23 @@ class Statements:
         """Return the formulations of plans with these settings (`formulations_of`)."""
         key = microbatches, settings.offloads, settings.depths
         if key not in self._kept:
-            model = MemoryModel(self.space, microbatches, offloads=settings.offloads)
-            self._kept[key] = formulations_of(model, settings)
+            self._kept[key] = formulations_of(self._memory_of(settings, microbatches), settings)
             if self._incumbent is not None:
                 own = context_of(self._incumbent)
                 self.begin_at_prices_of(self._incumbent)
                 for formulation in self._kept[key]:
                     formulation.incumbent = own.choices, self._incumbent.recompute
         return self._kept[key]
+
+    def _memory_of(self, settings: Settings, microbatches: Microbatches | None) -> MemoryModel:
+        """Return the model of memory; if the incumbent has the same decisions and settings, it shares its arrays."""
+        if self._incumbent is not None:
+            known = context_of(self._incumbent).memory_model
+            runs = replace(microbatches or Microbatches(), works=known.microbatches.works)
+            is_same = (runs, settings.offloads) == (known.microbatches, known.lifetimes.offloads)
+            if is_same and self.space.moves_alike(known.space):
+                return known.on(self.space)
+        return MemoryModel(self.space, microbatches, offloads=settings.offloads)
 
     def narrowed(self, pins: Pins) -> tuple[Statements, Pins]:
         """Return the statements of the space that pins leave, and the pins that still exclude some (`narrowed`)."""

@@ -85,6 +85,11 @@ class Accumulation:
         freed = np.array([not s.saved for s in self.space.decisions[edge.source].candidates.strategies])
         return freed[:, None] & self.tensors.only_gathers(edge) & self.tensors.communicated(edge)
 
+    @property
+    def may_reduce_each(self) -> bool:
+        """True if micro-batches may reduce gradients of weights that the step gathers once, on some of the paths."""
+        return self.microbatches.several and self.microbatches.reduce_each
+
     def reduced_each_time(self, edge: TensorEdge) -> np.ndarray:
         """Return whether each micro-batch reduces the gradient of the edge's weight, by strategies at its ends."""
         return self.each_time(edge) | (self._seconds_of_each(edge) > 0)
@@ -98,9 +103,8 @@ class Accumulation:
         """Return the seconds in which each micro-batch reduces the gradient of a weight that the step gathers once;
         else 0.
         """
-        more, decision = self.microbatches, self.space.decisions[edge.source]
-        of_weight = decision.kind == "parameter" or self.is_cast(edge.source)
-        if not (more.several and more.reduce_each and of_weight and edge.tensor.requires_grad):
+        of_weight = self.space.decisions[edge.source].kind == "parameter" or self.is_cast(edge.source)
+        if not (self.may_reduce_each and of_weight and edge.tensor.requires_grad):
             return np.zeros((1, 1))
         return self.tensors.cached(("reduced each", self.space.kind(edge)), lambda: self._reductions(edge))
 
@@ -147,7 +151,7 @@ class Accumulation:
         """Return the bytes of a constant, all the time: of a copied slice, or of the whole at the first use of it."""
         if edge.source not in self.constants or edge.target in self.constants:
             return None
-        is_first = (edge.target, edge.target_input) in self._first_uses
+        is_first = edge.end in self._first_uses
         return self.tensors.cached(
             ("constant", self.space.kind(edge), is_first), lambda: self._constant(edge, is_first)
         )
@@ -170,7 +174,7 @@ class Accumulation:
                 self.space.decisions[edge.target],
             )
             if edge.target not in self.constants:
-                found.setdefault(owner, (edge.target, edge.target_input))
+                found.setdefault(owner, edge.end)
             elif target.kind == "shared_reshard" or self.lifetimes.saved(target).aliases:
                 owners[edge.target] = owner
         return frozenset(found.values())

@@ -47,11 +47,11 @@ class HostCopies:
 
     def bytes_of(self, number: int) -> Bytes | None:
         """Return the offloaded bytes that a call saves by itself; None if there are none."""
-        return self._offloaded(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
+        return self._offloaded(self._own(number)) if self.lifetimes.offloads else None
 
     def bytes_on(self, edge: TensorEdge) -> Bytes | None:
         """Return the offloaded bytes on account of an edge; None if there are none."""
-        return self._offloaded(self._edge(edge)) if OFFLOAD in self.lifetimes.modes else None
+        return self._offloaded(self._edge(edge)) if self.lifetimes.offloads else None
 
     def seconds_of(self, number: int) -> Bytes | None:
         """Return the exposed seconds of copies of what a call saves by itself."""

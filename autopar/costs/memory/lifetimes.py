@@ -19,6 +19,7 @@ from autopar.ir.program.calls import module_of, source_of
 from autopar.ir.program.paths import layer_of
 from autopar.ir.program.recompute_segments import (
     MODES,
+    OFFLOAD,
     RECOMPUTATIONS,
     Recomputation,
     offloadable,
@@ -54,6 +55,11 @@ class Lifetimes:
             self._again[segment.name] = again
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
+
+    @property
+    def offloads(self) -> bool:
+        """True if what segments save for their backward may leave for the host."""
+        return OFFLOAD in self.modes
 
     # When.
 
@@ -166,10 +172,10 @@ class Lifetimes:
         Where the edge moves the result, the segment saves what arrives, and the result itself is freed: of a partial
         sum its reduced part.
         """
-        key = edge.target, edge.target_input, mode
+        key = *edge.end, mode
         if key not in self._counts:
             source, output = self.space.decisions[edge.source], edge.source_output
-            alone = [each for each in self._outgoing[edge.source] if each.source_output == output] == [edge]
+            alone = [each.source_output for each in self._outgoing[edge.source]].count(output) == 1
             self._counts[key] = (
                 alone
                 and self.is_inside(edge)
@@ -247,7 +253,22 @@ class Lifetimes:
         if edge.tensor.requires_grad:
             return False
         alike = (each for each in self._outgoing[edge.source] if each.source_output == edge.source_output)
-        return next(filter(self.needs_input, alike), edge) != edge
+        return next(filter(self.needs_input, alike), edge).end != edge.end
+
+    def needs_of(self, edge: TensorEdge) -> tuple[object, ...]:
+        """Return the needs of an edge's ends: of two edges that move alike, they are equal if as much is saved."""
+        return (
+            self.needs_input(edge),
+            self.is_there_anyway(edge),
+            self.counts_before(edge),
+            self.is_inside(edge),
+            self.offloads and self.is_offloaded(edge.source),
+            tuple(
+                [(self.reruns(edge.target, m), self.counts_source(edge, m)) for m in range(self.num_modes(edge.target))]
+            ),
+            *(self.space.decisions[end].kind for end in (edge.source, edge.target)),
+            self.space.is_weight(edge.source),
+        )
 
     def in_place(self, decision: Decision) -> bool:
         """Return whether a call makes its gradient where its first input was."""

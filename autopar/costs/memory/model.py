@@ -36,6 +36,7 @@ from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, TensorByte
 from autopar.costs.memory.weights import MovedWeights
 from autopar.costs.pricing.optimizer_step import step_working_bytes
 from autopar.costs.space.space import Decision, Space, TensorEdge
+from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
 from autopar.ir.program.saved_tensors import Saved
 from autopar.ir.sharding.operation import largest_split_input
@@ -70,7 +71,7 @@ class MemoryModel(TensorBytes):
         bytes_of = self.own, self.edge, self.stays, self.cached
         self.host_copies = HostCopies(space, self.lifetimes, *bytes_of, lambda: self.widened().host_copies)
         self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
-        self._edges: dict[tuple[int, int], Modes | None] = {}
+        self._edges: dict[object, Modes | None] = {}  # by end, and by kind and needs
         self.parts: dict[object, Any] = {}  # cache of `parts`, by decision and edge
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
@@ -89,8 +90,11 @@ class MemoryModel(TensorBytes):
         return other
 
     def on(self, space: Space) -> MemoryModel:
-        """Return the same model on another space of the same calls."""
-        return MemoryModel(space, self.microbatches, self.prefetch, lifetimes=self.lifetimes)
+        """Return the same model on another space of the same calls; with all arrays if only moves cost otherwise."""
+        found = MemoryModel(space, self.microbatches, self.prefetch, lifetimes=self.lifetimes)
+        if space.moves_alike(self.space) and not self.accumulation.may_reduce_each:
+            found._cache, found._edges, found.parts = self._cache, self._edges, self.parts
+        return found
 
     def widened(self) -> MemoryModel:
         """Return the same model on the space before it was narrowed."""
@@ -202,10 +206,14 @@ class MemoryModel(TensorBytes):
 
     def edge(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
-        end = edge.target, edge.target_input
-        if end not in self._edges:
-            self._edges[end] = None if self.accumulation.holds(edge) else self._edge(edge)
-        return self._edges[end]
+        if self.accumulation.holds(edge):
+            return None
+        if edge.end not in self._edges:
+            alike = self.space.kind(edge), self.lifetimes.needs_of(edge)
+            if alike not in self._edges:
+                self._edges[alike] = self._edge(edge)
+            self._edges[edge.end] = self._edges[alike]
+        return self._edges[edge.end]
 
     def _edge(self, edge: TensorEdge) -> Modes | None:
         source, target = self.space.decisions[edge.source], self.space.decisions[edge.target]
@@ -230,9 +238,7 @@ class MemoryModel(TensorBytes):
                 found.append(self._entering(edge, is_counted, again))
         if all(each is None for each in found):
             return None
-        nothing = self.nothing(
-            tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
-        )
+        nothing = self.nothing((len(source.candidates.strategies), len(target.candidates.strategies)))
         return self.modes([nothing if each is None else each for each in found])
 
     def _sent_once(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
@@ -262,7 +268,7 @@ class MemoryModel(TensorBytes):
         """Return the bytes of a tensor saved as it arrives, by those strategies of its target that save it."""
         saved_bytes, candidates = self.saved(edge, there), self.space.decisions[edge.target].candidates
         bound, call = candidates.bound, candidates.call
-        if any(s.shared for s in candidates.strategies) and self.space.decisions[edge.target].kind == "shared_reshard":
+        if self.space.decisions[edge.target].kind == "shared_reshard" and any(s.shared for s in candidates.strategies):
             shared = self.cached(
                 ("shared", id(candidates)), lambda: np.array([s.shared for s in candidates.strategies])
             )
@@ -272,15 +278,11 @@ class MemoryModel(TensorBytes):
         if bound is None or call is None:
             return saved_bytes
 
-        def make() -> Bytes:
-            return np.array(
-                [
-                    s.implemented and edge.target_input in s.implementation.unkept(call, self.local_sizes(s, bound))
-                    for s in candidates.strategies
-                ]
-            )
+        def lets_go(s: Strategy) -> bool:
+            return s.implemented and edge.target_input in s.implementation.unkept(call, self.local_sizes(s, bound))
 
-        let_go = self.cached(("let go", id(candidates), edge.target_input), make)
+        key = "let go", id(candidates), edge.target_input
+        let_go = self.cached(key, lambda: np.array([*map(lets_go, candidates.strategies)]))
         if not let_go.any():
             return saved_bytes
         key = ("saved by target", id(saved_bytes), id(candidates), edge.target_input)
@@ -325,9 +327,7 @@ class MemoryModel(TensorBytes):
         return self.cached(("working forward", id(stated)), lambda: stated_or(stated, np.zeros_like(stated)))
 
     def handed_on(self, number: int) -> Bytes | None:
-        """Return the bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no
-        weights.
-        """
+        """Return the bytes of gradients that a backward leaves for calls before it: of inputs that are no weights."""
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return None

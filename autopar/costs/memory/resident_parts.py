@@ -57,10 +57,9 @@ def node_parts(memory: MemoryModel, number: int) -> tuple[Part, ...]:
 
 def edge_parts(memory: MemoryModel, edge: TensorEdge) -> tuple[Part, ...]:
     """Return the parts of an edge, made once."""
-    end = edge.target, edge.target_input
-    found = memory.parts.get(end)
+    found = memory.parts.get(edge.end)
     if found is None:
-        found = memory.parts[end] = tuple(_edge_parts(memory, edge))
+        found = memory.parts[edge.end] = tuple(_edge_parts(memory, edge))
     return found
 
 

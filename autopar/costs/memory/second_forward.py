@@ -76,8 +76,13 @@ class SecondForward:
 
     def variant(self, decision: Decision, mode: int) -> int:
         """Return the mode if a call has variants for it, else 0, the mode in which what is chosen runs."""
-        strategies = decision.candidates.strategies if mode == SELECTIVE_MODE else ()
-        return mode if any(each.regathering is not None for each in strategies) else 0
+        if mode != SELECTIVE_MODE:
+            return 0
+        strategies = decision.candidates.strategies
+        regathers = self.tensors.cached(
+            ("regathers", id(decision.candidates)), lambda: np.array(any(s.regathering is not None for s in strategies))
+        )
+        return mode if regathers else 0
 
     def running_in(self, decision: Decision, mode: int) -> tuple[Strategy, ...]:
         """Return what runs a call in a mode, by strategy."""
@@ -122,7 +127,7 @@ class SecondForward:
 
     def moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray | None:
         """Return between which strategies an edge's collectives run again in a mode; None if between none."""
-        key = edge.target, edge.target_input, mode
+        key = *edge.end, mode
         if key not in self._again:
             found = self._moves_again(edge, mode) if self._needs_again(edge, mode) else None
             self._again[key] = found if found is not None and found.any() else None

@@ -51,12 +51,11 @@ class TensorBytes:
         """Return the pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it
         is.
         """
-        before, after = self._codes(edge)
-        return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
+        return self._on_any_axis(edge, lambda before, after: (before == _INVARIANT) & (after == _REPLICATED))
 
     def communicated(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a tensor goes over links."""
-        return self.kinds(edge) == COMMUNICATED
+        return self.space.of_layouts("communicated", edge, lambda: self.kinds(edge) == COMMUNICATED)
 
     def changes(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a tensor becomes another one, if only a slice."""
@@ -64,7 +63,7 @@ class TensorBytes:
 
     def stays(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
-        return self.kinds(edge) <= SLICED
+        return self.space.of_layouts("stays", edge, lambda: self.kinds(edge) <= SLICED)
 
     def _codes(self, edge: TensorEdge) -> tuple[np.ndarray, np.ndarray]:
         return (
@@ -81,13 +80,23 @@ class TensorBytes:
         return self.space.of_layouts("kinds", edge, lambda: self._kinds(edge))
 
     def _kinds(self, edge: TensorEdge) -> np.ndarray:
-        before, after = self._codes(edge)
-        before, after = before[:, None, :], after[None, :, :]
+        return self._on_any_axis(edge, self._kinds_of)
+
+    def _on_any_axis(self, edge: TensorEdge, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the most on any mesh axis of what follows there from the codes before and after, for each pair."""
+        found = []
+        for ends in zip(*(codes.T for codes in self._codes(edge)), strict=True):
+            # There are few codes, and many pairs of layouts.
+            (before, rows), (after, columns) = (np.unique(codes, return_inverse=True) for codes in ends)
+            found.append(of(before[:, None], after[None, :])[rows[:, None], columns])
+        return np.maximum.reduce(found)
+
+    @staticmethod
+    def _kinds_of(before: np.ndarray, after: np.ndarray) -> np.ndarray:
         whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
         kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
         kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
-        kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
-        return kinds.max(axis=2)
+        return np.where((before == after) | (whole_before & whole_after), SAME, kinds)
 
     def only_gathers(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which nothing happens but gathers, slices and the reduction of
@@ -96,12 +105,13 @@ class TensorBytes:
         return self.space.of_layouts("only gathers", edge, lambda: self._only_gathers(edge))
 
     def _only_gathers(self, edge: TensorEdge) -> np.ndarray:
-        before, after = self._codes(edge)
-        before, after = before[:, None, :], after[None, :, :]
-        exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
-        # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
-        invariant = (before > _PARTIAL) & (after == _INVARIANT) & edge.tensor.requires_grad
-        return ~(exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
+        def differs(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+            exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
+            # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
+            invariant = (before > _PARTIAL) & (after == _INVARIANT) & edge.tensor.requires_grad
+            return exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)
+
+        return ~self._on_any_axis(edge, differs)
 
     def gathered_alone(self, edge: TensorEdge) -> np.ndarray:
         """Return the pairs of layouts between which a weight is gathered in a message of its own."""
@@ -175,7 +185,8 @@ class TensorBytes:
 
     def states(self, cost: StatedBytes, decision: Decision) -> bool:
         """Return whether the implementation of any strategy of a call states such bytes."""
-        return bool((self.stated(cost, decision) != UNSTATED).any())
+        stated = self.stated(cost, decision)
+        return bool(self.cached(("states", id(stated)), lambda: (stated != UNSTATED).any()))
 
     def cached(self, key: object, make: Callable[[], Bytes]) -> Bytes:
         """Return the array of a key; `make` is called once per key."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 from autopar.costs.hardware.collectives import Transfer, rearranging_seconds, transfer_seconds
 from autopar.costs.hardware.overlap import Message
 from autopar.costs.hardware.profile import Hardware
+from autopar.costs.pricing.message_sizes import ALONE
 from autopar.costs.pricing.moves import (
     Move,
     MovedTensor,
@@ -37,10 +38,17 @@ from autopar.costs.pricing.moves import (
     regathered,
     transfers,
 )
+from autopar.costs.pricing.shortest_paths import (
+    LOCAL_MOVE_SECONDS,
+    Ways,
+    all_pairs,
+    ending_in_parts,
+    led_by,
+    sum_along_paths,
+)
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.ir.sharding.mesh import Mesh
 
-LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
 COPY_TIE = 1e-6  # weight of copies: breaks ties between paths with equal messages
 
 
@@ -71,16 +79,6 @@ class ReshardPath:
         return " → ".join(str(layout) for layout in (*(move.before for move in self.moves), self.moves[-1].after))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ways:
-    """The shortest distances, the next layout on the way from i to j, and on the way on from there."""
-
-    seconds: np.ndarray
-    following: np.ndarray
-    later: np.ndarray
-    """Two of them: behind a first move that does not gather, and behind one that does."""
-
-
 class ReshardTable:
     """All-pairs shortest paths between the layouts of one kind of tensor that split only `dims`.
 
@@ -91,8 +89,8 @@ class ReshardTable:
     def __init__(
         self,
         layouts: tuple[Layout, ...],
-        alone: _Ways,
-        together: _Ways | None,
+        alone: Ways,
+        together: Ways | None,
         tensor: MovedTensor,
         mesh: Mesh,
         hardware: Hardware,
@@ -114,12 +112,12 @@ class ReshardTable:
     @functools.cached_property
     def forward_seconds(self) -> np.ndarray:
         """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
-        return _sum_along_paths(self._alone, self._forward)
+        return sum_along_paths(self._alone, self._forward)
 
     @functools.cached_property
     def last_gather_seconds(self) -> np.ndarray:
         """Seconds of the last move of each of these paths if it is a gather; else 0."""
-        return _sum_along_paths(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
+        return sum_along_paths(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
 
     @functools.cached_property
     def reduction_seconds(self) -> np.ndarray:
@@ -149,23 +147,17 @@ class ReshardTable:
     @functools.cached_property
     def _reductions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gathers of single moves; seconds of reductions behind one, and of all, of first moves and of later ones."""
-        gathers = np.zeros(self.seconds.shape, dtype=int)
-        behind, every = np.zeros((2, *gathers.shape)), np.zeros((2, *gathers.shape))
-        local = _local_parts(self.layouts, self._tensor, self._mesh)
-        known: dict[object, tuple[int, list[float], list[float]]] = {}
-        for i, j, alike, move in _moves_among(self.layouts, tuple(self._mesh.joined.values())):
-            kind = alike, local[i], local[j]
-            if kind not in known:
-                known[kind] = self._reduced_by(move)
-            gathers[i, j], behind[:, i, j], every[:, i, j] = known[kind]
-        return gathers, behind, every
+        found = np.zeros((5, *self.seconds.shape))
+        moves = _moves_among(self.layouts, tuple(self._mesh.joined.values()))
+        found[:, moves.before, moves.after] = moves.each(self._tensor, self._mesh, self._reduced_by)
+        return found[0].astype(int), found[1:3], found[3:]
 
-    def _reduced_by(self, move: Move) -> tuple[int, list[float], list[float]]:
+    def _reduced_by(self, move: Move) -> tuple[float, ...]:
         """Return the gathers of a move; seconds of reductions behind them, and of all, if it is first and if not."""
         places: tuple[Place, ...] = ("first", "later")
         messages = [in_bucket(move, self._tensor, place) for place in places]
         if None in messages or not self._tensor.can_move(move.source, move.target):
-            return 0, [0.0, 0.0], [0.0, 0.0]
+            return (0.0,) * 5
         found = transfers(move, self._tensor, self._mesh, regather=False)
         names = [each.collective for each in found]
         num_gathers = names.count("all_gather")
@@ -174,7 +166,7 @@ class ReshardTable:
             [transfer_seconds(t, self._mesh, self._hardware, message) * t.backward for t in found]
             for message in messages
         ]
-        return num_gathers, [sum(each[first:]) for each in seconds], [sum(each) for each in seconds]
+        return (num_gathers, *(sum(each[first:]) for each in seconds), *map(sum, seconds))
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """Return the cheapest path; the layouts must be connected."""
@@ -207,49 +199,72 @@ def reshard_table(
 ) -> ReshardTable:
     """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value."""
     layouts = _layouts(tensor, dims, zigzag_dims, mesh)
-    local = _local_parts(layouts, tensor, mesh)
-    alone = np.full((len(layouts), len(layouts)), np.inf)
-    np.fill_diagonal(alone, 0.0)
-    first, behind, later = alone.copy(), alone.copy(), alone.copy()
-    forward, copies = np.zeros_like(alone), np.zeros_like(alone)
-    gathers = np.zeros(alone.shape, dtype=bool)
-    priced: dict[object, tuple[float, ...]] = {}
-    messages_of: dict[int, list[Message | None]] = {}
-    to_parts: list[tuple[int, int]] = []
-    joined = tuple(mesh.joined.values()) if tensor.may_share_messages else ()
-    for i, j, alike, move in _moves_among(layouts, joined):
-        if not tensor.can_move(move.source, move.target):
-            continue
-        # Moves of the same axes between equal placements move the same bytes where the parts are as large.
-        kind = (alike, local[i], local[j])
-        if kind not in priced:
-            found = transfers(move, tensor, mesh, tensor.regather)
-            each = [] if move.is_joined else [transfer_seconds(t, mesh, hardware) for t in found]
-            copied = 0.0 if move.is_joined else sum(rearranging_seconds(t, hardware) for t in found)
-            by_itself = math.inf if move.is_joined else sum(each) - (1 - COPY_TIE) * copied
-            there = sum(s for t, s in zip(found, each, strict=False) if not t.backward)
-            if alike not in messages_of:
-                messages_of[alike] = [in_bucket(move, tensor, place) for place in get_args(Place)]
-            in_it = [
-                math.inf if each is None else sum(transfer_seconds(t, mesh, hardware, each) for t in found)
-                for each in messages_of[alike]
-            ]
-            priced[kind] = (*(each + LOCAL_MOVE_SECONDS for each in (by_itself, *in_it)), there, copied)
-        alone[i, j], first[i, j], behind[i, j], later[i, j], forward[i, j], copies[i, j] = priced[kind]
-        gathers[i, j] = move.gathers
-        if makes_parts(move):
-            to_parts.append((i, j))
-    ways = _all_pairs(alone)
-    if copies.any():
-        ways = _Ways(ways.seconds + (1 - COPY_TIE) * _sum_along_paths(ways, copies), ways.following, ways.later)
+    by_itself = replace(tensor, bucketed=False, alone=False, sharing=ALONE)
+    ways, forward, gathers = _alone(by_itself, layouts, mesh, hardware)
     if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
-    on = [_ending_in_parts(_all_pairs(each), to_parts, layouts) for each in (behind, later)]
-    in_buckets = _led_by(first, gathers, on)
+    in_buckets, gathers = _in_buckets(tensor, layouts, mesh, hardware)
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is saved for the backward
         whole = np.isfinite(in_buckets.seconds) & np.array([P not in layout for layout in layouts])
-        ways = _Ways(np.where(whole, np.inf, ways.seconds), ways.following, ways.later)
+        ways = Ways(np.where(whole, np.inf, ways.seconds), ways.following, ways.later)
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _alone(
+    tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware
+) -> tuple[Ways, np.ndarray, np.ndarray]:
+    """Return the paths whose moves run alone, the forward seconds of each single move, and which of these gather."""
+
+    def price(move: Move) -> tuple[float, ...]:
+        if not tensor.can_move(move.source, move.target):
+            return math.inf, 0.0, 0.0, 0.0
+        found = transfers(move, tensor, mesh, tensor.regather)
+        each = [transfer_seconds(t, mesh, hardware) for t in found]
+        copied = sum(rearranging_seconds(t, hardware) for t in found)
+        there = sum(seconds for t, seconds in zip(found, each, strict=True) if not t.backward)
+        return sum(each) - (1 - COPY_TIE) * copied + LOCAL_MOVE_SECONDS, there, copied, move.gathers
+
+    moves, found = _moves_among(layouts, ()), np.zeros((4, len(layouts), len(layouts)))
+    found[0] = _nowhere(len(layouts))
+    found[:, moves.before, moves.after] = moves.each(tensor, mesh, price)
+    seconds, forward, copies, gathers = found
+    ways = all_pairs(seconds)
+    if copies.any():
+        ways = Ways(ways.seconds + (1 - COPY_TIE) * sum_along_paths(ways, copies), ways.following, ways.later)
+    return ways, forward, gathers.astype(bool)
+
+
+def _in_buckets(
+    tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware
+) -> tuple[Ways, np.ndarray]:
+    """Return the paths whose moves all run in buckets, and which single moves gather."""
+
+    def price(move: Move) -> tuple[float, ...]:
+        if not tensor.can_move(move.source, move.target):
+            return math.inf, math.inf, math.inf, 0.0, 0.0
+        found = transfers(move, tensor, mesh, tensor.regather)
+        seconds = [
+            math.inf
+            if (message := in_bucket(move, tensor, place)) is None
+            else sum(transfer_seconds(t, mesh, hardware, message) for t in found) + LOCAL_MOVE_SECONDS
+            for place in get_args(Place)
+        ]
+        return (*seconds, move.gathers, makes_parts(move))
+
+    moves, found = _moves_among(layouts, tuple(mesh.joined.values())), np.zeros((5, len(layouts), len(layouts)))
+    found[:3] = _nowhere(len(layouts))
+    found[:, moves.before, moves.after] = moves.each(tensor, mesh, price)
+    gathers, to_parts = found[3:].astype(bool)
+    on = [ending_in_parts(all_pairs(each), np.argwhere(to_parts), layouts) for each in found[1:3]]
+    return led_by(found[0], gathers, on), gathers
+
+
+def _nowhere(count: int) -> np.ndarray:
+    """Return the seconds between so many layouts without any move."""
+    found = np.full((count, count), np.inf)
+    np.fill_diagonal(found, 0.0)
+    return found
 
 
 def _local_parts(layouts: Sequence[Layout], tensor: MovedTensor, mesh: Mesh) -> list[tuple[int, ...]]:
@@ -275,19 +290,45 @@ def _layouts(tensor: MovedTensor, dims: frozenset[int], zigzag_dims: frozenset[i
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """Moves between layouts: the positions of the layouts before and after, and equal numbers for equal axes and
+    placements.
+    """
+
+    layouts: tuple[Layout, ...]
+    moves: tuple[Move, ...]
+    before: np.ndarray
+    after: np.ndarray
+    alike: np.ndarray
+
+    def each(self, tensor: MovedTensor, mesh: Mesh, price: Callable[[Move], tuple[float, ...]]) -> np.ndarray:
+        """Return what `price` says of every move, a row per number; it is called once for moves that cost the same.
+
+        Moves of the same axes between equal placements move the same bytes where the parts are as large.
+        """
+        numbers: dict[object, int] = {}
+        local = _local_parts(self.layouts, tensor, mesh)
+        parts = np.array([numbers.setdefault(each, len(numbers)) for each in local])
+        kinds = (self.alike * len(numbers) + parts[self.before]) * len(numbers) + parts[self.after]
+        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
+        return np.array([price(self.moves[number]) for number in first], dtype=float)[kind].T
+
+
 @functools.lru_cache(maxsize=1024)
-def _moves_among(
-    layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[int, int, int, Move], ...]:
-    """Return every move between two of the layouts: their indices, a number for axes and placements, and the move."""
+def _moves_among(layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]) -> _Moves:
+    """Return every move between two of the layouts."""
     index = {layout: i for i, layout in enumerate(layouts)}
     placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
     numbers: dict[tuple[tuple[int, ...], Placement, Placement], int] = {}
-    return tuple(
-        (i, index[move.after], numbers.setdefault((move.axes, move.source, move.target), len(numbers)), move)
-        for i, layout in enumerate(layouts)
+    moves = tuple(
+        move
+        for layout in layouts
         for move in (*_moves(layout, index, placements), *_joined_moves(layout, index, joined))
     )
+    ends = np.array([(index[move.before], index[move.after]) for move in moves], dtype=np.intp).reshape(-1, 2)
+    alike = [numbers.setdefault((move.axes, move.source, move.target), len(numbers)) for move in moves]
+    return _Moves(layouts, moves, ends[:, 0], ends[:, 1], np.array(alike, dtype=np.intp))
 
 
 def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[Placement]) -> list[Move]:
@@ -322,58 +363,3 @@ def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequenc
             if fits and target is not source and after in allowed:
                 found.append(Move(axes, layout, after))
     return found
-
-
-def _sum_along_paths(ways: _Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
-    """Sum something over the single moves on each way, or take the last one's; 0 where there is no way."""
-    there = np.broadcast_to(np.arange(len(each)), each.shape)
-    here, total = there.T, np.zeros(each.shape)
-    while True:
-        on_way = np.isfinite(ways.seconds) & (here != there)
-        if not on_way.any():
-            return total
-        following = np.where(on_way, ways.following[here, there], here)
-        total += np.where(on_way & (following == there) if last else on_way, each[here, following], 0.0)
-        here = following
-
-
-def _all_pairs(seconds: np.ndarray) -> _Ways:
-    """Find the fastest path between all pairs of layouts (Floyd and Warshall)."""
-    distance = seconds.copy()
-    following = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
-    through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
-    for middle in range(len(distance)):
-        np.add(distance[:, middle, None], distance[None, middle, :], out=through)
-        np.less(through, distance, out=better)
-        np.copyto(distance, through, where=better)
-        np.copyto(following, following[:, middle, None].copy(), where=better)
-    return _Ways(distance, following, np.stack([following, following]))
-
-
-def _ending_in_parts(ways: _Ways, to_parts: Sequence[tuple[int, int]], layouts: Sequence[Layout]) -> _Ways:
-    """Return the paths that may go on by moves that make parts of a sum, between layouts of these positions."""
-    seconds, following = ways.seconds.copy(), ways.following.copy()
-    for before, after in sorted(to_parts, key=lambda each: list(layouts[each[1]]).count(P)):
-        through = seconds[:, before] + LOCAL_MOVE_SECONDS
-        better = through < seconds[:, after]
-        seconds[better, after] = through[better]
-        following[better, after] = following[better, before]
-        if better[before]:
-            following[before, after] = after
-    return _Ways(seconds, following, ways.later)
-
-
-def _led_by(leading: np.ndarray, gathers: np.ndarray, on: Sequence[_Ways]) -> _Ways:
-    """Return the paths that go `on` behind a first move of other seconds, which does not gather, or does."""
-    distance, leading = np.full_like(leading, np.inf), leading.copy()
-    np.fill_diagonal(distance, 0.0)
-    np.fill_diagonal(leading, np.inf)  # to stay is no move
-    seconds = np.stack([each.seconds for each in on])
-    first = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
-    through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
-    for after in range(len(distance)):
-        np.add(leading[:, after, None], seconds[gathers[:, after].astype(int), after], out=through)
-        np.less(through, distance, out=better)
-        np.copyto(distance, through, where=better)
-        first[better] = after
-    return _Ways(distance, first, np.stack([each.following for each in on]))

@@ -65,6 +65,11 @@ class TensorEdge:
     target_input: int
     tensor: MovedTensor
 
+    @property
+    def end(self) -> tuple[int, int]:
+        """The decision at which it arrives and the position among its inputs, where no other tensor arrives."""
+        return self.target, self.target_input
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
@@ -132,7 +137,7 @@ class Space:
 
     def connect(self, edge: TensorEdge) -> None:
         self.edges.append(edge)
-        self.inbound[edge.target, edge.target_input] = edge
+        self.inbound[edge.end] = edge
 
     def is_weight(self, number: int) -> bool:
         """Return whether a decision gives a parameter, as it is stored or cast for use."""
@@ -223,8 +228,13 @@ class Space:
             return replace(edge, tensor=known[tensor])
 
         edges = list(map(changed, self.edges))
-        inbound = {(edge.target, edge.target_input): edge for edge in edges}
-        return replace(self, overlapped=waited, edges=edges, inbound=inbound)
+        found = replace(self, overlapped=waited, edges=edges, inbound={edge.end: edge for edge in edges})
+        found._kinds, found._numbers, found._of_layouts = self._kinds, self._numbers, self._of_layouts
+        return found
+
+    def moves_alike(self, other: Space) -> bool:
+        """Return whether another space is the same but for the shares of moves that computing hides."""
+        return self._kinds is other._kinds
 
     def has_same_candidates(self, other: Space) -> bool:
         """Return whether decisions have as many strategies as in another space of the same program and mesh.
@@ -294,14 +304,8 @@ class Space:
         if saved:
             other = self.table(edge, saved=True)
             seconds[saved] = other.seconds[np.ix_([rows[i] for i in saved], columns)]
-        between_shared_reshards = (
-            self.decisions[edge.target].kind == "shared_reshard"
-        )  # one kind may, regardless of the others
-        if (
-            edge.target_input == 0
-            and self.decisions[edge.source].kind == "shared_reshard"
-            and not between_shared_reshards
-        ):
+        leaves, enters = (self.decisions[end].kind == "shared_reshard" for end in (edge.source, edge.target))
+        if edge.target_input == 0 and leaves and not enters:  # between shared reshards one kind may move alone
             seconds = self._moved_together(edge, seconds)
         return seconds
 
@@ -342,12 +346,11 @@ class Space:
 
     def kind(self, edge: TensorEdge) -> int:
         """Return a number shared by edges that move alike: same candidates and positions at both ends, same tensor."""
-        end = edge.target, edge.target_input
-        if end not in self._kinds:
+        if edge.end not in self._kinds:
             by_identity = self.decisions[edge.source].candidates, self.decisions[edge.target].candidates
             alike = id(by_identity[0]), edge.source_output, id(by_identity[1]), edge.target_input, edge.tensor
-            self._kinds[end] = self._numbers.setdefault(alike, len(self._numbers))
-        return self._kinds[end]
+            self._kinds[edge.end] = self._numbers.setdefault(alike, len(self._numbers))
+        return self._kinds[edge.end]
 
     def unruled(self) -> dict[str, str]:
         """Map calls that run replicated because no rule fits them to the reason."""

@@ -14,10 +14,11 @@ from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.workload import OneDevice, Workload
 from autopar.costs.pricing.model_flops import batch_of, model_flops
 from autopar.costs.pricing.optimizer import Optimizer
-from autopar.costs.space.space import Decision
+from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.unsharded import overlapped_of
 from autopar.ir.program.program import Program, TensorInfo, info_of
 from autopar.ir.program.recompute_segments import MODES
+from autopar.ir.sharding.layout import P
 
 WITHOUT_OPTIMIZER = "none: the forward alone"
 
@@ -74,30 +75,35 @@ def _words(optimizer: Optimizer) -> str:
 
 def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> OneDevice:
     """Price the step with every call and tensor whole: seconds without moves, bytes without recomputation."""
-    every, _ = memory.space.widened()
-    space = every.keeping({number: _whole(decision) for number, decision in enumerate(every.decisions)})
+    space, _ = memory.space.widened()
+    decisions = space.decisions
+    # Equal calls share their candidates.
+    whole = {each: _whole(*each) for each in {(d.kind, d.candidates) for d in decisions}}
+    choices = [whole[each.kind, each.candidates] for each in decisions]
     runs = memory.microbatches.count
     found = overlapped_of(space.program, space.hardware)
     passes = (found.forward, found.backward) if space.program.learns else (found.forward,)
     computing = sum(each.seconds + each.latency for each in passes)
     stepping = sum(
-        float(decision.candidates.seconds[0]) for decision in space.decisions if decision.kind == "parameter"
+        float(decision.candidates.seconds[choice])
+        for decision, choice in zip(decisions, choices, strict=True)
+        if decision.kind == "parameter"
     )
-    modes = dict.fromkeys(memory.lifetimes.segments, MODES[0])
-    peak, _, _ = memory_use(memory.on(space), (0,) * len(space.decisions), modes)
+    if memory.space.kept is not None:  # arrays of these strategies alone are smaller than those of all
+        masks = {n: np.arange(len(d.candidates.strategies)) == choices[n] for n, d in enumerate(decisions)}
+        memory, choices = memory.on(space.keeping(masks)), [0] * len(decisions)
+    peak, _, _ = memory_use(memory, choices, dict.fromkeys(memory.lifetimes.segments, MODES[0]))
     capacity = space.hardware.memory_bytes if limit is None else limit
     return OneDevice(computing * runs + stepping, peak, capacity, reserved.on_device(peak) - peak)
 
 
-def _whole(decision: Decision) -> np.ndarray:
-    """Return a mask of the strategy that splits nothing; of a tensor that arrives split, of its only one."""
-    found = 0
-    for number, strategy in enumerate(decision.candidates.strategies):
-        if decision.kind == "call":
+def _whole(kind: str, candidates: Candidates) -> int:
+    """Return the number of the strategy that splits nothing; of a tensor that arrives split, of its only one."""
+    for number, strategy in enumerate(candidates.strategies):
+        if kind == "call":
             is_whole = not strategy.implemented and all(choice == "-" for choice in strategy.choices)
         else:
-            is_whole = all(placement in ("I", "R") for placement in str(strategy.outputs[0]).split())
+            is_whole = not any(placement.is_split or placement is P for placement in strategy.outputs[0])
         if is_whole:
-            found = number
-            break
-    return np.arange(len(decision.candidates.strategies)) == found
+            return number
+    return 0

@@ -39,7 +39,7 @@ from autopar.costs.pricing import operations
 from autopar.costs.pricing.moves import in_bucket, place_in, transfers
 from autopar.costs.pricing.offload import host_step
 from autopar.costs.pricing.optimizer_step import step_flops, step_peak, step_transfers
-from autopar.costs.pricing.reshard import LOCAL_MOVE_SECONDS
+from autopar.costs.pricing.shortest_paths import LOCAL_MOVE_SECONDS
 from autopar.costs.space.call_candidates import own_transfers
 from autopar.costs.space.space import Decision, Space, TensorEdge, without_gradient
 from autopar.costs.space.strategy import Strategy
@@ -311,11 +311,11 @@ class _Ledger:
 
     def _same_edge(self, edge: TensorEdge) -> tuple[Hashable, ...]:
         """Return a key, equal for edges with equal terms."""
-        ends = ((edge.source, edge.source_output), (edge.target, edge.target_input))
+        ends = ((edge.source, edge.source_output), edge.end)
         ends_of = tuple((id(self.space.decisions[n].candidates), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_edge(edge)
         share = self.sizes.share(self.space.rows_on(edge), self.choices)
-        again = self.rerun.edges.get((edge.target, edge.target_input))
+        again = self.rerun.edges.get(edge.end)
         return ends_of, edge.tensor, share, again, id(shape), id(self.repetition.of_edge(edge))
 
     def _edge(self, edge: TensorEdge, times: int, unused: bool) -> None:
@@ -328,7 +328,7 @@ class _Ledger:
         count, axes = self.repetition.of_edge(edge) * times, cast(Mesh, self.sizes.axes)
         share = self.sizes.share(self.space.rows_on(edge), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
-        exposed = iter(self.rerun.edges.get((edge.target, edge.target_input), ()))
+        exposed = iter(self.rerun.edges.get(edge.end, ()))
         for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor, place_in(path.moves, number)) if path.together else None

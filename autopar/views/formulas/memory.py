@@ -146,7 +146,7 @@ def _symbolic_space(space: Space, choices: Sequence[int], sizes: LocalSizes) -> 
 
     decisions = [replace(each, candidates=chosen(number, each)) for number, each in enumerate(space.decisions)]
     edges = [replace(edge, tensor=replace(edge.tensor, shape=sizes.of_edge(edge))) for edge in space.edges]
-    inbound = {(edge.target, edge.target_input): edge for edge in edges}
+    inbound = {edge.end: edge for edge in edges}
     return replace(space, decisions=decisions, edges=edges, inbound=inbound)
 
 
@@ -180,7 +180,7 @@ def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str])
         frozenset(n for n in numbers if second.is_rerun(n, choices, modes)),
         frozenset(n for n in numbers if second.collectives_of(n, choices, modes)),
         {
-            (edge.target, edge.target_input): exposed
+            edge.end: exposed
             for edge in memory.space.edges
             if (exposed := tuple(share for _, share in second.collectives_on(edge, choices, modes)))
         },

@@ -422,3 +422,14 @@ def test_sums_of_micro_batches_take_the_bytes_of_the_dtype_they_are_reduced_in(s
     for predicted, real in (wide, narrow):
         assert predicted == pytest.approx(real, rel=0.1)
     assert (narrow[1] < 0.95 * wide[1]) == (strategy != "zero2")  # whose sums are parts, in float32
+
+
+@pytest.mark.parametrize("reduce_each", [False, True])
+def test_no_bytes_follow_from_other_waits_but_where_micro_batches_reduce_gradients(reduce_each: bool) -> None:
+    space, runs = space_of(Chain(), (X_BD,), dp=2, tp=2), Microbatches(4, 4, reduce_each=reduce_each)
+    memory, waiting = MemoryModel(space, runs), space.waiting_for({"all_gather": 0.5})
+    use = memory_use(memory, whole(space), {})
+    assert (memory.on(waiting).parts is memory.parts) == (not reduce_each)
+    for other in (memory.on(waiting), MemoryModel(waiting, runs)):
+        assert memory_use(other, whole(space), {}) == use
+    assert memory.on(replace(space, imbalance=2.0)).parts is not memory.parts, "its edges have other numbers"

@@ -354,3 +354,17 @@ def test_the_backward_of_a_loss_works_on_the_gradient_of_its_probabilities() -> 
     (working,) = modes
     assert working is not None
     assert working.max() == 2 * len(X_BD) * 32 * 4 + 2 * 4  # the logits', too; the loss and what it was divided by
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_edges_that_share_their_bytes_have_those_that_each_has_by_itself(family: str) -> None:
+    build, (args, kwargs) = FAMILIES[family].build, FAMILIES[family].inputs(0)
+    space = build_space(capture(build(), args, kwargs), Mesh({"tp": 2}), load("cpu"))
+    memory = MemoryModel(space, offloads=True)
+    for edge in space.edges:
+        found, alone = memory.edge(edge), MemoryModel(space, lifetimes=memory.lifetimes).edge(edge)
+        assert found is alone is None or (found and alone and len(found) == len(alone))
+        for ours, theirs in zip(found or (), alone or (), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    arrays = {id(found) for edge in space.edges if (found := memory.edge(edge))}
+    assert len(arrays) < 0.7 * sum(memory.edge(edge) is not None for edge in space.edges), "layers share them"
