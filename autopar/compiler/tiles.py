@@ -31,6 +31,7 @@ from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimi
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.best_plan import best_plan
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
@@ -53,7 +54,7 @@ def plan_as_memory_asks(
     losses, mlps = _takes_losses(request, space), _takes_mlps(request, space)
     memory = request.settings.tensor_limit
     if memory is None or not (losses or mlps):
-        return request.plan(space, storage)
+        return best_plan(request, space, storage)
     turns, tiles = _Turns(request, storage), request.tiles
     fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
     in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
@@ -137,7 +138,8 @@ class _Turns:
         try:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                plan = replace(self._request, settings=settings).plan(space, self._storage, self._statements(space))
+                request = replace(self._request, settings=settings)
+                plan = best_plan(request, space, self._storage, self._statements(space))
         except TimeLimitError as error:
             self._late = error
             return
