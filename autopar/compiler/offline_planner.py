@@ -19,7 +19,7 @@ from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipe
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import pipeline_as_memory_asks
+from autopar.compiler.tiles import may_save, pipeline_as_memory_asks
 from autopar.console.progress import stages as progress
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
@@ -182,13 +182,14 @@ class OfflinePlanner:
     def short(self, count: int, mesh: Mesh) -> Iterator[tuple[Shortened, Mapping[str, Layout]]]:
         """Yield shorter forms of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts.
 
-        Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
+        Behind that of the model as it is, with its loss in tiles where that may save a part of the limit that matters.
         """
         axes, tiles = axes_of_parts(self.request.inputs, mesh), self.request.tiles
         num_parts = math.prod(map(mesh.size, axes))
         found = self.shortened(count, num_parts, tiles)
         yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
-        if tiles.loss is None and found.program.tileable:
+        limit = self.request.settings.limit
+        if tiles.loss is None and may_save(found.program, mesh.num_devices, limit):
             found = self.shortened(count, num_parts, tiles._replace(loss=Fitting(mesh.num_devices)))
             yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
 

@@ -204,6 +204,15 @@ def _takes_losses(request: PlanRequest, space: Space) -> bool:
     return request.tiles.loss is None and space.program.tileable
 
 
+def may_save(program: Program, num_devices: int, limit: int | None) -> bool:
+    """Return whether losses in tiles may save a part of a limit that matters, with logits split over all devices."""
+    if limit is None or not program.tileable:
+        return False
+    logits = (node.all_input_nodes[0].meta["tensor"] for node in program.graph.nodes if node.target in LOSSES)
+    whole = sum(math.prod(each.shape) * each.dtype.itemsize for each in logits)
+    return whole >= WORTHWHILE * limit * num_devices
+
+
 def _takes_mlps(request: PlanRequest, space: Space) -> bool:
     return request.tiles.mlp == AUTO and space.program.mlp_tileable
 

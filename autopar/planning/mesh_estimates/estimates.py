@@ -9,7 +9,6 @@ It ends where the best EXPANDED candidates have no neighbour that is not estimat
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +75,7 @@ class Subject:
     short: Callable[[int, Mesh], Iterator[tuple[Shortened, Mapping[str, Layout]]]]
     """Shorter programs of one of so many micro-batches on the devices of a stage, and layouts of their inputs.
 
-    The first is as the user asks; others take less memory, as with the loss in tiles, and count under a limit.
+    The first is as the user asks; another, with the loss in tiles, is there where it may take clearly less of a limit.
     """
     limit: Callable[[Mesh], float]
     """Bytes of tensors on a device of a mesh."""
@@ -280,8 +279,7 @@ class Estimates:
 
         Behind the first they are of the program that takes less memory, if there is one.
         """
-        limited = math.isfinite(limit)
-        programs = self._programs(candidate, limited)
+        programs = self._programs(candidate)
         steps, prices = self._steps(candidate), next(programs).levels(limit)
         yield steps, next(prices)
         if (other := next(programs, None)) is not None:
@@ -289,11 +287,11 @@ class Estimates:
         for levels in prices:
             yield steps, levels
 
-    def _programs(self, candidate: Candidate, limited: bool) -> Iterator[Inner]:
+    def _programs(self, candidate: Candidate) -> Iterator[Inner]:
         mesh, count = candidate
         inner = self._stage(mesh)
         request, first = self.subject.request.on(mesh), None
-        for short, arriving in itertools.islice(self.subject.short(count, inner), None if limited else 1):
+        for short, arriving in self.subject.short(count, inner):
             requested = request, short, inner, mesh.num_devices, count, arriving, self._deadline_now, self._known
             found = Inner(*requested, like=first)
             first = first or found

@@ -389,3 +389,11 @@ def test_pipelines_with_too_few_samples_for_all_hosts_begin_with_a_third_axis() 
         assert each in set(estimates._first_candidates())
     enough, _ = estimates_of(None, devices=2 * BATCH, max_axes=3)
     assert not list(enough._of_few_samples())
+
+
+@pytest.mark.parametrize(("memory", "num_programs"), [(None, 1), (16 * 2**20, 2), (2**30, 1)])
+def test_losses_in_tiles_are_estimated_where_logits_are_a_part_of_the_limit(
+    memory: int | None, num_programs: int
+) -> None:
+    estimates, _ = estimates_of(memory)
+    assert len(list(estimates._programs(Candidate(Mesh({"dp": 4}), 1)))) == num_programs
