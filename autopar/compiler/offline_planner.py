@@ -19,7 +19,7 @@ from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipe
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.plan_cache import PlanCache
-from autopar.compiler.tiles import pipeline_as_memory_asks
+from autopar.compiler.tiles import may_save, pipeline_as_memory_asks
 from autopar.console.progress import stages as progress
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
@@ -32,9 +32,10 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.matching import Catalog
 from autopar.planning.memory_limit.least_stored import least_stored
 from autopar.planning.mesh_estimates.block_use import strategies_of
-from autopar.planning.mesh_estimates.candidates import of_pipeline, of_plan, saying
 from autopar.planning.mesh_estimates.estimates import Estimate
 from autopar.planning.mesh_estimates.shortened import Shortened, is_alike, shortened
+from autopar.planning.mesh_estimates.warm_start import warm_start
+from autopar.planning.mesh_search.candidates import of_pipeline, of_plan, saying
 from autopar.planning.mesh_search.search import Candidate, Turn
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.request import PipelineRequest, stage_mesh
@@ -181,13 +182,14 @@ class OfflinePlanner:
     def short(self, count: int, mesh: Mesh) -> Iterator[tuple[Shortened, Mapping[str, Layout]]]:
         """Yield shorter forms of a micro-batch's program for the parts of a mesh, and layouts of inputs in parts.
 
-        Behind that of the model as it is, with its loss in tiles where a limit may ask for it.
+        Behind that of the model as it is, with its loss in tiles where that may save a part of the limit that matters.
         """
         axes, tiles = axes_of_parts(self.request.inputs, mesh), self.request.tiles
         num_parts = math.prod(map(mesh.size, axes))
         found = self.shortened(count, num_parts, tiles)
         yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
-        if tiles.loss is None and found.program.tileable:
+        limit = self.request.settings.limit
+        if tiles.loss is None and may_save(found.program, mesh.num_devices, limit):
             found = self.shortened(count, num_parts, tiles._replace(loss=Fitting(mesh.num_devices)))
             yield found, layouts_of_parts(found.program, self.batch, mesh, axes)
 
@@ -254,30 +256,31 @@ class OfflinePlanner:
             return None
 
     def exact(self, estimate: Estimate, turn: Turn) -> Candidate[Plan | PipelinePlan]:
-        """Return the best plan of an estimated candidate, with its schedule and micro-batches."""
-        mesh, count, schedule = estimate.mesh, estimate.microbatches, estimate.schedule
-        settings = self.request.settings.lasting(turn.time_limit)
-        if schedule is None:
-            settings = replace(settings, cutoff=turn.cutoff / count)
-            try:
-                plan = self.on(mesh, replace(self.request, microbatches=count, settings=settings))
-            except CutOffError as error:
-                raise CutOffError(count * error.seconds) from error
-            return of_plan(plan if count == 1 or self.request.microbatches else saying(plan, count), count)
-        stage, tiles_requested = stage_mesh(mesh, str(self.request.pipeline.axis)), self.request.tiles
+        """Return the best plan of an estimated candidate, with its schedule, micro-batches and tiles."""
+        mesh, count, schedule, uses = estimate.mesh, estimate.microbatches, estimate.schedule, estimate.uses
+        stage = mesh if schedule is None else stage_mesh(mesh, str(self.request.pipeline.axis))
         num_parts = math.prod(map(stage.size, axes_of_parts(self.request.inputs, stage)))
-        in_tiles = estimate.uses[0].short is not self.shortened(count, num_parts, tiles_requested)
-        tiles = Fitting(mesh.num_devices // schedule.num_ranks) if in_tiles else tiles_requested.loss or False
-        chunks = schedule.chunks if schedule.chunks > 1 else None
-        wanted = replace(
+        tiles = self.request.tiles
+        in_tiles = uses[0].short is not self.shortened(count, num_parts, tiles)
+        request = replace(
             self.request,
             microbatches=count,
-            pipeline=replace(self.request.pipeline, schedule=schedule.name, stages_per_rank=chunks),
-            settings=settings,
-            chosen_tiles=tiles_requested._replace(loss=tiles),
+            settings=self.request.settings.lasting(turn.time_limit),
+            chosen_tiles=tiles._replace(loss=Fitting(stage.num_devices) if in_tiles else tiles.loss or False),
         )
-        looked_at = strategies_of(estimate.uses, blocks_of(self.captured(count, num_parts, wanted.tiles)))
-        return of_pipeline(self.in_stages(mesh, str(self.request.pipeline.axis), wanted, turn.cutoff, looked_at))
+        if schedule is not None:
+            chunks = schedule.chunks if schedule.chunks > 1 else None
+            pipeline = replace(request.pipeline, schedule=schedule.name, stages_per_rank=chunks)
+            looked_at = strategies_of(uses, blocks_of(self.captured(count, num_parts, request.tiles)))
+            request = replace(request, pipeline=pipeline)
+            return of_pipeline(self.in_stages(mesh, str(pipeline.axis), request, turn.cutoff, looked_at))
+        settings = replace(request.settings, cutoff=turn.cutoff / count)
+        request = replace(request, settings=settings, warm_start=warm_start(uses, estimate.shares))
+        try:
+            plan = self.on(mesh, request)
+        except CutOffError as error:
+            raise CutOffError(count * error.seconds) from error
+        return of_plan(plan if count == 1 or self.request.microbatches else saying(plan, count), count)
 
     def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """Return the best plan on one of the meshes that are compared.

@@ -36,6 +36,7 @@ from autopar.files.schema import Malformed, Record, Text, Whole
 from autopar.ir.program.calls import module_of
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
+from autopar.planning.best_plan import warn_of_plan
 from autopar.planning.memory_limit.least_stored import least_stored
 from autopar.planning.offload import of_whole, plan_as_offload_asks
 from autopar.planning.pipeline.plan import PipelinePlan
@@ -74,7 +75,7 @@ class PlanCache:
         def check(plan: Plan) -> None:
             tiles = tiles_of(plan, space.program, request.tiles, space.mesh)
             fitting = (space if tiles == request.tiles else spaces(tiles)).with_zigzag_axes(plan.zigzag_axes)
-            request.warn(plan, fitting, choices_of(plan, fitting), stored=bool(storage))
+            warn_of_plan(request, plan, fitting, choices_of(plan, fitting), stored=bool(storage))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
         with request.settings.explaining():
@@ -192,7 +193,7 @@ def _of_request(request: PlanRequest) -> PlanRequest:
     settings = request.settings
     memory = replace(settings.memory.limited(settings.limit), host_limit=settings.memory.host_limit_bytes)
     search = replace(settings.search, cache=None, max_axes=None)
-    return replace(request, hardware=None, settings=replace(settings, memory=memory, search=search))
+    return replace(request, hardware=None, warm_start=None, settings=replace(settings, memory=memory, search=search))
 
 
 def _plain(value: Any) -> Any:

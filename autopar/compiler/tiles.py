@@ -31,6 +31,7 @@ from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimi
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.best_plan import best_plan
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
@@ -53,7 +54,7 @@ def plan_as_memory_asks(
     losses, mlps = _takes_losses(request, space), _takes_mlps(request, space)
     memory = request.settings.tensor_limit
     if memory is None or not (losses or mlps):
-        return request.plan(space, storage)
+        return best_plan(request, space, storage)
     turns, tiles = _Turns(request, storage), request.tiles
     fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
     in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
@@ -137,7 +138,8 @@ class _Turns:
         try:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                plan = replace(self._request, settings=settings).plan(space, self._storage, self._statements(space))
+                request = replace(self._request, settings=settings)
+                plan = best_plan(request, space, self._storage, self._statements(space))
         except TimeLimitError as error:
             self._late = error
             return
@@ -200,6 +202,15 @@ def _costs_time(plan: PipelinePlan, memory: int) -> bool:
 
 def _takes_losses(request: PlanRequest, space: Space) -> bool:
     return request.tiles.loss is None and space.program.tileable
+
+
+def may_save(program: Program, num_devices: int, limit: int | None) -> bool:
+    """Return whether losses in tiles may save a part of a limit that matters, with logits split over all devices."""
+    if limit is None or not program.tileable:
+        return False
+    logits = (node.all_input_nodes[0].meta["tensor"] for node in program.graph.nodes if node.target in LOSSES)
+    whole = sum(math.prod(each.shape) * each.dtype.itemsize for each in logits)
+    return whole >= WORTHWHILE * limit * num_devices
 
 
 def _takes_mlps(request: PlanRequest, space: Space) -> bool:

@@ -22,11 +22,11 @@ from autopar.costs.steps.step import step_timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins, narrowed, pinned_by
-from autopar.planning.memory_limit.answers import Answer, without_idle_modes
+from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, without_idle_modes
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, context_of
+from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, WarmStart, context_of
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 
@@ -223,6 +223,34 @@ def best_plan_of(
     if least < seconds_of_microbatch(plan):
         raise CutOffError(least)
     return replace(plan, context=replace(context_of(plan), settings=settings)), choices
+
+
+def begun(
+    runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings, start: WarmStart
+) -> Plan | None:
+    """Return the plan of a warm start that has the fastest step, of several implementations of micro-batches.
+
+    None if the start has no choices that pins allow and a limit has room for. Its bound is that of the sum of costs.
+    """
+    found = (
+        next(filter(None, (_begun(each, pins, settings, start) for each in stated.of(settings, way))), None)
+        for way in runs
+    )
+    return min(filter(None, found), key=seconds_of_microbatch, default=None)
+
+
+def _begun(formulation: Formulation, pins: Pins, settings: Settings, start: WarmStart) -> Plan | None:
+    memory, limit = formulation.memory, settings.tensor_limit
+    modes = None if limit is None else settings.modes(memory.lifetimes.segments)
+    problem = formulation.problem(pins, modes=modes)
+    for choices, chosen in start.choices(formulation.space, memory.lifetimes):
+        taken = {name: chosen.get(name, MODES[0]) for name in modes or ()}
+        seconds = problem.seconds_of(choices_of_nodes(choices, taken.values()))
+        peak, use, fullest = memory_use(memory, choices, taken)
+        if math.isfinite(seconds) and (limit is None or peak <= limit):
+            answer = Answer(choices, taken, seconds, 0.0, peak, use, fullest, "warm start", 0.0, problem)
+            return plan_of(Solved(formulation, pins, settings, answer))[0]
+    return None
 
 
 def _planned(runs: Microbatches, stated: Statements, pins: Pins, specified: Settings) -> tuple[Plan, tuple[int, ...]]:

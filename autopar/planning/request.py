@@ -5,8 +5,7 @@ One value serves `plan`, `compile`, `attach` and the stages of pipelines: they l
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,40 +19,24 @@ from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.overlap import OverlappedWork
 from autopar.costs.hardware.profile import Hardware
-from autopar.costs.memory.microbatches import Microbatches
-from autopar.costs.plans.plan import Plan
 from autopar.costs.pricing.conventions import MemoryConventions
 from autopar.costs.pricing.offload import check_host
 from autopar.costs.pricing.optimizer import ADAMW, Offload, Optimizer
-from autopar.costs.space.between_layouts import notes_on_moves
 from autopar.costs.space.build import build_space
 from autopar.costs.space.returned import Outputs, Returned
 from autopar.costs.space.space import Space
-from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
 from autopar.errors import InputError
 from autopar.ir.program.precision import AS_IT_IS, Precision
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning.annotations.pins import Mode, pins_of
-from autopar.planning.expert_notes import warn_of_unknown_experts
-from autopar.planning.formulation import Pins
+from autopar.planning.annotations.pins import Mode
 from autopar.planning.options.groups import Capture, Experts, Memory, Offloaded, Pipeline
-from autopar.planning.planner import Statements, best_plan_of
-from autopar.planning.record import marked
-from autopar.planning.replicated_work import (
-    unused_axes,
-    warn_of_kept_whole,
-    warn_of_replicated_work,
-    warn_of_unused_axes,
-)
-from autopar.planning.settings import Settings, context_of
-from autopar.planning.simulated import as_simulated
-from autopar.planning.whole_parameters import with_storage_settled
-from autopar.solver.deadline import after, seconds_until
+from autopar.planning.settings import Settings, WarmStart
 from autopar.strategies.presets import annotations_for
-from autopar.strategies.presets.data import REDUCE_EACH, parts_named, warn_of_gradients
+from autopar.strategies.presets.data import REDUCE_EACH, parts_named
+from autopar.strategies.rules.products.chunked import AGAIN as GATHERED_AGAIN
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
 LOSS_TILES: Mapping[str, LossTiles] = {"auto": None, "always": AUTO, "none": False}
@@ -110,6 +93,8 @@ class PlanRequest:
     """On-demand implementations to offer in addition to those that annotations and the preset request."""
     chosen_tiles: Tiles | None = None
     """Tiles that the search tries in place of those that the user requested."""
+    warm_start: WarmStart | None = None
+    """Plan that the search begins with, if one is known."""
     graph_input_bytes: int = 0
     """Bytes of the copies of a step's inputs that a CUDA graph keeps."""
 
@@ -250,11 +235,14 @@ class PlanRequest:
     ) -> Space:
         """Build the space of plans; `input_layouts` says which inputs arrive split (see `build_space`).
 
-        `num_devices` are those of all stages, if the program is one of a pipeline. Axes of `zigzag_axes` zigzag-shard
-        positions; `plan` finds out which ones should. With Memory(offload="auto") the space is that of a model whose
-        optimizer is on the device.
+        `num_devices` are those of all stages, if the program is one of a pipeline. Stages hold what several
+        micro-batches save: within a memory limit their products may gather rows again in the backward. Axes of
+        `zigzag_axes` zigzag-shard positions. With Memory(offload="auto") the space is that of a model whose optimizer
+        is on the device.
         """
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
+        is_stage = (num_devices or mesh.num_devices) > mesh.num_devices
+        gathering = frozenset((GATHERED_AGAIN,)) if is_stage and self.settings.limit is not None else frozenset()
         if self.offloads_optimizer:
             optimizer = self.offloading(hardware, num_devices or mesh.num_devices)
         elif self.memory.offload == "activations":
@@ -268,7 +256,7 @@ class PlanRequest:
             optimizer,
             self.experts.imbalance,
             whole,
-            self.requested,
+            self.requested | gathering,
             num_devices,
             self.conventions,
             zigzag_axes,
@@ -325,75 +313,7 @@ class PlanRequest:
         check_host(hardware)
         return replace(self.optimizer, offload=Offload(hardware.devices_on_host(num_devices)))
 
-    def plan(self, space: Space, storage: Mapping[str, Layout] | None = None, stated: Statements | None = None) -> Plan:
-        """Return the best plan of a space; `storage` gives layouts in which parameters, by name, are stored already.
-
-        `stated` are its problems, where some were stated before.
-        """
-        specified = self.annotations_about(space.program, space.mesh, stored=bool(storage))
-        problems, deadline = (stated or Statements(space)).with_zigzag_axes(()), after(self.settings.search.time_limit)
-
-        def pinned(stated: Statements) -> tuple[Statements, Pins]:
-            pins = {} if stated.space.kept else pins_of(specified, stated.space, self.mode, storage or {})
-            return stated.narrowed(pins) if self.strategy else (stated, pins)  # else parameters may be kept whole
-
-        def with_zigzag_axes(axes: Collection[str]) -> tuple[Statements, Pins]:
-            with warnings.catch_warnings(action="ignore"):  # the first space has warned
-                return pinned(problems.with_zigzag_axes(axes))
-
-        def made(pins: Pins, settings: Settings, costs: Statements | None = None) -> Plan:
-            found, _ = replace(self, settings=settings)._made(costs or problems, pins)
-            context = replace(context_of(found), annotations=specified, mode=self.mode)
-            moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
-            rows = tuple(marked(found.rows, context.space, specified))
-            return replace(found, rows=rows, context=context, mode=self.mode, notes=(*found.notes, *moved))
-
-        def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
-            context, settings = context_of(incumbent), self.settings.lasting(seconds_until(deadline))
-            if gap:
-                settings = replace(settings, search=replace(settings.search, gap=max(gap, settings.search.gap or 0.0)))
-            with warnings.catch_warnings(action="ignore"):  # the first search has warned
-                stated, same = Statements(costs, incumbent), costs.has_same_candidates(context.space)
-                stated, allowed = (stated, context.pins) if same else pinned(stated)
-                found = made(allowed, settings, stated)
-            own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
-            return replace(found, context=own, notes=(*found.notes, *incumbent.notes[-1:] * context.keeps_whole))
-
-        problems, pins = pinned(problems)
-        if possible := possible_zigzag_axes(problems.space, pins):
-            problems, pins = with_zigzag_axes(possible)
-        plan = made(pins, self.settings)
-        if self.training and self.strategy is None and self.mode != "manual" and not storage:
-            plan = with_storage_settled(plan, specified, made, deadline)
-        space, choices, in_order = problems.space, context_of(plan).choices, None
-        if is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
-            in_order = with_zigzag_axes(needed)[0].space
-            if context_of(plan).keeps_whole and not space.has_same_candidates(in_order):
-                in_order = None  # its pins are of other strategies
-        plan = as_simulated(plan, again, deadline, in_order)
-        space, choices = context_of(plan).space, context_of(plan).choices
-        self.warn(plan, space, choices, stored=bool(storage))
-        unused = unused_axes(space, choices) if self.strategy is None else ()
-        return replace(plan, notes=(*plan.notes, *map(str, unused)))
-
-    def warn(self, plan: Plan, space: Space, choices: Sequence[int], stored: bool) -> None:
-        """Warn of surprises in a plan of these choices; `stored` as in `annotations_about`."""
-        specified = warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
-        if not specified and (self.strategy is not None or not warn_of_unused_axes(space, choices)):
-            warn_of_kept_whole(space.mesh, plan.kept_whole)
-        warn_of_gradients(self.strategy, self.microbatches or 1)
-        warn_of_unknown_experts(space)
-
     @property
     def reduces_each(self) -> bool:
         """True if the strategy has every micro-batch reduce the gradients of sharded weights."""
         return not REDUCE_EACH.isdisjoint(parts_named(self.strategy))
-
-    def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
-        count, specified = self.microbatches or 1, self.searched
-        self.optimizer.check_microbatches(count)
-        free = count > 1 and specified.limit is not None and self.strategy is None
-        ways = (False, True) if free else (self.reduces_each and count > 1,)
-        lasting = self.conventions.main_gradients and self.training
-        runs = [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
-        return best_plan_of(runs, stated, pins, specified)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autopar.costs.hardware.reserved import NOTHING, Reserved
+from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.plans.plan import Plan
@@ -126,6 +127,18 @@ class Settings:
         if self.memory.prefetch != "auto":
             return (self.memory.prefetch,)
         return (USUAL_DEPTH,) if self.limit is None else (USUAL_DEPTH, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WarmStart:
+    """A plan that is known of a model before it is searched for, as an estimate has it."""
+
+    zigzag_axes: frozenset[str]
+    """Axes over which it zigzag-shards positions."""
+    waited: Mapping[str, float]
+    """Shares of weights' collectives that its step waits for (`OverlappedWork.waited`)."""
+    choices: Callable[[Space, Lifetimes], Iterable[tuple[tuple[int, ...], Mapping[str, str]]]]
+    """Returns choices of decisions and modes of segments, the fastest first; nothing for a program of other calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

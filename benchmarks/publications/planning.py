@@ -26,6 +26,7 @@ from autopar.costs.steps.sends import Send
 from autopar.costs.steps.step import forward_and_backward
 from autopar.costs.timeline.simulation import simulate
 from autopar.ir.program.program import Program
+from autopar.planning.best_plan import best_plan
 from autopar.planning.options.groups import Memory, Pipeline
 from autopar.planning.pipeline.planned_blocks import planned_blocks
 from autopar.planning.pipeline.planner import messages, plan_pipeline
@@ -137,7 +138,7 @@ def depths_alone(requested: Pinned, hardware: Hardware, whole: bool = False) -> 
     request, mesh = request_of(requested, hardware), requested.mesh(hardware.name)
 
     def plan(layers: int) -> Plan:
-        return request.plan(request.space(_program(requested, layers), mesh))
+        return best_plan(request, request.space(_program(requested, layers), mesh))
 
     layers = requested.shape.layers
     return Depths(plan(layers)) if whole else Depths.of(plan, layers, requested.gathered)

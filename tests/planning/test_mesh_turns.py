@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.compiler import tiles
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.costs.plans.plan import Plan
@@ -185,7 +186,7 @@ def test_that_memory_costs_time_is_no_bound_of_a_model_that_is_then_planned_with
     def plan(request: PlanRequest, *_: object) -> Plan:
         raise CutOffError(next(bounds))
 
-    monkeypatch.setattr(PlanRequest, "plan", plan)
+    monkeypatch.setattr(tiles, "best_plan", plan)
     requested = PlanRequest(hardware=SLOW_DEVICES, settings=Settings(Memory(10**6), cutoff=1.0))
     planner = OfflinePlanner(Reader(512, 16), reading(0, batch=8, sequence=32, num_classes=512), requested, PlanCache())
     with pytest.raises(CutOffError) as raised:

@@ -22,6 +22,7 @@ from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.named import named
+from autopar.planning.best_plan import best_plan
 from autopar.planning.options.groups import Recompute
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
@@ -220,14 +221,14 @@ def test_a_chunk_travels_while_another_is_multiplied() -> None:
 def test_the_solver_takes_them_where_computing_hides_what_travels() -> None:
     def chosen(hardware: Hardware) -> list[str]:
         request, space = of_products(hardware)
-        plan = request.plan(space)
+        plan = best_plan(request, space)
         plan.verify()
         return [name for name in plan.choices.values() if name in (COLUMN, ROW)]
 
     sharing = replace(OVERLAPPING, name="nothing hidden", communication_share=1.0)
     assert chosen(OVERLAPPING) == [COLUMN, ROW] and chosen(sharing) == []
     with_them, without = (
-        request.plan(space).seconds
+        best_plan(request, space).seconds
         for request, space in map(of_products, [OVERLAPPING] * 2, [frozenset({NAME}), frozenset()])
     )
     assert with_them < without
@@ -238,7 +239,7 @@ def test_the_timeline_has_chunks_travel_next_to_products() -> None:
 
     def seconds(strategy: str) -> float:
         request = PlanRequest(hardware=OVERLAPPING, strategy=strategy)
-        return request.plan(request.space(space.program, space.mesh)).timeline().seconds
+        return best_plan(request, request.space(space.program, space.mesh)).timeline().seconds
 
     assert seconds(NAME) < seconds("megatron_sequence")
 

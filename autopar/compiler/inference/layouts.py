@@ -19,6 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.best_plan import best_plan
 from autopar.planning.request import PlanRequest
 from autopar.runtime.module.inputs import call_signature
 
@@ -94,4 +95,4 @@ def laid(
 ) -> Laid:
     """Return the best plan of a program whose cache lies so."""
     space = request.space(program, mesh, dict.fromkeys(caches_of(program, sizes), layout))
-    return Laid(request.plan(space, storage), layout)
+    return Laid(best_plan(request, space, storage), layout)

@@ -82,6 +82,12 @@ class BlockUse:
     short: Shortened
     strategies: Mapping[str, str]
     """Decision of the shorter program → its strategy in this plan, by name."""
+    mode: str
+    """Recomputation of all blocks."""
+    waited: Mapping[str, float]
+    """Shares of weights' collectives that the plan's costs wait for (`OverlappedWork.waited`)."""
+    zigzag_axes: frozenset[str]
+    """Axes over which the plan zigzag-shards positions."""
 
     @property
     def step_seconds(self) -> float:
@@ -112,13 +118,14 @@ class BlockUse:
 
 
 def block_use(
-    short: Shortened, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], is_whole: bool = True
+    short: Shortened, memory: MemoryModel, choices: Sequence[int], mode: str, is_whole: bool = True
 ) -> BlockUse:
-    """Return what every block of the whole model takes by a choice per decision of the shorter one.
+    """Return what every block of the whole model takes by a choice per decision of the shorter one, in one mode.
 
     The seconds of a step are simulated if all blocks stand on the same devices (`is_whole`).
     """
     space, blocks, count = memory.space, short.blocks, len(short.blocks)
+    modes = dict.fromkeys(memory.lifetimes.segments, mode)
     homes = block_of_decisions(space, blocks)
     once, weights, reduced_alone = np.zeros(count), np.zeros(count), np.zeros(count)
     parts, reduced = parts_by_decision(memory, choices, modes), reductions_by_decision(memory, choices)
@@ -168,6 +175,9 @@ def block_use(
             each.name: str(each.candidates.strategies[choice])
             for each, choice in zip(space.decisions, choices, strict=True)
         },
+        mode=mode,
+        waited=dict(space.overlapped.waited),
+        zigzag_axes=frozenset(space.zigzag_axes),
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from autopar.costs.plans.comparison import Comparison, Contender, Excluded
 from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning.mesh_estimates.candidates import of_pipeline, of_plan
 from autopar.planning.mesh_estimates.estimates import Estimate
+from autopar.planning.mesh_search.candidates import of_pipeline, of_plan
 from autopar.planning.mesh_search.search import EQUAL_BYTES, Candidate, Searched, Tried
 from autopar.planning.pipeline.plan import PipelinePlan
 

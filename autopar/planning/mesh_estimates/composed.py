@@ -53,7 +53,9 @@ class Composed:
     num_bytes: float
     schedule: Schedule | None = None
     uses: tuple[BlockUse, ...] = ()
-    """Plans of the blocks of its stages, of which it is mixed."""
+    """Plans of the blocks, of which it is mixed; of one piece only those with a share."""
+    shares: tuple[float, ...] = ()
+    """Shares of these plans in the blocks of one piece."""
     stages: tuple[StageSeconds, ...] = ()
 
     def simulated(self) -> Composed:
@@ -69,6 +71,7 @@ class InOnePiece:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.uses: list[BlockUse] = []
         self.points: list[tuple[float, float]] = []
         """Plan → seconds of a step, and bytes."""
 
@@ -78,17 +81,19 @@ class InOnePiece:
 
     def add(self, use: BlockUse) -> None:
         """Take a further plan into account."""
-        self.num_blocks = len(use.forward)
+        self.uses.append(use)
         self.points.append((self.alone(use), float(use.stages([0]).peak(np.ones(1))[0])))
 
     def best(self, limit: float) -> Composed | None:
         """Return the fastest step within a limit; None if there is none."""
         points = np.array(self.points)
-        weights = mixed(points[:, :1], points[:, 1:], limit, [self.num_blocks])
+        weights = mixed(points[:, :1], points[:, 1:], limit, [len(self.uses[0].forward)])
         if weights is None:
             return None
         seconds, num_bytes = map(float, weights[0] @ points)
-        return Composed(seconds, num_bytes)
+        taken = [number for number in np.argsort(points[:, 1]) if weights[0, number]]
+        uses, shares = tuple(self.uses[each] for each in taken), tuple(float(weights[0, each]) for each in taken)
+        return Composed(seconds, num_bytes, uses=uses, shares=shares)
 
 
 class InStages:

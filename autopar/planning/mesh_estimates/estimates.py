@@ -9,7 +9,6 @@ It ends where the best EXPANDED candidates have no neighbour that is not estimat
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +56,9 @@ class Estimate:
     num_bytes: float
     schedule: Schedule | None
     uses: tuple[BlockUse, ...] = field(default=(), repr=False)
-    """Plans of the blocks of a pipeline."""
+    """Plans of the blocks, of which it is mixed."""
+    shares: tuple[float, ...] = field(default=(), repr=False)
+    """Shares of these in all blocks, if there is no pipeline: the plan that takes most memory is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Subject:
     short: Callable[[int, Mesh], Iterator[tuple[Shortened, Mapping[str, Layout]]]]
     """Shorter programs of one of so many micro-batches on the devices of a stage, and layouts of their inputs.
 
-    The first is as the user asks; others take less memory, as with the loss in tiles, and count under a limit.
+    The first is as the user asks; another, with the loss in tiles, is there where it may take clearly less of a limit.
     """
     limit: Callable[[Mesh], float]
     """Bytes of tensors on a device of a mesh."""
@@ -97,7 +98,6 @@ class Estimates:
     slower: dict[Candidate, float] = field(default_factory=dict)
     """Candidates left out as clearly slower, and seconds of their steps: within their limit, or without one."""
     _known: Choices = field(default_factory=Choices)
-    _inner: dict[tuple[tuple[tuple[str, int], ...], int], list[Inner]] = field(default_factory=dict)
 
     def search(self) -> None:
         """Estimate candidates until the best have no better neighbours, or time is over."""
@@ -194,9 +194,10 @@ class Estimates:
     def _first_candidates(self) -> Iterator[Candidate]:
         """Yield, for every length of a pipeline, data parallelism alone and with tensor parallelism inside hosts.
 
-        Data parallelism divides the samples of a micro-batch, where such meshes are known.
+        Data parallelism divides the samples of a micro-batch, where such meshes are known. Pipelines with too few
+        samples for that have a third axis.
         """
-        found = []
+        found = list(self._of_few_samples())
         for mesh in self.subject.meshes:
             inner = self._stage(mesh)
             if inner.ndim > 2 or (inner.ndim == 2 and inner.sizes[1] != NODE):
@@ -210,6 +211,19 @@ class Estimates:
             for limit in most if counts else ():
                 found.append(Candidate(mesh, max((each for each in counts if each <= limit), default=counts[0])))
         yield from list(filter(self._divides, found)) or found
+
+    def _of_few_samples(self) -> Iterator[Candidate]:
+        """Yield pipelines with as many micro-batches as ranks where data parallelism over all hosts leaves fewer.
+
+        The axis between data and tensor parallelism is for their positions: as many devices as samples do not need.
+        """
+        for mesh in self.subject.meshes:
+            inner = self._stage(mesh)
+            if not self._is_pipeline(mesh) or inner.ndim != FEW_AXES + 1 or inner.sizes[-1] != NODE:
+                continue
+            length, samples = mesh.size(str(self.subject.axis)), self.subject.samples(inner)
+            if samples * NODE < length * inner.num_devices and samples == length * inner.sizes[0]:
+                yield from (Candidate(mesh, each) for each in self.counts(mesh) if each == length)
 
     def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield what one prime factor elsewhere makes of a candidate."""
@@ -258,15 +272,14 @@ class Estimates:
             if math.isfinite(slower):
                 self.slower[candidate] = slower
             return None
-        return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses)
+        return Estimate(*candidate, best.seconds, best.num_bytes, best.schedule, best.uses, best.shares)
 
     def _prices(self, candidate: Candidate, limit: float) -> Iterator[tuple[InOnePiece | InStages, Iterator[Level]]]:
         """Yield plans at ever higher prices of memory, and what composes steps of them.
 
         Behind the first they are of the program that takes less memory, if there is one.
         """
-        limited = math.isfinite(limit)
-        programs = self._programs(candidate, limited)
+        programs = self._programs(candidate)
         steps, prices = self._steps(candidate), next(programs).levels(limit)
         yield steps, next(prices)
         if (other := next(programs, None)) is not None:
@@ -274,17 +287,15 @@ class Estimates:
         for levels in prices:
             yield steps, levels
 
-    def _programs(self, candidate: Candidate, limited: bool) -> Iterator[Inner]:
+    def _programs(self, candidate: Candidate) -> Iterator[Inner]:
         mesh, count = candidate
         inner = self._stage(mesh)
-        known = self._inner.setdefault((tuple(inner.axes.items()), count), [])
-        request = self.subject.request.on(mesh)
-        programs = itertools.islice(self.subject.short(count, inner), None if limited else 1)
-        for number, (short, arriving) in enumerate(programs):
-            if number == len(known):
-                requested = request, short, inner, mesh.num_devices, count, arriving, self._deadline_now, self._known
-                known.append(Inner(*requested, like=known[0] if known else None))
-            yield known[number]
+        request, first = self.subject.request.on(mesh), None
+        for short, arriving in self.subject.short(count, inner):
+            requested = request, short, inner, mesh.num_devices, count, arriving, self._deadline_now, self._known
+            found = Inner(*requested, like=first)
+            first = first or found
+            yield found
 
     def _steps(self, candidate: Candidate) -> InOnePiece | InStages:
         """Return what composes steps of a candidate."""

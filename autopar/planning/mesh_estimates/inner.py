@@ -115,8 +115,7 @@ class Level:
     def use(self, mode: str) -> BlockUse:
         """Return what blocks take where all are recomputed in a mode."""
         if mode not in self._uses:
-            every = dict.fromkeys(self.memory.lifetimes.segments, mode)
-            self._uses[mode] = block_use(self.short, self.memory, self.choices, every, self.is_whole)
+            self._uses[mode] = block_use(self.short, self.memory, self.choices, mode, self.is_whole)
         return self._uses[mode]
 
 

@@ -10,6 +10,7 @@ from autopar.capture.export import capture
 from autopar.capture.passes.traced_graph import aten
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.best_plan import best_plan
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.runtime.rewrite.per_rank_graph import rewrite
@@ -62,6 +63,6 @@ def test_a_list_that_something_else_reads_or_that_repeats_features_stays(changed
 def test_gate_and_up_are_one_product_where_no_piece_is_split() -> None:
     program, request = captured(AllTokens().double()), PlanRequest(strategy="data_parallel")
     space = request.space(program, Mesh({"dp": 2}, "cpu"))
-    graph = rewrite(space, choices_of(request.plan(space), space)).module.graph
+    graph = rewrite(space, choices_of(best_plan(request, space), space)).module.graph
     assert targets(program).count(aten.bmm.default) == 3
     assert sum(node.target is aten.bmm.default for node in graph.nodes) == 2

@@ -6,9 +6,11 @@ import math
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -43,9 +45,10 @@ def estimates_of(
     batch: int = BATCH,
     sequence: int = SEQUENCE,
     devices: int = 4,
+    max_axes: int = 2,
     **requested: Any,
 ) -> tuple[Estimates, Exact]:
-    settings = Settings(Memory(memory), Search(time_limit=1000, max_axes=2))
+    settings = Settings(Memory(memory), Search(time_limit=1000, max_axes=max_axes))
     request = PlanRequest(**{"hardware": SLOW_DEVICES, **requested}, settings=settings, pipeline=pipeline)
     planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
     assert not not_estimated(planner)
@@ -88,9 +91,22 @@ def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_the
 def test_positions_of_causal_attention_are_zigzag_in_an_estimate_as_in_a_plan() -> None:
     estimates, exact = estimates_of(None, batch=2, devices=8)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 8})
-    found = estimates.estimate(Candidate(mesh, 1))
-    levels = [level for inner in estimates._inner.values() for each in inner for level in each._levels.values()]
+    found, inner = estimated_with(estimates, Candidate(mesh, 1))
+    levels = [level for each in inner for level in each._levels.values()]
     assert {each.memory.space.zigzag_axes for each in levels} == {planned(exact, found).plan.zigzag_axes} == {("dp",)}
+
+
+def estimated_with(estimates: Estimates, candidate: Candidate) -> tuple[Estimate | None, list[Inner]]:
+    """Return the estimate of a candidate, and the shorter models that it was made with."""
+    made: list[Inner] = []
+
+    def programs(*given: Any) -> Iterator[Inner]:
+        for each in Estimates._programs(estimates, *given):
+            made.append(each)
+            yield each
+
+    with mock.patch.object(estimates, "_programs", programs):
+        return estimates.estimate(candidate), made
 
 
 def _hidden_by_half() -> tuple[Estimate | None, Inner]:
@@ -98,9 +114,8 @@ def _hidden_by_half() -> tuple[Estimate | None, Inner]:
     hardware = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 3e5),), communication_share=0.5)
     estimates, _ = estimates_of(None, hardware=hardware)
     mesh = next(each for each in estimates.subject.meshes if each.axes == {"dp": 2, "tp": 2})
-    found = estimates.estimate(Candidate(mesh, 2))
-    (inner, *_), *_ = estimates._inner.values()
-    return found, inner
+    found, inner = estimated_with(estimates, Candidate(mesh, 2))
+    return found, inner[0]
 
 
 def test_an_estimate_is_of_the_plan_with_the_shortest_simulated_step() -> None:
@@ -363,3 +378,22 @@ def test_stages_of_one_host_begin_with_data_and_with_tensor_parallelism() -> Non
     estimates, _ = estimates_of(None, devices=16)
     counts = [each.microbatches for each in estimates._first_candidates() if each.mesh.axes == {"pp": 2, "dp": 8}]
     assert min(counts) == BATCH // 8 and max(counts) == BATCH
+
+
+def test_pipelines_with_too_few_samples_for_all_hosts_begin_with_a_third_axis() -> None:
+    estimates, _ = estimates_of(None, devices=32 * BATCH, max_axes=3)
+    first = {(each.mesh.axes["pp"], each.mesh.axes["dp"]): each for each in estimates._of_few_samples()}
+    assert first.keys() == {(length, BATCH // length) for length in (2, 4, 8)}
+    for (length, samples), each in first.items():
+        assert list(each.mesh.axes.values()) == [length, samples, 4, 8] and each.microbatches == length
+        assert each in set(estimates._first_candidates())
+    enough, _ = estimates_of(None, devices=2 * BATCH, max_axes=3)
+    assert not list(enough._of_few_samples())
+
+
+@pytest.mark.parametrize(("memory", "num_programs"), [(None, 1), (16 * 2**20, 2), (2**30, 1)])
+def test_losses_in_tiles_are_estimated_where_logits_are_a_part_of_the_limit(
+    memory: int | None, num_programs: int
+) -> None:
+    estimates, _ = estimates_of(memory)
+    assert len(list(estimates._programs(Candidate(Mesh({"dp": 4}), 1)))) == num_programs

@@ -12,6 +12,7 @@ import autopar
 from autopar.capture.export import capture, skeleton
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning.best_plan import best_plan
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.runtime.collectives.gradient_buckets import gather_parameters
@@ -41,7 +42,7 @@ def test_weights_of_which_views_are_taken_are_gathered_again_in_the_backward(mic
     program = capture(skeleton(MIXTRAL.build()), (), MIXTRAL.inputs(0)[1], training=True)
     request = PlanRequest((STORED,), strategy="expert_data", hardware=BYTES_ALONE, microbatches=microbatches)
     space = request.space(program, Mesh({"dp": 2, "ep": 2}, "cpu"))
-    graph = rewrite(space, choices_of(request.plan(space), space)).module.graph
+    graph = rewrite(space, choices_of(best_plan(request, space), space)).module.graph
     assert _gathered_again(graph) == {"gate_up_proj", "down_proj"}
 
 
