@@ -42,7 +42,7 @@ import autopar
 from autopar.costs.hardware.profile import Hardware
 from autopar.ir.program.operators.expert_operators import DISPATCH, GROUPED_MM
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning import request
+from autopar.planning import best_plan
 from autopar.runtime.ranks.launch import World, on_ranks
 from autopar.tools.benchmarking import expert_peers
 from benchmarks.timed_training import TimedTraining, adamw, forward_and_backward, of_every_rank, profile_of
@@ -153,7 +153,7 @@ class Trained(TimedTraining):
 
 def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any, frozenset[str]]) -> Trained:
     """Compile the model with autopar, with the choices in `wanted` pinned, and return it ready to train."""
-    inputs, pins_of = batch_of(options, tokens), request.pins_of
+    inputs, pins_of = batch_of(options, tokens), best_plan.pins_of
 
     def pinned(specified: Any, space: Any, *given: Any) -> dict[int, np.ndarray]:
         pins = pins_of(specified, space, *given)
@@ -164,7 +164,7 @@ def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any
                 pins[number] = np.array([strategy.choices[0] in allowed for strategy in strategies])
         return pins
 
-    with mock.patch.object(request, "pins_of", pinned):
+    with mock.patch.object(best_plan, "pins_of", pinned):
         model = autopar.compile(
             model_of(options), mesh, inputs, hardware=options.hardware, memory=autopar.Memory(recompute="none")
         )

@@ -23,8 +23,7 @@ from autopar import plan as plan_offline
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import built_in
-from autopar.planning import request
-from autopar.planning import request as plan_request
+from autopar.planning import best_plan, request
 from autopar.planning.options.groups import TIME_LIMIT
 from benchmarks.wide_models import NAMES, wide_model
 
@@ -32,8 +31,8 @@ AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
 IN_STAGES = ("pp", "dp", "tp")
 """Axes of a mesh with a pipeline."""
-CAPTURE = {"trace": plan_request}
-STAGES = {**CAPTURE, "build_space": request, "best_plan_of": request}
+CAPTURE = {"trace": request}
+STAGES = {**CAPTURE, "build_space": request, "best_plan_of": best_plan}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 

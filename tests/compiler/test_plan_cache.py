@@ -43,7 +43,7 @@ class _Mlp(nn.Module):
 def _planned(folder: Path, model: nn.Module | None = None, on: Any = MESH, example: Any = X, **options: Any) -> Any:
     """The plan, and whether something was solved for it."""
     options = {"hardware": SLOW_DEVICES} | options
-    with mock.patch("autopar.planning.request.best_plan_of", wraps=best_plan_of) as solved:
+    with mock.patch("autopar.planning.best_plan.best_plan_of", wraps=best_plan_of) as solved:
         found = autopar.plan(model or _Mlp(), on, example, **by_flag(plan_cache=folder, **options))
     return found, solved.called
 
@@ -235,7 +235,7 @@ def test_the_command_line_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureF
     words = ["plan", "tiny-mlp", "--mesh", "2", "--plan-cache", str(tmp_path)]
     assert main(words) == 0
     made = capsys.readouterr().out
-    with mock.patch("autopar.planning.request.best_plan_of", side_effect=AssertionError("planned again")):
+    with mock.patch("autopar.planning.best_plan.best_plan_of", side_effect=AssertionError("planned again")):
         assert main(words) == 0
     assert made.splitlines()[:2] == capsys.readouterr().out.splitlines()[:2]
 

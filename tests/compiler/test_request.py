@@ -49,7 +49,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
     # The implementations are those of a plan that is attached, tiles are chosen by the search, and copies of inputs are
     # of a graph that `run` asks for: no options.
-    assert alike == ["training", "implementations", "chosen_tiles", "graph_input_bytes"]
+    assert alike == ["training", "implementations", "chosen_tiles", "warm_start", "graph_input_bytes"]
     for name in ("pipeline", "experts", "capture"):
         assert getattr(request, name) is specified[name]
     assert (

@@ -17,7 +17,7 @@ from autopar.costs.space.zigzag_axes import is_worth_another_search
 from autopar.errors import AnnotationError, StrategyError
 from autopar.ir.sharding.layout import Z
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning import request
+from autopar.planning import best_plan
 from autopar.planning.settings import context_of
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import ZigzagDims, zigzag_dims
@@ -138,7 +138,7 @@ def test_a_plan_without_positions_is_searched_once_where_each_device_has_many_sa
 ) -> None:
     requested = []
     monkeypatch.setattr(
-        request, "is_worth_another_search", lambda *args: requested.append(worth(*args)) or requested[-1]
+        best_plan, "is_worth_another_search", lambda *args: requested.append(worth(*args)) or requested[-1]
     )
     worth = is_worth_another_search
     plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(samples))

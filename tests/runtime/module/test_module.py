@@ -271,7 +271,7 @@ def _planned_before(compiled: ParallelModule, case: Case, ids: Tensor, folder: s
     path = f"{folder}/plan{dist.get_rank()}.json"
     compiled.plan.save(path)
     example = {"input_ids": ids, "labels": ids}
-    with mock.patch("autopar.planning.request.best_plan_of", side_effect=AssertionError("solved again")):
+    with mock.patch("autopar.planning.best_plan.best_plan_of", side_effect=AssertionError("solved again")):
         again = autopar.compile(
             build(case), mesh((2,), ("dp",)), example, plan=autopar.Plan.load(path), hardware=SLOW_DEVICES
         )

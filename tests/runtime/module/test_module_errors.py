@@ -76,7 +76,7 @@ def _plan_of_another_mesh() -> None:
 
 
 def _plan_is_wrong_on_first_rank() -> None:
-    with mock.patch("autopar.planning.request.best_plan_of", side_effect=AssertionError("broken solver")):
+    with mock.patch("autopar.planning.best_plan.best_plan_of", side_effect=AssertionError("broken solver")):
         compiled()
 
 

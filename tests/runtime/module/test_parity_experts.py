@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import autopar
-from autopar.planning import request
+from autopar.planning import best_plan
 from tests.support.capped_experts import capped_family
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.expert_families import WITH_EXPERTS
@@ -41,10 +41,10 @@ def case_of(family: str, way: Way, steps: int, **options: Any) -> Case:
 
 def divided(way: Way) -> Any:
     """Within this, plans divide experts so."""
-    pins_of = request.pins_of
+    pins_of = best_plan.pins_of
     forcing = (lambda space, pins: pins) if way == ("auto",) else forced(choices(*way))
     return mock.patch.object(
-        request, "pins_of", lambda specified, space, *given: forcing(space, pins_of(specified, space, *given))
+        best_plan, "pins_of", lambda specified, space, *given: forcing(space, pins_of(specified, space, *given))
     )
 
 

@@ -283,7 +283,7 @@ def test_ranks_that_all_refuse_a_call_go_on(ranks: Ranks) -> None:
 def _interrupted() -> str:
     """Return the error on this rank if rank 0 is interrupted while it plans."""
     try:
-        with mock.patch("autopar.planning.request.best_plan_of", side_effect=KeyboardInterrupt):
+        with mock.patch("autopar.planning.best_plan.best_plan_of", side_effect=KeyboardInterrupt):
             compiled()
     except (KeyboardInterrupt, autopar.AutoparError) as error:
         return f"{type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ from autopar.capture.export import Traced
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
-from autopar.planning import request
+from autopar.planning import best_plan, request
 from autopar.runtime.module.executable import Executable
 from tests.support.options import by_flag
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -199,14 +199,16 @@ def planning_alone(
         made = executable_of(*given)
         return replace(made, constants={name: on_ranks(constant, mode) for name, constant in made.constants.items()})
 
-    pins_of, executable_of = request.pins_of, Executable.of
+    pins_of, executable_of = best_plan.pins_of, Executable.of
     with contextlib.ExitStack() as stack:
         for module, name in (
-            *((request, name) for name in ("trace", "build_space", "best_plan_of")),
+            (request, "trace"),
+            (request, "build_space"),
+            (best_plan, "best_plan_of"),
             (Traced, "program"),
         ):
             stack.enter_context(mock.patch.object(module, name, unsimulated(getattr(module, name))))
-        stack.enter_context(mock.patch.object(request, "pins_of", pinned))
+        stack.enter_context(mock.patch.object(best_plan, "pins_of", pinned))
         stack.enter_context(mock.patch.object(Executable, "of", with_constants))
         yield
 
