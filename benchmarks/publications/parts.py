@@ -23,6 +23,7 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.moments import FORWARD
 from autopar.costs.plans.plan import Plan
+from autopar.planning.best_plan import best_plan
 from benchmarks.publications.depths import Depths, moments, standing_bytes
 from benchmarks.publications.planning import captured, request_of
 from benchmarks.publications.rows import GIB, Row, Shape
@@ -100,9 +101,8 @@ def _depths(model: str, mode: str, hardware: Hardware, layers: int) -> Depths:
 
     def plan(count: int) -> Plan:
         program = captured(replace(shape, layers=count), requested.sequence, requested.batch, requested.precision)
-        return request_of(requested, hardware).plan(
-            request_of(requested, hardware).space(program, requested.mesh(hardware.name))
-        )
+        request = request_of(requested, hardware)
+        return best_plan(request, request.space(program, requested.mesh(hardware.name)))
 
     return Depths.of(plan, layers, requested.gathered)
 
