@@ -70,7 +70,7 @@ CASES = (
     case("tiny-llama", 5, "dp8", 4, 14_000_000, "gathered again"),
     case("tiny-llama", 5, "dp2 tp4", 1, 22_000_000, "tp: sequence"),
     case("tiny-llama", 8, "pp2 dp4", 4, 30_000_000, "zbv"),
-    case("tiny-llama", 8, "pp2 dp2 tp2", 4, 14_000_000, "zbv", "full"),
+    case("tiny-llama", 8, "pp2 dp2 tp2", 4, 14_000_000, "zbv", "full", schedule="zbv"),
     case(
         *("tiny-llama", 8, "pp2 dp2 tp2", 8, 20_000_000, "interleaved_zero_bubble"),
         schedule="interleaved_zero_bubble",
