@@ -26,7 +26,7 @@ from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, with
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, WarmStart, context_of
+from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, Start, WarmStart, context_of
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 
@@ -230,24 +230,25 @@ def begun(
 ) -> Plan | None:
     """Return the plan of a warm start that has the fastest step, of several implementations of micro-batches.
 
-    None if the start has no choices that pins allow and a limit has room for. Its bound is that of the sum of costs.
+    None if the start has no choices that pins allow and a limit has room for. Nothing is proven of it: its bound is 0.
     """
-    found = (
-        next(filter(None, (_begun(each, pins, settings, start) for each in stated.of(settings, way))), None)
-        for way in runs
-    )
+    ways = [stated.of(settings, way) for way in runs]
+    known = tuple(start.choices(stated.space, ways[0][0].memory.lifetimes))
+    found = (next(filter(None, (_begun(each, pins, settings, known) for each in way)), None) for way in ways)
     return min(filter(None, found), key=seconds_of_microbatch, default=None)
 
 
-def _begun(formulation: Formulation, pins: Pins, settings: Settings, start: WarmStart) -> Plan | None:
+def _begun(formulation: Formulation, pins: Pins, settings: Settings, known: Sequence[Start]) -> Plan | None:
     memory, limit = formulation.memory, settings.tensor_limit
     modes = None if limit is None else settings.modes(memory.lifetimes.segments)
     problem = formulation.problem(pins, modes=modes)
-    for choices, chosen in start.choices(formulation.space, memory.lifetimes):
+    for choices, chosen in known:
         taken = {name: chosen.get(name, MODES[0]) for name in modes or ()}
         seconds = problem.seconds_of(choices_of_nodes(choices, taken.values()))
+        if not math.isfinite(seconds):
+            continue
         peak, use, fullest = memory_use(memory, choices, taken)
-        if math.isfinite(seconds) and (limit is None or peak <= limit):
+        if limit is None or peak <= limit:
             answer = Answer(choices, taken, seconds, 0.0, peak, use, fullest, "warm start", 0.0, problem)
             return plan_of(Solved(formulation, pins, settings, answer))[0]
     return None

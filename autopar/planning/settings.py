@@ -129,6 +129,10 @@ class Settings:
         return (USUAL_DEPTH,) if self.limit is None else (USUAL_DEPTH, 0)
 
 
+Start = tuple[tuple[int, ...], Mapping[str, str]]
+"""Choices of decisions, and modes of segments."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmStart:
     """A plan that is known of a model before it is searched for, as an estimate has it."""
@@ -137,7 +141,7 @@ class WarmStart:
     """Axes over which it zigzag-shards positions."""
     waited: Mapping[str, float]
     """Shares of weights' collectives that its step waits for (`OverlappedWork.waited`)."""
-    choices: Callable[[Space, Lifetimes], Iterable[tuple[tuple[int, ...], Mapping[str, str]]]]
+    choices: Callable[[Space, Lifetimes], Iterable[Start]]
     """Returns choices of decisions and modes of segments, the fastest first; nothing for a program of other calls."""
 
 

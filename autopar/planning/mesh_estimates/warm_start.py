@@ -15,7 +15,7 @@ from autopar.costs.space.space import Space
 from autopar.planning.mesh_estimates.block_use import BlockUse, strategies_of
 from autopar.planning.pipeline.block_costs import block_of_decisions
 from autopar.planning.pipeline.stages.blocks import blocks_of
-from autopar.planning.settings import WarmStart
+from autopar.planning.settings import Start, WarmStart
 
 
 def warm_start(uses: Sequence[BlockUse], shares: Sequence[float]) -> WarmStart:
@@ -27,12 +27,12 @@ def warm_start(uses: Sequence[BlockUse], shares: Sequence[float]) -> WarmStart:
     """
     num_larger = round(shares[-1] * len(uses[-1].forward))
 
-    def choices(space: Space, lifetimes: Lifetimes) -> Iterator[tuple[tuple[int, ...], dict[str, str]]]:
+    def choices(space: Space, lifetimes: Lifetimes) -> Iterator[Start]:
         whole = blocks_of(space.program)
         if len(whole) != len(uses[0].forward) or any(use.short is not uses[0].short for use in uses):
             return
         try:
-            made = [_choices(space, strategies_of((use,), whole)) for use in (uses[0], uses[-1])]
+            made = _choices(space, [strategies_of((use,), whole) for use in (uses[0], uses[-1])])
         except (KeyError, ValueError):  # other nodes or strategies, as of the model in tiles
             return
         homes = [0 if home is None else home for home in block_of_decisions(space, whole)]
@@ -48,13 +48,20 @@ def warm_start(uses: Sequence[BlockUse], shares: Sequence[float]) -> WarmStart:
     return WarmStart(uses[-1].zigzag_axes, uses[-1].waited, choices)
 
 
-def _choices(space: Space, names: Mapping[str, frozenset[str]]) -> list[int]:
-    """Return the number of the strategy of each decision; KeyError or ValueError where one is not offered."""
-    found = []
+def _choices(space: Space, plans: Sequence[Mapping[str, frozenset[str]]]) -> list[list[int]]:
+    """Return, for each plan, the number of the strategy of each decision by its name.
+
+    KeyError or ValueError where one is not offered.
+    """
+    numbers: dict[int, dict[str, int]] = {}
+    found: list[list[int]] = [[] for _ in plans]
     for decision in space.decisions:
-        offered = [str(each) for each in decision.candidates.strategies]
-        (name,) = names[decision.name] if len(offered) > 1 else offered
-        found.append(offered.index(name))
+        strategies = decision.candidates.strategies
+        if id(decision.candidates) not in numbers:  # equal layers share theirs
+            numbers[id(decision.candidates)] = {str(each): n for n, each in reversed([*enumerate(strategies)])}
+        for choices, names in zip(found, plans, strict=True):
+            (name,) = names[decision.name] if len(strategies) > 1 else numbers[id(decision.candidates)]
+            choices.append(numbers[id(decision.candidates)][name])
     return found
 
 
