@@ -70,7 +70,7 @@ optimizer.step()
     "clusters.md": {},
     "ddp-and-fsdp.md": {},
     "experts.md": {
-        0: "model, other, third = (language_model('tiny-moe') for _ in range(3))\n"
+        0: "model, other, third, fourth = (language_model('tiny-moe') for _ in range(4))\n"
         "mesh = init_device_mesh('cpu', (2,), mesh_dim_names=('ep',))"
     },
     "hardware.md": {},

@@ -96,18 +96,22 @@ def reasons_in(program: Program, plan: Plan, graph: fx.Graph, deterministic: boo
         yield "registers gradient hooks, which are Python; register none in its forward"
     if any(map(_exchanges_counted_rows, graph.nodes)):
         yield (
-            "sends rows to experts, and the host reads how many; keep experts whole on every rank, as "
-            'annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
+            "sends rows to experts, and the host reads how many; plan with Experts(padded=…), or keep experts whole on "
+            'every rank, as annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
         )
 
 
 def _exchanges_counted_rows(node: fx.Node) -> bool:
     """Return whether a dispatch keeps or sends some of its rows, which the host counts."""
-    if node.target is experts.dispatch:
+    if node.target in (experts.dispatch, experts.start_dispatch):
         axes = node.kwargs["axes"]
         assert isinstance(axes, Mapping)
-        return bool(axes.get(experts.EXPERTS)) or _drops(node)
+        return not _pads(node) and (bool(axes.get(experts.EXPERTS)) or _drops(node))
     return node.target is DISPATCH and _drops(node)
+
+
+def _pads(node: fx.Node) -> bool:
+    return (node.args[4] if len(node.args) > 4 else node.kwargs.get("padded")) is not None
 
 
 def _drops(node: fx.Node) -> bool:
