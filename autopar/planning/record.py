@@ -264,7 +264,7 @@ def _row(
 
 def _of_padded(transfer: Transfer, share: float) -> Transfer:
     """Return a transfer of rows of experts that are so many times as many."""
-    return replace(transfer, num_bytes=math.ceil(transfer.num_bytes * share))
+    return replace(transfer, num_bytes=math.ceil(transfer.num_bytes * share), unpadded=transfer.num_bytes)
 
 
 def _descriptions(space: Space) -> dict[str, str]:

@@ -133,12 +133,12 @@ def _exchanged(call: Call, sizes: LocalSizes, rows: TensorInfo) -> tuple[Collect
     """
     *leading, num_experts_of_token = call["index" if call.target is DISPATCH else "route"].shape
     slots = math.prod(sizes[name] for name in batch_names(len(leading))) * num_experts_of_token
-    num_rows, padded, ratio = slots * _reached(call, sizes) // _num_experts(call), call["padded"], 1.0
-    if padded is not None:
-        own, parts = num_rows, sizes.get(TOGETHER + EXPERTS, 1)
-        num_rows = parts * padded_rows(slots, _num_experts(call) // sizes[EXPERTS], padded)
-        ratio = num_rows / own
-    moved = Collective("all_to_all", TOGETHER + EXPERTS, num_rows * sizes["d"] * rows.dtype.itemsize, padded=ratio)
+    num_bytes = slots * sizes["d"] * _reached(call, sizes) // _num_experts(call) * rows.dtype.itemsize
+    moved = Collective("all_to_all", TOGETHER + EXPERTS, num_bytes)
+    if (padded := call["padded"]) is not None:
+        message = padded_rows(slots, _num_experts(call) // sizes[EXPERTS], padded)
+        of_message = message * sizes["d"] * rows.dtype.itemsize
+        moved = replace(moved, num_bytes=sizes.get(TOGETHER + EXPERTS, 1) * of_message, unpadded=num_bytes)
     return (moved, replace(moved, backward=True)) if rows.requires_grad else (moved,)
 
 

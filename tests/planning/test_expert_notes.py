@@ -40,8 +40,26 @@ def test_padded_rows_are_priced_in_bytes_seconds_and_memory() -> None:
     assert plans[1].peak_bytes == plans[2].peak_bytes > plans[0].peak_bytes
     assert any(note.startswith("each device has room for 2 times its share") for note in plans[1].notes)
     assert plans[1].attach(model, INPUTS, hardware=SLOW_DEVICES, experts=autopar.Experts(padded=2.0)).verify().ok
+    sent, priced = (plans[1].reprice(batch=size) for size in (4, 8))
+    exchanged, counts = ("all_to_all", "ep"), 8 * 4
+    assert sent.traffic == plans[1].traffic and sent.seconds == pytest.approx(plans[1].seconds, rel=1e-4)
+    assert priced.traffic[exchanged] - counts == 2 * (sent.traffic[exchanged] - counts)
     with pytest.raises(PlanError, match=r"dispatch \(padded=2.0\)"):
         plans[1].attach(model, INPUTS, hardware=SLOW_DEVICES)
+
+
+def test_moves_of_padded_rows_have_the_bytes_of_the_padding() -> None:
+    model = WithExperts()
+    autopar.annotate(model, "experts.dispatch", ep="factor:a0+x", tp="factor:-")
+    autopar.annotate(model, "experts", ep="expert", tp="row")
+    mesh = autopar.Mesh({"ep": 2, "tp": 2})
+    plans = [
+        autopar.plan(model, mesh, INPUTS, hardware=SLOW_DEVICES, experts=experts)
+        for experts in (autopar.Experts(), autopar.Experts(padded=1.5))
+    ]
+    own, padded = (plan.traffic["all_reduce", "tp"] for plan in plans)
+    assert padded == 1.5 * own
+    assert plans[1].reprice().traffic == plans[1].traffic
 
 
 def test_padded_rows_are_refused_with_what_contradicts_them() -> None:

@@ -392,7 +392,7 @@ def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh
             collective.num_bytes,
             collective.backward,
             ahead=collective.ahead,
-            padded=collective.padded,
+            unpadded=collective.unpadded,
         )
         for collective in strategy.implementation.traffic(call, strategy.local_sizes(sizes, mesh))
         if learns or not collective.backward

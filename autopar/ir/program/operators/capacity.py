@@ -38,7 +38,8 @@ def padded_rows(num_slots: int, num_blocks: int, padded: float) -> int:
     >>> padded_rows(64, 4, 1.25), padded_rows(64, 4, 8.0)
     (20, 64)
     """
-    return min(num_slots, capacity(num_slots, num_blocks, padded))
+    numerator, denominator = Fraction(str(padded)).as_integer_ratio()
+    return min(num_slots, -(-(num_slots * numerator) // (num_blocks * denominator)))
 
 
 def slots_of_sample(index: tuple[int, ...]) -> int:
