@@ -189,12 +189,14 @@ def _under_torch_compile(
     capacity_factor: float | None = None,
     shared: Literal["", "before"] = "",
     recompute: str = "none",
+    padded: float | None = None,
 ) -> None:
     example = batches(1, dtype)[0]
     options: dict[str, Any] = {
         "hardware": SLOW_DEVICES,
         "capacity_factor": capacity_factor,
         "recompute": recompute,
+        "padded_rows": padded,
     }
     with divided(("t+x",)):
         model = autopar.compile(
@@ -229,6 +231,12 @@ def test_torch_compile_gives_the_same_step_while_rows_travel(ranks: Ranks, backe
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_drops_the_same_rows(ranks: Ranks, backend: str) -> None:
     ranks.run(_under_torch_compile, torch.float32, backend, 0.5, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["", "before"])
+def test_torch_compile_pads_the_same_rows(ranks: Ranks, shared: str) -> None:
+    ranks.run(_under_torch_compile, torch.float32, "aot_eager", None, shared, "none", 2.0, timeout=300)
 
 
 @pytest.mark.slow
