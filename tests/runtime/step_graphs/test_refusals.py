@@ -239,6 +239,15 @@ GRAPH = autopar.Run(cuda_graph=True)
 ON_H100 = autopar.Mesh({"dp": 2}, hardware="h100")
 
 
+def test_a_plan_without_devices_has_experts_in_a_graph_if_their_rows_are_padded() -> None:
+    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp="expert")
+    batch = batches(1)[0]
+    with pytest.raises(InputError, match=r"sends rows to experts, .* plan with Experts\(padded=…\)"):
+        autopar.plan(model, ON_H100, batch, run=GRAPH)
+    plan = autopar.plan(model, ON_H100, batch, run=GRAPH, experts=autopar.Experts(padded=2.0))
+    assert plan.reserved.graph_bytes > 0
+
+
 @pytest.mark.parametrize("graph", [True, "auto"])
 def test_a_plan_without_devices_counts_the_copies_of_a_batch_as_compile_does(devices: DeviceMesh, graph: Any) -> None:
     options: dict[str, Any] = {"memory": "80GB", "microbatches": 2}
