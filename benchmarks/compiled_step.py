@@ -4,7 +4,8 @@ Contestants of a row are autopar eager, autopar compiled and PyTorch's own tool 
 so that what else the machine does weighs on all alike. A step takes as long as on the slowest rank; medians of the
 processor's seconds and of the clock's count. Each has its optimizer's step compiled, too (AdamW, foreach).
 
-    python -m benchmarks.compiled_step                  data_parallel, zero3, megatron, and zero3 with micro-batches
+    python -m benchmarks.compiled_step                  data_parallel, zero3, megatron with and without the sequence,
+                                                        and zero3 with micro-batches
     python -m benchmarks.compiled_step --only zero3 --steps 40
 """
 
@@ -77,6 +78,7 @@ ROWS = (
     Row("data_parallel", pairs.data_parallel, pairs.ddp),
     Row("zero3", pairs.zero3, pairs.fsdp2),
     Row("megatron", pairs.megatron, pairs.dtensor),
+    Row("megatron_sequence", pairs.megatron_sequence, pairs.dtensor_sequence),
     Row("zero3-microbatches", _in_microbatches, _fsdp2_in_microbatches),
 )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import autopar
 from autopar.api import option_types
@@ -40,6 +41,7 @@ def causal_model():
 """
 ANEW = 'model = language_model("tiny-llama")\n'
 SMALL = "ids = torch.randint(64, (8, 32)); labels = ids.clone()\n"
+ON_CUDA = "a block that needs CUDA devices"
 SETUP: dict[str, dict[int, str]] = {
     "annotations.md": {
         0: "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
@@ -70,7 +72,7 @@ optimizer.step()
     "clusters.md": {},
     "ddp-and-fsdp.md": {},
     "experts.md": {
-        0: "model, other, third = (language_model('tiny-moe') for _ in range(3))\n"
+        0: "model, other, third, fourth = (language_model('tiny-moe') for _ in range(4))\n"
         "mesh = init_device_mesh('cpu', (2,), mesh_dim_names=('ep',))"
     },
     "hardware.md": {},
@@ -132,6 +134,7 @@ samples = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64))
         "y = torch.zeros(8, dtype=torch.int64); criterion = nn.CrossEntropyLoss()",
         3: ANEW,
         4: "pass",
+        5: ON_CUDA,
     },
     "varying-lengths.md": {
         0: SMALL + "pad_token_id, model = 0, causal_model()\n"
@@ -174,8 +177,11 @@ def _run(name: str, folder: str) -> None:
     with contextlib.chdir(folder):
         exec(COMMON, names)
         for index, code in enumerate(_blocks(name, "python")):
-            exec(SETUP[name].get(index, ""), names)
-            file = Path(f"{name}-{index}") / "train.py"  # a file, as capture reads the source of a forward
+            if (setup := SETUP[name].get(index, "")) == ON_CUDA:
+                continue
+            exec(setup, names)
+            # A file, as capture reads the source of a forward; one of each rank, as none reads what another writes.
+            file = Path(f"{name}-{index}-{dist.get_rank()}") / "train.py"
             file.parent.mkdir(exist_ok=True)
             file.write_text(textwrap.dedent(code).replace('"cuda"', '"cpu"'), encoding="utf-8")
             exec(compile(file.read_text(encoding="utf-8"), str(file.resolve()), "exec"), names)

@@ -38,7 +38,9 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     if isinstance(optimizer, Optimizer) and not plan.offloads_optimizer:  # "auto" may leave it on the device
         options = {**options, "optimizer": replace(optimizer, gradients="device")}
     memory = Memory.of(options.get("memory")).limited(plan.memory_limit).offloading(plan.offload)
-    experts = replace(Experts.of(options.get("experts")), imbalance=plan.imbalance)
+    experts = Experts.of(options.get("experts"))
+    if experts.padded is None:
+        experts = replace(experts, imbalance=plan.imbalance)
     request = plan_request(model, **{**options, "memory": memory, "experts": experts}).running(plan.implementations)
     request = replace(request, settings=replace(request.settings, reserved=plan.reserved))
     given = canonical_arguments(call_signature(model), *example_arguments(example_inputs))

@@ -7,6 +7,7 @@ from torch import fx
 from autopar.console.units import format_bytes, format_seconds
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.pricing.operations import flops
+from autopar.costs.space.expert_rows import padded_share
 from autopar.costs.space.space import Space
 from autopar.errors import warn_user
 from autopar.ir.program.calls import module_of
@@ -19,6 +20,10 @@ from autopar.planning.step_seconds import step_seconds_of
 
 NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
 BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"
+PADDED = (
+    "each device has room for {:g} times its share of the rows of its experts, which is planned for (padded); more are "
+    "an error."
+)
 HUNDREDTHS = 100  # steps per unit of imbalance: resolution of notes about the limit
 
 
@@ -39,6 +44,8 @@ def _expected(context: PlanContext, answer: Answer) -> tuple[str, ...]:
     most = max(ranks, default=1)
     if most == 1:
         return ()
+    if (padded := padded_share(space)) is not None:
+        return (PADDED.format(padded),)
     expected = BALANCED if space.imbalance == 1 else _cost_note(context, answer)
     limit = context.settings.tensor_limit
     return (expected,) if limit is None else (expected, *_limit_notes(context, answer, limit, most))

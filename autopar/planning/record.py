@@ -13,12 +13,14 @@ from autopar.costs.plans.decision_rows import Moved, PlanRow
 from autopar.costs.plans.plan import Offloaded, Plan
 from autopar.costs.plans.workload import Workload
 from autopar.costs.pricing.offload import ACTIVATIONS, host_bytes
+from autopar.costs.space.expert_rows import padded_share
 from autopar.costs.space.in_order import notes_on_order
 from autopar.costs.space.space import Decision, Space, without_gradient
 from autopar.costs.steps.workload import workload
 from autopar.errors import PlanError
 from autopar.ir.program.calls import module_of
 from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.expert_operators import DISPATCH
 from autopar.ir.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.ir.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.ir.program.recompute_segments import OFFLOAD
@@ -75,7 +77,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     again: dict[int, float] = defaultdict(float)
     second = context.memory_model.second_forward
     held: dict[int, int] = defaultdict(int)
-    unused = without_gradient(space)
+    unused, pads = without_gradient(space), padded_share(space) is not None
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
     for edge in space.edges:
         ends, share = (choices[edge.source], choices[edge.target]), space.share(space.rows_on(edge), choices)
@@ -83,7 +85,10 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         if key not in paths:
             path = space.path(edge, choices)
             each = zip(path.transfers, path.messages, strict=True)
-            timed = [(t, transfer_seconds(t, space.mesh, space.hardware, b) * share) for t, b in each]
+            timed = [
+                (_of_padded(t, share if pads else 1.0), transfer_seconds(t, space.mesh, space.hardware, b) * share)
+                for t, b in each
+            ]
             paths[key] = timed, path.seconds * share
         transfers, seconds = paths[key]
         moved[edge.target].extend(each for each in transfers if not (each[0].backward and edge.target in unused))
@@ -91,7 +96,9 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         more, rerun = second.at_edge(edge, choices, answer.modes), second.collectives_on(edge, choices, answer.modes)
         if rerun:
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware) * exposed) for t, exposed in rerun]
-            moved[edge.target].extend((replace(t, backward=True), s) for t, s in timed)
+            moved[edge.target].extend(
+                (replace(_of_padded(t, share if pads else 1.0), backward=True), s) for t, s in timed
+            )
             waits[edge.target] += more
         else:
             again[edge.target] += more
@@ -255,6 +262,11 @@ def _row(
     )
 
 
+def _of_padded(transfer: Transfer, share: float) -> Transfer:
+    """Return a transfer of rows of experts that are so many times as many."""
+    return replace(transfer, num_bytes=math.ceil(transfer.num_bytes * share), unpadded=transfer.num_bytes)
+
+
 def _descriptions(space: Space) -> dict[str, str]:
     def describe(decision: Decision) -> str:
         found = decision.node.meta["tensor"]
@@ -263,6 +275,8 @@ def _descriptions(space: Space) -> dict[str, str]:
         requested = ""
         if decision.node.target is WITHIN_CAPACITY:
             requested = f" (capacity_factor={decision.node.args[2]})"
+        elif decision.node.target is DISPATCH and decision.candidates.call and decision.candidates.call["padded"]:
+            requested = f" (padded={decision.candidates.call['padded']})"
         elif decision.node.target is LINEAR_CROSS_ENTROPY:
             requested = f" (loss_tiles={decision.node.args[-1] or 'auto'})"
         elif decision.node.target is MLP_IN_TILES:

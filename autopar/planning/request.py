@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture.assumptions import Assumption, assumptions_of
+from autopar.capture.experts.capacity import pad_rows
 from autopar.capture.export import Traced, trace
 from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import AUTO, LossTiles
@@ -103,11 +104,17 @@ class PlanRequest:
         assumptions_of(self.capture.assume)
         if memory.offload in ("optimizer", "both", "auto"):
             self.optimizer.check_offload()
-        if memory.offloads_activations and self.experts.imbalance > 1:
+        name = "imbalance" if self.experts.padded is None else "padded"
+        if memory.offloads_activations and self.experts.share > 1:
             raise InputError(
-                f"Memory(offload={memory.offload!r}) is given with Experts(imbalance={self.experts.imbalance:g}): "
-                "copies to the host are planned for equal shares of the rows of experts; leave imbalance out, or give "
+                f"Memory(offload={memory.offload!r}) is given with Experts({name}={self.experts.share:g}): "
+                f"copies to the host are planned for equal shares of the rows of experts; leave {name} out, or give "
                 'Memory(offload="optimizer") or Memory(offload="none").'
+            )
+        if self.experts.padded is not None and self.experts.imbalance > 1:
+            raise InputError(
+                f"Experts(imbalance={self.experts.imbalance:g}, padded={self.experts.padded:g}) says twice how many "
+                "rows a device has: padded ones are equally many on all. Leave imbalance out."
             )
         if names and (self.microbatches or 1) > 1:
             raise InputError(
@@ -141,7 +148,7 @@ class PlanRequest:
         device: torch.device | None = None,
     ) -> Traced:
         """Trace a model as this request says; other arguments and errors as those of `capture.export.trace`."""
-        return trace(
+        found = trace(
             model,
             args,
             kwargs,
@@ -151,6 +158,9 @@ class PlanRequest:
             capacity_factor=self.experts.capacity_factor,
             precision=self.precision,
         )
+        if self.experts.padded is not None:
+            pad_rows(found.draft, self.experts.padded)
+        return found
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
@@ -254,7 +264,7 @@ class PlanRequest:
             self.returned(mesh),
             input_layouts,
             optimizer,
-            self.experts.imbalance,
+            self.experts.share,
             whole,
             self.requested | gathering,
             num_devices,
@@ -294,7 +304,7 @@ class PlanRequest:
     @property
     def may_offload(self) -> bool:
         """True if layers may save tensors that can be offloaded, and the bytes of these are known."""
-        return self.memory.recompute in ("auto", "none") and self.experts.imbalance == 1
+        return self.memory.recompute in ("auto", "none") and self.experts.share == 1
 
     @property
     def searched(self) -> Settings:

@@ -1,6 +1,7 @@
 """Any random call of ATen, drawing the same numbers for the same part of its result, wherever that lies.
 
-The default generator is seeded for the call and set back behind it (see `randomness`). The deterministic mode gathers
+The default generator is seeded for the call and set back behind it (see `randomness`). In a step that becomes a CUDA
+graph, the call takes a generator of its own. The deterministic mode gathers
 the inputs, draws the whole result from the default generator as one device would, and takes its part.
 """
 
@@ -18,9 +19,10 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError
 from autopar.runtime.collectives.layout_moves import all_gather_invariant, split_replicated
 from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, axes_of, on_rank, part_of
-from autopar.runtime.implementations.randomness import randomness
+from autopar.runtime.implementations.randomness import randomness, step_draws
 from autopar.strategies.notation import names
 
+GENERATOR = "generator"
 SIZE = "size"
 """Name of ATen's argument that states the shape of a new tensor."""
 
@@ -42,8 +44,23 @@ def seeded(
     if randomness().deterministic:
         return _of_whole(op, args, kwargs, axes, sizes, zigzag) if axes else op(*args, **kwargs)
     split = [axis for factor in sizes for axis in axes_of(axes.get(factor, ()))]
-    with _seeded_generator(_device_of(args, kwargs), key, part_of(split)):
+    step, device = step_draws(), _device_of(args, kwargs)
+    if step is not None and (drawing := taking_generator(op)) is not None:
+        return drawing(*args, generator=step.draw(key, part_of(split)).generator(device), **kwargs)
+    with _seeded_generator(device, key, part_of(split)):
         return op(*args, **kwargs)
+
+
+def taking_generator(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the overload of a draw that takes a generator in addition; None if there is none."""
+
+    def arguments(each: torch._ops.OpOverload) -> list[str]:
+        return [argument.name for argument in each._schema.arguments]
+
+    packet = op.overloadpacket
+    others = (getattr(packet, name) for name in packet.overloads())
+    expected = {*arguments(op), GENERATOR}
+    return next((each for each in (op, *others) if set(arguments(each)) == expected), None)
 
 
 def _of_whole(

@@ -21,7 +21,7 @@ from torch import Tensor, autograd
 from autopar.runtime.collectives.layout_moves import local_slice
 from autopar.runtime.collectives.mesh_axes import IN_ORDER, Axes, Axis, axes_of, part_of
 from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
-from autopar.runtime.implementations.randomness import randomness
+from autopar.runtime.implementations.randomness import Draw, randomness, step_draws
 
 
 def dropout(
@@ -37,17 +37,17 @@ def dropout(
     if randomness().deterministic:
         drawn = kept_of_whole(x, list(sizes.values()), p, split, [zigzag.get(factor, ()) for factor in sizes])
     else:
-        drawn = seed_of_part(key, [axis for axes in split for axis in axes])
+        drawn = _draw_of_part(key, [axis for axes in split for axis in axes])
     return _Dropout.apply(x, p, drawn)
 
 
 class _Dropout(autograd.Function):
-    """Zero with probability `p`, else scaled; `drawn` is the seed of a draw, or (truth values) what it has kept."""
+    """Zero with probability `p`, else scaled; `drawn` is a draw or its seed, or (truth values) what it has kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, drawn: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, drawn: Tensor | Draw) -> Tensor:
         ctx.p = p
-        if drawn.dtype is torch.bool or torch.compiler.is_compiling():
+        if isinstance(drawn, Tensor) and (drawn.dtype is torch.bool or torch.compiler.is_compiling()):
             ctx.drawn = None
             ctx.save_for_backward(drawn)
         else:
@@ -60,10 +60,11 @@ class _Dropout(autograd.Function):
         return _Dropout.apply(grad, ctx.p, drawn), None, None
 
 
-def _multiplied(x: Tensor, p: float, drawn: Tensor) -> Tensor:
+def _multiplied(x: Tensor, p: float, drawn: Tensor | Draw) -> Tensor:
     """Multiply by a mask of zeros and 1 / (1 - p), bit by bit as PyTorch does."""
-    kept = drawn if drawn.dtype is torch.bool else _kept(list(x.shape), p, drawn, x.device)
-    return x * (kept.to(x.dtype).div_(1 - p) if p < 1 else kept.to(x.dtype))
+    if isinstance(drawn, Draw) or drawn.dtype is not torch.bool:
+        drawn = _kept(list(x.shape), p, drawn, x.device)
+    return x * (drawn.to(x.dtype).div_(1 - p) if p < 1 else drawn.to(x.dtype))
 
 
 def kept_of_whole(
@@ -80,10 +81,16 @@ def kept_of_whole(
     return kept.to(torch.bool)
 
 
-def seed_of_part(key: int, axes: Sequence[Axis]) -> Tensor:
-    """Return the seed of this rank's part of a draw, of a tensor that the axes split: a number [], on the CPU."""
+def _draw_of_part(key: int, axes: Sequence[Axis]) -> Tensor | Draw:
+    """Return this rank's part of a draw in a step that becomes a CUDA graph, else its seed."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar_runtime.seed(key, part_of(axes))
+    step = step_draws()
+    return seed_of_part(key, axes) if step is None else step.draw(key, part_of(axes))
+
+
+def seed_of_part(key: int, axes: Sequence[Axis]) -> Tensor:
+    """Return the seed of this rank's part of a draw, of a tensor that the axes split: a number [], on the CPU."""
 
     def compute(ranks: Ranks) -> list[Tensor]:
         part = 0
@@ -95,17 +102,30 @@ def seed_of_part(key: int, axes: Sequence[Axis]) -> Tensor:
     return seed
 
 
-def _kept(shape: list[int], p: float, seed: Tensor, device: torch.device) -> Tensor:
-    """Return a mask that is true with probability 1 - p."""
+def seed_on_device(key: int, device: torch.device) -> Tensor:
+    """Return the seed of a draw that all ranks do alike: a number [] that kernels of the device read."""
     if torch.compiler.is_compiling():
-        return torch.ops.autopar_runtime.kept(shape, p, seed, device)
-    (kept,) = on_each_rank(lambda _, seed: [_draw(shape, p, seed, device)], (), (seed,))
+        return torch.ops.autopar_runtime.seed_on_device(key, device)
+    step = step_draws()
+    return seed_of_part(key, ()) if step is None else step.draw(key, 0).seed(device)
+
+
+def _kept(shape: list[int], p: float, drawn: Tensor | Draw, device: torch.device) -> Tensor:
+    """Return a mask that is true with probability 1 - p."""
+    if isinstance(drawn, Draw):
+        return _mask(shape, p, drawn.generator(device))
+    if torch.compiler.is_compiling():
+        return torch.ops.autopar_runtime.kept(shape, p, drawn, device)
+    (kept,) = on_each_rank(lambda _, seed: [_draw(shape, p, seed, device)], (), (drawn,))
     return kept
 
 
 def _draw(shape: list[int], p: float, seed: Tensor, device: torch.device) -> Tensor:
-    generator = _generator(device, threading.get_ident()).manual_seed(int(seed))
-    return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
+    return _mask(shape, p, _generator(device, threading.get_ident()).manual_seed(int(seed)))
+
+
+def _mask(shape: list[int], p: float, generator: torch.Generator) -> Tensor:
+    return torch.empty(shape, dtype=torch.bool, device=generator.device).bernoulli_(1 - p, generator=generator)
 
 
 @functools.cache
@@ -119,8 +139,12 @@ def _generator(device: torch.device, thread: int) -> torch.Generator:
 
 @torch.library.custom_op("autopar_runtime::seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _seed_op(key: int, part: int) -> Tensor:
-    """Run `seed_of_part` as a node of a compiled graph, which reads seed and step at run time."""
-    return torch.tensor(randomness().seed_of(key, part))
+    """Run `_draw_of_part` as a node of a compiled graph, which reads seed and step at run time.
+
+    In a step that becomes a CUDA graph, a number stands for the draw.
+    """
+    step = step_draws()
+    return torch.tensor(randomness().seed_of(key, part) if step is None else step.number_of(step.draw(key, part)))
 
 
 @_seed_op.register_fake
@@ -128,10 +152,27 @@ def _(key: int, part: int) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
+@torch.library.custom_op("autopar_runtime::seed_on_device", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _seed_on_device_op(key: int, device: torch.device) -> Tensor:
+    """Run `seed_on_device` as a node of a compiled graph."""
+    step = step_draws()
+    if step is None:
+        return torch.full((), randomness().seed_of(key, 0), dtype=torch.int64, device=device)
+    return step.draw(key, 0).seed(device).clone()  # an operator returns no tensor that others read
+
+
+@_seed_on_device_op.register_fake
+def _(key: int, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
 @torch.library.custom_op("autopar_runtime::kept", mutates_args=())
 def _kept_op(shape: Sequence[int], p: float, seed: Tensor, device: torch.device) -> Tensor:
-    """Run `_draw` as a node of a compiled graph."""
-    return _draw(list(shape), p, seed, device)
+    """Run `_kept` as a node of a compiled graph."""
+    step = step_draws()
+    if step is None:
+        return _draw(list(shape), p, seed, device)
+    return _mask(list(shape), p, step.numbered(int(seed)).generator(device))
 
 
 @_kept_op.register_fake

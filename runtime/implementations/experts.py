@@ -9,6 +9,9 @@ as well, rows go to the rank of their expert's block and come home by one uneven
 Rows arrive by rank and, of one rank, by expert; a second stable sort puts those of one expert together. How many rows
 go where is read on the host, once for each dispatch, where rows travel or a rank keeps some of them.
 
+Rows that are `padded` are equally many for all ranks, and the host reads nothing. A message is filled up with rows of
+other tokens: they count as the last expert's and come home to nobody, so that their gradients are zero.
+
 A dispatch and a combine run whole, or in halves, between which other calls run while rows travel. torch.compile leaves
 halves as they are: its graphs end where the host reads, anyway.
 """
@@ -25,8 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.program.operators.capacity import padded_rows
 from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
-from autopar.ir.program.operators.expert_operators import Home, PartHome, all_rows, count_rows, some_rows
+from autopar.ir.program.operators.expert_operators import (
+    Home,
+    PaddedHome,
+    PaddedTake,
+    PartHome,
+    all_rows,
+    count_rows,
+    some_rows,
+    sorted_slots,
+)
 from autopar.ir.sharding.mesh import joined_name
 from autopar.runtime.collectives.direct import applied
 from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, num_parts_of
@@ -38,6 +51,10 @@ FEATURES = "d"
 _Dispatched = tuple[Any, Tensor | None, Tensor, Tensor, Tensor, Tensor]
 """Rows, or rows on their way; their order where they have come by rank; and what `dispatch` returns besides."""
 _Exchange = Callable[[Tensor, Way], Any]
+_TOO_MANY = (
+    "more than {} rows go from one device to another's experts, the most that Experts(padded=…) gives room for; give a "
+    "larger number, or leave padded out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,10 @@ class _Experts:
             else:
                 kept += (axis,)
         return cls(of_experts, travelled, kept, num_experts)
+
+    def pads(self, padded: float | None, dropping: bool) -> bool:
+        """Return whether rows are padded: those of whole experts are as many as slots, unless some are dropped."""
+        return padded is not None and (bool(self.axes) or dropping)
 
     @property
     def per_block(self) -> int:
@@ -97,7 +118,14 @@ class _Experts:
 
 
 def dispatch(
-    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, *, axes: Axes, sizes: Mapping[str, int]
+    x: Tensor,
+    index: Tensor,
+    num_experts: int,
+    dropping: bool = False,
+    padded: float | None = None,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `autopar.dispatch` for this rank's tokens: return the rows of its experts.
 
@@ -108,15 +136,22 @@ def dispatch(
     Moves, if rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the latter
     backward, by all-to-all; fewer rows if some are dropped.
     """
-    return _ordered(_dispatched(x, index, num_experts, dropping, axes, exchanged))
+    return _ordered(_dispatched(x, index, num_experts, dropping, padded, axes, exchanged))
 
 
 @uncompiled
 def start_dispatch(
-    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, *, axes: Axes, sizes: Mapping[str, int]
+    x: Tensor,
+    index: Tensor,
+    num_experts: int,
+    dropping: bool = False,
+    padded: float | None = None,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
 ) -> _Dispatched:
     """Begin `dispatch`: rows travel until `end_dispatch`."""
-    return _dispatched(x, index, num_experts, dropping, axes, leaving)
+    return _dispatched(x, index, num_experts, dropping, padded, axes, leaving)
 
 
 @uncompiled
@@ -132,9 +167,17 @@ def _ordered(started: _Dispatched) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 
 
 def _dispatched(
-    x: Tensor, index: Tensor, num_experts: int, dropping: bool, axes: Axes, exchange: _Exchange
+    x: Tensor,
+    index: Tensor,
+    num_experts: int,
+    dropping: bool,
+    padded: float | None,
+    axes: Axes,
+    exchange: _Exchange,
 ) -> _Dispatched:
     experts = _Experts.of(axes, num_experts)
+    if padded is not None and experts.pads(padded, dropping):
+        return _padded(x, index, experts, padded, exchange)
     if experts.kept or dropping:
         kept = experts.is_reached(index)
         rows, ids, route = some_rows(x, index, num_experts, kept, kept.sum().item())
@@ -151,6 +194,40 @@ def _dispatched(
     rows = exchange(rows, Way(sent_to, got_from, link, num_bytes))
     ids, order = torch.sort(_senders_ids(got, sum(got_from)), stable=True)
     return rows, order, got, ids, route, splits
+
+
+def _padded(x: Tensor, index: Tensor, experts: _Experts, padded: float, exchange: _Exchange) -> _Dispatched:
+    size = padded_rows(index.numel(), num_parts_of(experts.axes), padded)
+    rows, sent, route = _in_messages(x, index, experts, size)
+    num_ranks = sent.shape[0]
+    splits = torch.zeros(2, num_ranks, dtype=torch.int64)
+    if not experts.travelled:
+        return rows, None, sent, _senders_ids(sent, size), route, splits
+    ones, sizes = [1] * num_ranks, [size] * num_ranks
+    got = Way(ones, ones, experts.link, sent.numel() * sent.itemsize).take(sent)
+    rows = exchange(rows, Way(sizes, sizes, experts.link, rows.numel() * rows.itemsize))
+    ids, order = torch.sort(_senders_ids(got, num_ranks * size), stable=True)
+    return rows, order, got, ids, route, splits
+
+
+def _in_messages(x: Tensor, index: Tensor, experts: _Experts, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return messages of `size` rows for each rank, the counts of each rank's experts, and the row of every slot."""
+    last = index.numel() - 1
+    ids, slots = sorted_slots(torch.where(experts.is_reached(index), index, experts.num_experts))
+    counts = experts.reached(count_rows(ids, experts.num_experts + 1)[:-1])
+    ends = counts.sum(1).cumsum(0)
+    begins = ends - counts.sum(1)
+    torch.ops.aten._assert_async.msg((ends - begins <= size).all(), _TOO_MANY.format(size))
+    inside = torch.arange(size, device=x.device)
+    in_messages = slots[(begins.unsqueeze(1) + inside).clamp(max=last).flatten()]
+    places = torch.arange(last + 1, device=x.device)
+    rank = torch.searchsorted(ends, places, right=True)
+    shift = torch.arange(len(ends), device=x.device) * size - begins
+    places = torch.where(rank < len(ends), places + shift[rank.clamp(max=len(ends) - 1)], -1)
+    route = torch.empty_like(slots).scatter_(0, slots, places).view(index.shape)
+    rows = applied(PaddedTake, x.reshape(-1, x.shape[-1]), in_messages, route.flatten(0, -2))
+    more = (size - counts.sum(1)).unsqueeze(1)
+    return rows, torch.cat([counts[:, :-1], counts[:, -1:] + more], 1), route
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
@@ -176,6 +253,7 @@ def combine(
     counts: Tensor,
     splits: Tensor,
     dropping: bool = False,
+    padded: float | None = None,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
@@ -184,8 +262,8 @@ def combine(
 
     Moves, if rows travel, T · K · D bytes forward and backward by all-to-all.
     """
-    rows = _sent_home(rows, route, counts, splits, axes, sizes, exchanged)
-    return _added(rows, weights, route, dropping, axes, sizes)
+    rows = _sent_home(rows, route, counts, splits, padded, axes, sizes, exchanged)
+    return _added(rows, weights, route, dropping, padded, axes, sizes)
 
 
 @uncompiled
@@ -196,12 +274,13 @@ def start_combine(
     counts: Tensor,
     splits: Tensor,
     dropping: bool = False,
+    padded: float | None = None,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Travelling | Tensor:
     """Begin `combine`: rows travel until `end_combine`."""
-    return _sent_home(rows, route, counts, splits, axes, sizes, leaving)
+    return _sent_home(rows, route, counts, splits, padded, axes, sizes, leaving)
 
 
 @uncompiled
@@ -210,12 +289,13 @@ def end_combine(
     weights: Tensor | None,
     route: Tensor,
     dropping: bool = False,
+    padded: float | None = None,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
     """Return the result of `combine`, once rows have arrived."""
-    return _added(started, weights, route, dropping, axes, sizes)
+    return _added(started, weights, route, dropping, padded, axes, sizes)
 
 
 def _added(
@@ -223,10 +303,12 @@ def _added(
     weights: Tensor | None,
     route: Tensor,
     dropping: bool,
+    padded: float | None,
     axes: Axes,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    home = PartHome if _Experts.of(axes, sizes[EXPERTS]).kept or dropping else Home
+    experts = _Experts.of(axes, sizes[EXPERTS])
+    home = PaddedHome if experts.pads(padded, dropping) else PartHome if experts.kept or dropping else Home
     given = arrived(started), None if weights is None else weights.flatten(0, -2), route.flatten(0, -2)
     y = applied(home, *given)
     return y.view(*route.shape[:-1], y.shape[-1])
@@ -237,6 +319,7 @@ def _sent_home(
     route: Tensor,
     counts: Tensor,
     splits: Tensor,
+    padded: float | None,
     axes: Axes,
     sizes: Mapping[str, int],
     exchange: _Exchange,
@@ -245,8 +328,12 @@ def _sent_home(
     if not experts.travelled:
         return rows
     order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
-    num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
-    sent, got = _host(splits)
+    if padded is None:
+        num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
+        sent, got = _host(splits)
+    else:
+        num_bytes = rows.numel() * rows.itemsize
+        sent = got = [rows.shape[0] // experts.link.size] * experts.link.size
     return exchange(applied(_Reorder, rows, order, True), Way(got, sent, experts.link, num_bytes))
 
 

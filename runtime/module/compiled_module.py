@@ -101,8 +101,7 @@ class ParallelModule(StoredModule[Executable]):
         `step` is the body of a loop: forward, backward and, if the optimizer is `capturable`, its step. It takes
         tensors on the device, and its result comes back detached. Its Python code runs in its first calls alone.
 
-        Raises InputError if the model was compiled without Run(cuda_graph=…). On devices without CUDA graphs "auto"
-        calls `step` as it is.
+        Raises InputError if the model was compiled without Run(cuda_graph=…), or on devices without CUDA graphs.
         """
         if self._recorder is None:
             raise InputError(

@@ -7,7 +7,7 @@ from one pool: what one of them gives lasts, and what it needs between is used b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,8 +21,11 @@ class Recorder(Protocol):
         """Run a step as it will be captured, and return its result."""
         ...
 
-    def capture(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Return the result of a step, which has no values before the first replay, and the replay."""
+    def capture(self, step: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Any, Callable[[], None]]:
+        """Return the result of a step, which has no values before the first replay, and the replay.
+
+        A replay draws by what seeds the `generators` have then.
+        """
         ...
 
 
@@ -46,9 +49,11 @@ class CudaRecorder:
         finally:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def capture(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, step: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Any, Callable[[], None]]:
         """Capture a step; threads that look after collectives may call CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
+        for each in generators:
+            graph.register_generator_state(each)
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = step()
         return result, graph.replay

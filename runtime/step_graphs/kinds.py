@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
+from autopar.runtime.implementations.randomness import StepDraws
 from autopar.runtime.step_graphs.operations import Operation
 from autopar.runtime.step_graphs.refusals import WITHOUT
 
@@ -40,6 +41,7 @@ class Kind:
     runs: int = 0
     called: Sequence[Any] = ()
     operations: list[Operation] = field(default_factory=list)
+    draws: StepDraws = field(default_factory=StepDraws)
     graph: Graph | None = None
 
     @classmethod

@@ -74,6 +74,9 @@ def first_difference(one: Sequence[Operation], other: Sequence[Operation]) -> st
 def _as_fixed(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype
+    if isinstance(leaf, torch.Generator):
+        # An operation sees another Python object each time.
+        return "generator", leaf._cdata  # pyright: ignore[reportAttributeAccessIssue]
     return leaf if isinstance(leaf, bool | int | float | str | type(None)) else repr(leaf)
 
 

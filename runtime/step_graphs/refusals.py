@@ -1,7 +1,7 @@
 """Reasons for which a step cannot be one CUDA graph, found before it is captured.
 
-A graph replays kernels with the arguments that they had. So no value may come from the host: no seed that it counts, no
-number that it reads from the device. (Sizes that depend on values are refused when a model is captured.)
+A graph replays kernels with the arguments that they had. So no value may come from the host, such as a number that it
+reads from the device. (Sizes that depend on values are refused when a model is captured.)
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Literal, Protocol
 
 import torch.distributed as dist
 from torch import fx
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError
 from autopar.ir.program.operators.expert_operators import DISPATCH
 from autopar.ir.program.program import Program
-from autopar.runtime.implementations import experts
+from autopar.runtime.implementations import draws, experts
 from autopar.runtime.recompute.marks import is_offloaded
 
 CudaGraph = bool | Literal["auto", "none"]
@@ -77,33 +78,40 @@ def reason_offline(is_host: bool, axis: str | None, training: bool) -> str | Non
     return _reason_anywhere(axis, training)
 
 
-def reasons_of(executable: Captured) -> Iterator[str]:
+def reasons_of(executable: Captured, deterministic: bool = False) -> Iterator[str]:
     """Yield what in the per-rank graph needs the host in each step, in words, with what to do."""
-    return reasons_in(executable.program, executable.plan, executable.local.module.graph)
+    return reasons_in(executable.program, executable.plan, executable.local.module.graph, deterministic)
 
 
-def reasons_in(program: Program, plan: Plan, graph: fx.Graph) -> Iterator[str]:
-    """Yield the same of the per-rank graph of a program and its plan."""
-    if any("key" in node.kwargs for node in graph.nodes):
-        yield "draws random numbers (dropout) by seeds that the host makes from the step; set its probability to 0"
+def reasons_in(program: Program, plan: Plan, graph: fx.Graph, deterministic: bool = False) -> Iterator[str]:
+    """Yield the same of the per-rank graph of a program and its plan; `deterministic` as in `Run`."""
+    if deterministic and any("key" in node.kwargs for node in graph.nodes):
+        yield "draws random numbers as one device would, by a state of the host; leave out Run(deterministic=True)"
+    drawn = (node.kwargs["op"] for node in graph.nodes if node.target is draws.seeded)
+    for op in dict.fromkeys(op for op in drawn if isinstance(op, OpOverload) and draws.taking_generator(op) is None):
+        yield f"draws random numbers by {op}, which takes no generator; draw by torch.rand_like or nn.Dropout"
     if plan.offloads_optimizer or any(map(is_offloaded, graph.nodes)):
         yield 'moves tensors to host memory and back; plan with Memory(offload="none")'
     if program.python.hooks:
         yield "registers gradient hooks, which are Python; register none in its forward"
     if any(map(_exchanges_counted_rows, graph.nodes)):
         yield (
-            "sends rows to experts, and the host reads how many; keep experts whole on every rank, as "
-            'annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
+            "sends rows to experts, and the host reads how many; plan with Experts(padded=…), or keep experts whole on "
+            'every rank, as annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
         )
 
 
 def _exchanges_counted_rows(node: fx.Node) -> bool:
     """Return whether a dispatch keeps or sends some of its rows, which the host counts."""
-    if node.target is experts.dispatch:
+    if node.target in (experts.dispatch, experts.start_dispatch):
         axes = node.kwargs["axes"]
         assert isinstance(axes, Mapping)
-        return bool(axes.get(experts.EXPERTS)) or _drops(node)
+        return not _pads(node) and (bool(axes.get(experts.EXPERTS)) or _drops(node))
     return node.target is DISPATCH and _drops(node)
+
+
+def _pads(node: fx.Node) -> bool:
+    return (node.args[4] if len(node.args) > 4 else node.kwargs.get("padded")) is not None
 
 
 def _drops(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@
     5       captured, and replayed
     6 …     replayed: `.grad` are the tensors that the graph writes
 
-Arguments are copied into buffers of the kind before each run.
+Arguments are copied into buffers of the kind before each run, and what it draws is seeded.
 
 A kind is what the graph fixes: shapes, values that are no tensors, modes, and where parameters, buffers and gradients
 lie. A step that finds no gradients and one that adds to some are two kinds. What a call of the model checks on the host
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Autocast
 from autopar.errors import InputError, warn_user
+from autopar.runtime.implementations.randomness import StepDraws
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.uncompiled import uncompiled
@@ -126,7 +127,7 @@ class GraphedStep:
                 return detached(self._warmed(kind))
             if kind.graph is None:
                 kind.graph = self._captured(kind)
-            return self._replayed(kind.graph)
+            return self._replayed(kind.graph, kind.draws)
 
     def _key(self, described: Any) -> Any:
         """Return the key of a call's kind.
@@ -180,12 +181,13 @@ class GraphedStep:
             with recorded or nullcontext():
                 return self._function(*kind.args, **kind.kwargs)
 
+        state = self._module.random_state
         try:
-            with self._module.calls_noted() as kind.called:
+            with self._module.calls_noted() as kind.called, kind.draws.run(state.at(state.step)):
                 result = self._recorder.warm_up(run)
         finally:
             noted.remove()
-        reasons = [reason for call in kind.called for reason in reasons_of(call.executable)]
+        reasons = [reason for call in kind.called for reason in reasons_of(call.executable, state.deterministic)]
         reasons += [reason for each in self._optimizers for reason in _reasons_of_optimizer(each)]
         if recorded is not None:
             reasons += [f"calls {each}, for which the host waits; compute it without" for each in recorded.of_host]
@@ -199,29 +201,34 @@ class GraphedStep:
 
     def _captured(self, kind: Kind) -> Graph:
         kind.operations = []
-        before = self._module.random_state.step
-        with self._module.calls_noted() as kind.called:
+        state = self._module.random_state
+        before = state.step
+        with self._module.calls_noted() as kind.called, kind.draws.run(state.at(before)):
             try:
-                result, replay = self._recorder.capture(lambda: detached(self._function(*kind.args, **kind.kwargs)))
+                result, replay = self._recorder.capture(
+                    lambda: detached(self._function(*kind.args, **kind.kwargs)), kind.draws.generators
+                )
             except torch.AcceleratorError as error:
                 raise InputError(
                     f"the step was not captured as a CUDA graph: {error}. Something in it needs the host; {WITHOUT}"
                 ) from error
-        steps = self._module.random_state.step - before
-        self._module.random_state.advance(-steps)  # the replay counts them
+        steps = state.step - before
+        state.advance(-steps)  # the replay counts them
         gradients = [each.grad for each in self._module.tensors[0]]
         self._gradients = self._gradients or gradients
         return Graph(replay, result, gradients, steps, self._numbers())
 
-    def _replayed(self, graph: Graph) -> Any:
+    def _replayed(self, graph: Graph, draws: StepDraws) -> Any:
         for (name, before), (_, now) in zip(graph.numbers, self._numbers(), strict=True):
             if before != now:
                 raise InputError(
                     f"{name} is {now} now and was {before} when the step was captured, and a CUDA graph keeps numbers; "
                     f"give it as a tensor on the device, torch.tensor({before}, device=…), and change that in place."
                 )
+        state = self._module.random_state
+        draws.begin(state.at(state.step))
         graph.replay()
-        self._module.random_state.advance(graph.steps)
+        state.advance(graph.steps)
         for parameter, gradient in zip(self._module.tensors[0], graph.gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient

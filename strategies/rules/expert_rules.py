@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
+from autopar.ir.program.operators.capacity import WITHIN_CAPACITY, padded_rows
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import I, P, Placement, R, S
@@ -129,12 +129,16 @@ def _exchanged(call: Call, sizes: LocalSizes, rows: TensorInfo) -> tuple[Collect
     """Rows go over the axes that divide tokens and experts together, and their gradients come back.
 
     Uneven as rows are, these are the bytes of a rank's own tokens: exact, but where another axis divides experts alone,
-    of whose share of the rows they are the mean.
+    of whose share of the rows they are the mean. Padded rows are equally many everywhere.
     """
     *leading, num_experts_of_token = call["index" if call.target is DISPATCH else "route"].shape
-    tokens = math.prod(sizes[name] for name in batch_names(len(leading)))
-    elements = tokens * num_experts_of_token * sizes["d"] * _reached(call, sizes) // _num_experts(call)
-    moved = Collective("all_to_all", TOGETHER + EXPERTS, elements * rows.dtype.itemsize)
+    slots = math.prod(sizes[name] for name in batch_names(len(leading))) * num_experts_of_token
+    num_bytes = slots * sizes["d"] * _reached(call, sizes) // _num_experts(call) * rows.dtype.itemsize
+    moved = Collective("all_to_all", TOGETHER + EXPERTS, num_bytes)
+    if (padded := call["padded"]) is not None:
+        message = padded_rows(slots, _num_experts(call) // sizes[EXPERTS], padded)
+        of_message = message * sizes["d"] * rows.dtype.itemsize
+        moved = replace(moved, num_bytes=sizes.get(TOGETHER + EXPERTS, 1) * of_message, unpadded=num_bytes)
     return (moved, replace(moved, backward=True)) if rows.requires_grad else (moved,)
 
 

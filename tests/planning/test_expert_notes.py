@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.planning.expert_notes import BALANCED
 from tests.support.experts import WithExperts, grouped
 from tests.support.simulation.training import SLOW_DEVICES
@@ -24,6 +24,49 @@ def test_a_plan_says_where_rows_are_those_of_balanced_routing(choice: str, expec
     autopar.annotate(model, "experts.dispatch", ep=choice)
     plan = autopar.plan(model, MESH, INPUTS, hardware=SLOW_DEVICES)
     assert (BALANCED in plan.notes, BALANCED in " ".join(str(plan).split())) == (expected, expected)
+
+
+def test_padded_rows_are_priced_in_bytes_seconds_and_memory() -> None:
+    model = autopar.annotate(WithExperts(), "experts.dispatch", ep="factor:a0+x")
+    plans = [
+        autopar.plan(model, MESH, INPUTS, hardware=SLOW_DEVICES, experts=experts)
+        for experts in (autopar.Experts(), autopar.Experts(padded=2.0), autopar.Experts(imbalance=2.0))
+    ]
+    own, padded, uneven = ({(t.collective, t.num_bytes) for row in p.rows for t in row.transfers} for p in plans)
+    counts = [("all_to_all", 8 * 4)]
+    sent = [{num_bytes for name, num_bytes in each - {*counts} if name == "all_to_all"} for each in (own, padded)]
+    assert own == uneven and sent[1] == {2 * each for each in sent[0]}
+    assert plans[1].seconds == pytest.approx(plans[2].seconds) and plans[1].seconds > plans[0].seconds
+    assert plans[1].peak_bytes == plans[2].peak_bytes > plans[0].peak_bytes
+    assert any(note.startswith("each device has room for 2 times its share") for note in plans[1].notes)
+    assert plans[1].attach(model, INPUTS, hardware=SLOW_DEVICES, experts=autopar.Experts(padded=2.0)).verify().ok
+    sent, priced = (plans[1].reprice(batch=size) for size in (4, 8))
+    exchanged, counts = ("all_to_all", "ep"), 8 * 4
+    assert sent.traffic == plans[1].traffic and sent.seconds == pytest.approx(plans[1].seconds, rel=1e-4)
+    assert priced.traffic[exchanged] - counts == 2 * (sent.traffic[exchanged] - counts)
+    with pytest.raises(PlanError, match=r"dispatch \(padded=2.0\)"):
+        plans[1].attach(model, INPUTS, hardware=SLOW_DEVICES)
+
+
+def test_moves_of_padded_rows_have_the_bytes_of_the_padding() -> None:
+    model = WithExperts()
+    autopar.annotate(model, "experts.dispatch", ep="factor:a0+x", tp="factor:-")
+    autopar.annotate(model, "experts", ep="expert", tp="row")
+    mesh = autopar.Mesh({"ep": 2, "tp": 2})
+    plans = [
+        autopar.plan(model, mesh, INPUTS, hardware=SLOW_DEVICES, experts=experts)
+        for experts in (autopar.Experts(), autopar.Experts(padded=1.5))
+    ]
+    own, padded = (plan.traffic["all_reduce", "tp"] for plan in plans)
+    assert padded == 1.5 * own
+    assert plans[1].reprice().traffic == plans[1].traffic
+
+
+def test_padded_rows_are_refused_with_what_contradicts_them() -> None:
+    with pytest.raises(InputError, match="says twice how many rows a device has"):
+        autopar.plan(WithExperts(), MESH, INPUTS, experts=autopar.Experts(padded=2.0, imbalance=1.5))
+    with pytest.raises(InputError, match=r"Experts\(padded=2\) pads the rows of sorted experts, and"):
+        autopar.plan(nn.Linear(8, 8), MESH, (torch.zeros(16, 8),), experts=autopar.Experts(padded=2.0))
 
 
 class Unknown(nn.Module):

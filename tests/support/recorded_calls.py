@@ -7,7 +7,8 @@ is no longer in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,13 +30,19 @@ class RecordedCalls:
     def warm_up(self, step: Callable[[], Any]) -> Any:
         return step()
 
-    def capture(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Return the result of a step, whose values are spoilt, and its replay; other values are as before."""
+    def capture(self, step: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Any, Callable[[], None]]:
+        """Return the result of a step, whose values are spoilt, and its replay; other values are as before.
+
+        What a step draws, it draws by one of the `generators`, each for one call.
+        """
         self.captures += 1
         with _Recording() as recording:
             result = step()
         recording.undo()
         kept = recording.calls
+        drawn = [x for _, args, kwargs, _ in kept for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+        found, expected = (sorted(map(attrgetter("_cdata"), each)) for each in (drawn, generators))
+        assert found == expected, "the step draws by other generators"
         for each in pytree.tree_leaves(result):
             if isinstance(each, Tensor):
                 each.fill_(float("nan"))

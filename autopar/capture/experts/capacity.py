@@ -15,7 +15,7 @@ from autopar.capture.experts.forms import CASTS
 from autopar.capture.passes.refused_calls import where
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
 from autopar.capture.passes.views import VIEWS
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError
 from autopar.ir.program.operators.capacity import WITHIN_CAPACITY
 from autopar.ir.program.operators.expert_operators import COMBINE, DISPATCH, OTHER_GROUPED_PRODUCTS
 
@@ -55,6 +55,19 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
                 "features) is one sample."
             )
         _limit(draft, node, index, capacity_factor)
+
+
+def pad_rows(draft: TracedGraph, padded: float) -> None:
+    """Let ranks exchange and keep equally many rows, so many times a device's share; InputError if there are none."""
+    ends = [node for node in draft.calls() if node.target in (DISPATCH, COMBINE)]
+    if not ends:
+        raise InputError(
+            f"Experts(padded={padded:g}) pads the rows of sorted experts, and the model has none in a form that is "
+            "known. docs/how-to/experts.md lists the forms; write them so, or leave padded out."
+        )
+    for node in ends:
+        dropping = arguments(node).get("dropping", False)
+        node.args = (*node.args[: 3 if node.target is DISPATCH else 5], dropping, padded)
 
 
 def _has_a_row_for_each_slot(x: fx.Node) -> bool:

@@ -73,6 +73,13 @@ class Transfer:
     """The same behind it."""
     ahead: bool = False
     """True if it begins long before its result is needed: it overlaps with compute, and waits for no host."""
+    unpadded: int | None = None
+    """As in `operation.Collective`."""
+
+    @property
+    def priced_bytes(self) -> int:
+        """Bytes by which its seconds are priced."""
+        return self.num_bytes if self.unpadded is None else self.unpadded
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message
     With one that runs alone goes what the device rearranges, and the wait for the last host; in messages a layer's
     weights are packed together.
     """
-    collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.num_bytes
+    collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.priced_bytes
     if message is None:
         alone = float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
         if transfer.ahead:

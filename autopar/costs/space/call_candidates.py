@@ -386,7 +386,14 @@ def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh
         return ()
     learns = any(info.requires_grad for info in call.inputs)
     return tuple(
-        Transfer(collective.name, axis, collective.num_bytes, collective.backward, ahead=collective.ahead)
+        Transfer(
+            collective.name,
+            axis,
+            collective.num_bytes,
+            collective.backward,
+            ahead=collective.ahead,
+            unpadded=collective.unpadded,
+        )
         for collective in strategy.implementation.traffic(call, strategy.local_sizes(sizes, mesh))
         if learns or not collective.backward
         for axis in strategy.links(collective.factor, mesh)

@@ -44,6 +44,12 @@ def rows_of_experts(space: Space) -> dict[int, ExpertRows]:
     return found
 
 
+def padded_share(space: Space) -> float | None:
+    """Return the rows that messages are padded to, as a multiple of a device's share; None if they are not padded."""
+    ends = [decision.candidates.call for decision in space.decisions if decision.node.target is DISPATCH]
+    return ends[0]["padded"] if ends and ends[0] is not None else None
+
+
 def _gives_rows(found: dict[int, ExpertRows], number: int, output: int) -> bool:
     return number in found and output in found[number].outputs
 

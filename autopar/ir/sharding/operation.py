@@ -35,6 +35,8 @@ class Collective:
     backward: bool = False
     ahead: bool = False
     """True if the runtime begins it ahead of the call, at the start of the forward, and the call waits for it."""
+    unpadded: int | None = None
+    """`num_bytes` without padding, if these are padded rows of experts: a space prices their padding itself."""
 
 
 LocalSizes = Mapping[str, int]

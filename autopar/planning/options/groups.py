@@ -182,6 +182,15 @@ class Experts(Group):
     imbalance: float = option(1.0, Real(1))
     """Rows of experts on the busiest device, as a multiple of its share, if a plan shards these by expert; 1.0 for
     balanced routing."""
+    padded: float | None = option(None, Maybe(Real(1)), flat="padded_rows")
+    """Rows that a device sends to each device of an expert axis, as a multiple of their share under balanced routing:
+    messages are padded to as many, so that no device waits until the host has counted rows, and a step can be a CUDA
+    graph. More rows are an error on the device. By default messages have the rows that there are (dropless)."""
+
+    @property
+    def share(self) -> float:
+        """Rows of experts to plan for, as a multiple of a device's share."""
+        return self.imbalance if self.padded is None else self.padded
 
 
 @dataclass(frozen=True, slots=True, repr=False)

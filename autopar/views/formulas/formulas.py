@@ -333,7 +333,7 @@ class _Ledger:
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor, place_in(path.moves, number)) if path.together else None
                 self.seconds.add(count, multiplied(share, self._seconds_of(transfer, message)))
-            for transfer in transfers(move, tensor, axes, twice):
+            for transfer in self.sizes.padded(transfers(move, tensor, axes, twice), edge, self.choices):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)
                 if not transfer.backward and (again := next(exposed, None)) is not None:
@@ -374,7 +374,7 @@ class _Ledger:
         return name
 
     def _seconds_of(self, transfer: Transfer, message: Message | None = None) -> str:
-        collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)
+        collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.priced_bytes)
         mesh, hardware = self.space.mesh, self.space.hardware
         name = self._rate(collective, axis)
         if transfer.ahead:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.costs.hardware.collectives import Transfer
+from autopar.costs.space.expert_rows import padded_share
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import Layout
@@ -63,6 +65,17 @@ class LocalSizes:
         layout = self._space.decisions[rows.counts].candidates.strategies[choices[rows.counts]].outputs[rows.position]
         ranks = math.prod(size for size, each in zip(self.axes.sizes, layout, strict=True) if each.is_split)
         return f"Min({self._space.imbalance!r}, {Polynomial.of(ranks)})"
+
+    def padded(self, moved: Iterable[Transfer], edge: TensorEdge, choices: Sequence[int]) -> Iterator[Transfer]:
+        """Yield the transfers of an edge, those of padded rows of experts with the bytes of their padding."""
+        rows = self._space.rows_on(edge)
+        share = "" if padded_share(self._space) is None else self.share(rows, choices)
+        for each in moved:
+            if share:
+                num_bytes = math.ceil(each.num_bytes * self._space.share(rows, choices))
+                whole = Size.symbol(f"ceiling(({Polynomial.of(each.num_bytes)})*{share})", num_bytes)
+                each = replace(each, num_bytes=whole, unpadded=each.num_bytes)
+            yield each
 
 
 def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:

@@ -12,7 +12,7 @@ from autopar.runtime.collectives.mesh_axes import Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.heads import GROUP, QUERY_HEADS
 from autopar.runtime.implementations.attention.positions import KEYS, QUERIES, FactorSplit, positions
-from autopar.runtime.implementations.dropout import kept_of_whole, seed_of_part
+from autopar.runtime.implementations.dropout import kept_of_whole, seed_on_device
 from autopar.runtime.implementations.each_rank import Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
 
@@ -70,7 +70,7 @@ def drawn(
             number = (number * size).unsqueeze(-1) + place
         return [lines_of(seed, number.reshape(-1), heads)]
 
-    (result,) = on_each_rank(compute, every, (seed_of_part(key, ()),))
+    (result,) = on_each_rank(compute, every, (seed_on_device(key, query.device),))
     return result
 
 

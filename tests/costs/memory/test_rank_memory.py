@@ -221,10 +221,10 @@ class Experts(nn.Module):
         return x_BSD.square().mean()
 
 
-def _of_experts(weighted: str, mode: str) -> tuple[int, int]:
+def _of_experts(weighted: str, mode: str, padded: float | None = None) -> tuple[int, int]:
     """Bytes at the highest moment of a later step on this rank, and those of the plan."""
     x_BSD = torch.randn(2, 256, 64)
-    on, options = mesh((2,), ("ep",)), by_flag(recompute=mode)
+    on, options = mesh((2,), ("ep",)), by_flag(recompute=mode, padded_rows=padded)
     compiled: Any = autopar.compile(Experts(weighted), on, (x_BSD,), strategy="expert_data", **options)
     return min(peak_of_step(compiled, (x_BSD,)) for _ in range(2)), compiled.plan.peak_bytes
 
@@ -233,4 +233,11 @@ def _of_experts(weighted: str, mode: str) -> tuple[int, int]:
 @pytest.mark.parametrize("weighted", ["before", "after"])
 def test_rows_of_experts_are_counted_while_a_shared_expert_runs(ranks: Ranks, weighted: str, mode: str) -> None:
     for found, predicted in ranks.run(_of_experts, weighted, mode):
+        assert predicted == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("padded", [1.5, 2.0])
+def test_padded_rows_of_experts_are_counted(ranks: Ranks, padded: float, mode: str) -> None:
+    for found, predicted in ranks.run(_of_experts, "after", mode, padded):
         assert predicted == pytest.approx(found, rel=0.03)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,10 @@ def alone(form: Form) -> Training:
     return train_alone(with_experts(form), STEPS)
 
 
-def hold(form: Form, names: tuple[str, ...]) -> None:
+def hold(form: Form, names: tuple[str, ...], **options: Any) -> None:
     """Check that training on two ranks for each of the choices is as on one process."""
     mesh = dict(zip("ab"[: len(names)], (2,) * len(names), strict=True))
-    found = train_on_ranks(with_experts(form), STEPS, mesh, {}, forced(choices(*names)))
+    found = train_on_ranks(with_experts(form), STEPS, mesh, options, forced(choices(*names)))
     fault = fault_of(found, alone(form))
     assert not fault, fault
 
@@ -65,6 +66,26 @@ def test_ranks_train_as_one_process(form: str, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("form", "names"), itertools.product(FORMS, CHOICES))
 def test_ranks_train_as_one_process_in_every_form_and_choice(form: str, names: tuple[str, ...]) -> None:
     hold(FORMS[form], names)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("form", "names"), QUICK.items(), ids=QUICK)
+def test_ranks_whose_rows_are_padded_train_as_one_process(form: str, names: tuple[str, ...]) -> None:
+    hold(FORMS[form], names, padded_rows=2.0 ** len(names), recompute="full" if FORMS[form].bias else "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "names"), itertools.product(FORMS, (*CHOICES, ("t+x", "o"))))
+def test_ranks_whose_rows_are_padded_train_in_every_form_and_choice(form: str, names: tuple[str, ...]) -> None:
+    hold(FORMS[form], names, padded_rows=4.0)
+
+
+@pytest.mark.parametrize("names", [("x",), ("t+x",)])
+def test_more_rows_than_there_is_room_for_are_an_error(names: tuple[str, ...]) -> None:
+    form = Form(top_k=1, favoured=(3,))
+    with pytest.raises(RuntimeError, match=r"more than (5|10) rows go .* Experts\(padded=…\) gives room for"):
+        hold(form, names, padded_rows=1.25)
+    hold(Form(top_k=4), names, padded_rows=1.0)
 
 
 @pytest.mark.sample(1)

@@ -182,16 +182,30 @@ def test_a_step_as_one_cuda_graph_trains_as_eager(device: str, mesh: DeviceMesh,
     assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-class _Attention(nn.Module):
-    """Causal attention of four heads."""
+@ON_CUDA
+def test_a_dropout_in_a_cuda_graph_drops_what_it_drops_without(device: str, mesh: DeviceMesh) -> None:
+    found = []
+    for graph in (True, "none"):
+        run = autopar.Run(cuda_graph=graph, seed=3)
+        torch.manual_seed(0)
+        x = torch.ones(2, 64, 256, device=device)
+        model: Any = autopar.compile(_Attention(0.2).to(device), mesh, (x,), run=run)
+        steps = [model.train_step(x).clone() for _ in range(WARM_UP + 3)]
+        found.append([*steps, *(each.grad for each in model.parameters())])
+    assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert len({float(loss) for loss in found[0][: WARM_UP + 3]}) > 1, "all steps drop the same"
 
-    def __init__(self) -> None:
+
+class _Attention(nn.Module):
+    """Causal attention of four heads, with dropout of probabilities and results."""
+
+    def __init__(self, p: float = 0.0) -> None:
         super().__init__()
-        self.qkv = nn.Linear(256, 3 * 256)
+        self.qkv, self.p = nn.Linear(256, 3 * 256), p
 
     def forward(self, x_BSM: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (4, 64)).transpose(1, 2) for x in self.qkv(x_BSM).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+        return F.dropout(F.scaled_dot_product_attention(q, k, v, None, self.p, True), self.p).square().mean()
 
 
 class _Called(TorchDispatchMode):

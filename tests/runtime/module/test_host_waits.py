@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from tests.support.divided_experts import Form, batches, with_experts
 from tests.support.families import HIDDEN
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
@@ -105,6 +106,23 @@ def _reads(options: dict[str, Any], forwards: bool) -> dict[str, int]:
     with Reads() as reads:
         step()
     return dict(reads.found)
+
+
+def _reads_of_experts(padded: float | None, choice: str) -> set[str]:
+    form, (batch,) = Form(num_experts=4, hidden=8), batches(1, torch.float32)
+    source = autopar.annotate(with_experts(form, torch.float32), "*experts.dispatch", ep=f"factor:{choice}")
+    model: Any = autopar.compile(source, mesh((2,), ("ep",)), batch, **by_flag(padded_rows=padded))
+    for _ in range(2):
+        model.train_step(**batch)
+    with Reads() as reads:
+        model.train_step(**batch)
+    return set(reads.found)
+
+
+@pytest.mark.parametrize("choice", ["x", "a0+x"])
+def test_rows_of_experts_are_counted_on_the_host_unless_they_are_padded(ranks: Ranks, choice: str) -> None:
+    for padded, expected in ((None, {"experts.py"}), (2.0, set[str]())):
+        assert ranks.run(_reads_of_experts, padded, choice) == [expected] * 2
 
 
 PIPELINE = {"schedule": "1f1b", "microbatches": 4, "split_points": ["layers.2"]}

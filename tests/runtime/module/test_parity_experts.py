@@ -109,6 +109,24 @@ def test_ranks_drop_the_rows_beyond_a_capacity_as_one_process_does(ranks: Ranks,
     hold(ranks, cases, 5, capped_alone, capacity_factor=0.5)
 
 
+PADDED = [(name, way) for name in ("qwen3_moe", "gpt_oss") for way in (*WAYS, ("t+x", "o"))]
+
+
+@pytest.mark.parametrize(
+    ("cases", "options"),
+    [
+        ([("mixtral", ("t+x",))], {"padded_rows": 3.0}),
+        pytest.param(PADDED, {"padded_rows": 4.0}, marks=pytest.mark.slow),
+        pytest.param(CAPPED, {"padded_rows": 2.0, "capacity_factor": 0.5}, marks=pytest.mark.slow),
+    ],
+    ids=["quick", "all", "capped"],
+)
+def test_ranks_whose_rows_are_padded_train_as_one_process_does(
+    ranks: Ranks, cases: list[tuple[str, Way]], options: dict[str, Any]
+) -> None:
+    hold(ranks, cases, 2, capped_alone if "capacity_factor" in options else alone, **options)
+
+
 def _family(way: Way, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """Qwen3-MoE on all ranks, from weights of its own."""
     case = case_of("qwen3_moe", way, steps=1)
@@ -171,12 +189,14 @@ def _under_torch_compile(
     capacity_factor: float | None = None,
     shared: Literal["", "before"] = "",
     recompute: str = "none",
+    padded: float | None = None,
 ) -> None:
     example = batches(1, dtype)[0]
     options: dict[str, Any] = {
         "hardware": SLOW_DEVICES,
         "capacity_factor": capacity_factor,
         "recompute": recompute,
+        "padded_rows": padded,
     }
     with divided(("t+x",)):
         model = autopar.compile(
@@ -211,6 +231,12 @@ def test_torch_compile_gives_the_same_step_while_rows_travel(ranks: Ranks, backe
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_drops_the_same_rows(ranks: Ranks, backend: str) -> None:
     ranks.run(_under_torch_compile, torch.float32, backend, 0.5, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["", "before"])
+def test_torch_compile_pads_the_same_rows(ranks: Ranks, shared: str) -> None:
+    ranks.run(_under_torch_compile, torch.float32, "aot_eager", None, shared, "none", 2.0, timeout=300)
 
 
 @pytest.mark.slow

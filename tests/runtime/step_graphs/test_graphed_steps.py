@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import autopar
 from autopar.runtime.step_graphs.step import WARM_UP
 from benchmarks.transformer_model import Size, transformer
+from tests.support.divided_experts import Form, batches, with_experts
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks, mesh
 from tests.support.recorded_calls import RecordedCalls
@@ -83,6 +84,34 @@ def test_a_replayed_train_step_trains_as_one_without_a_graph(
         assert all(len(each) == 1 for each in places), "gradients lie elsewhere from step to step"
         first_without_gradients = 0 if set_to_none else 1
         assert (captures, replays) == (1, STEPS - WARM_UP - first_without_gradients)
+
+
+FORM = Form(num_experts=4, hidden=8, num_layers=2)
+
+
+def _experts_step(choice: str) -> tuple[Any, ...]:
+    found = []
+    for graphed in (True, False):
+        devices, given = mesh((2,), ("ep",)), batches(STEPS, torch.float32)
+        source = autopar.annotate(with_experts(FORM, torch.float32), "*experts.dispatch", ep=f"factor:{choice}")
+        model: Any = autopar.compile(source, devices, given[0], **by_flag(padded_rows=2.0))
+        recorder = RecordedCalls()
+        if graphed:
+            model.capture_steps(True, recorder)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for each in given:
+            losses.append(model.train_step(**each).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [[*losses, *(_local(each.detach()).clone() for each in model.parameters())], recorder.replays]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("choice", ["a0+x", pytest.param("x", marks=pytest.mark.slow)])
+def test_experts_on_several_ranks_are_in_the_graph_if_their_rows_are_padded(choice: str, ranks: Ranks) -> None:
+    for found, replays, expected, _ in ranks.run(_experts_step, choice):
+        assert_close(found, expected, rtol=0, atol=0)
+        assert replays >= STEPS - WARM_UP - 1
 
 
 def _loop() -> tuple[Any, ...]:

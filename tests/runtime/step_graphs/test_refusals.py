@@ -90,7 +90,7 @@ def test_meshes_of_cuda_devices_without_graphs(
 @pytest.mark.parametrize(
     ("between", "options", "reason"),
     [
-        (nn.Dropout(), {}, "draws random numbers"),
+        (nn.AlphaDropout(), {}, "draws random numbers by aten.alpha_dropout.default, which takes no generator"),
         (None, {"memory": autopar.Memory(offload="optimizer")}, "moves tensors to host memory and back"),
     ],
 )
@@ -102,6 +102,14 @@ def test_the_per_rank_graph_says_what_needs_the_host(
     assert len(reasons) == 1 and reason in reasons[0]
     model.capture_steps(True, RecordedCalls())
     with pytest.raises(InputError, match=rf"Run\(cuda_graph=True\): the step {reason}.*leave out"):
+        model.train_step(X)
+
+
+def test_draws_as_one_device_would_do_them_are_refused(devices: DeviceMesh) -> None:
+    run = autopar.Run(deterministic=True)
+    model = autopar.compile(Regression(nn.Dropout()), devices, (X,), strategy="zero3", run=run)
+    model.capture_steps(True, RecordedCalls())
+    with pytest.raises(InputError, match=r"as one device would, by a state of the host; leave out Run\(deterministic"):
         model.train_step(X)
 
 
@@ -231,6 +239,15 @@ GRAPH = autopar.Run(cuda_graph=True)
 ON_H100 = autopar.Mesh({"dp": 2}, hardware="h100")
 
 
+def test_a_plan_without_devices_has_experts_in_a_graph_if_their_rows_are_padded() -> None:
+    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp="expert")
+    batch = batches(1)[0]
+    with pytest.raises(InputError, match=r"sends rows to experts, .* plan with Experts\(padded=…\)"):
+        autopar.plan(model, ON_H100, batch, run=GRAPH)
+    plan = autopar.plan(model, ON_H100, batch, run=GRAPH, experts=autopar.Experts(padded=2.0))
+    assert plan.reserved.graph_bytes > 0
+
+
 @pytest.mark.parametrize("graph", [True, "auto"])
 def test_a_plan_without_devices_counts_the_copies_of_a_batch_as_compile_does(devices: DeviceMesh, graph: Any) -> None:
     options: dict[str, Any] = {"memory": "80GB", "microbatches": 2}
@@ -250,7 +267,7 @@ def test_a_plan_without_devices_counts_the_copies_of_a_batch_as_compile_does(dev
         (Regression(), ON_H100, {"training": False}, "training=False, which has no step"),
         (Regression(), autopar.Mesh({"dp": 2}, hardware="cpu"), {}, "needs CUDA devices, and the hardware profile"),
         (Regression(), autopar.Mesh({"pp": 2}, hardware="h100"), {}, 'a pipeline over "pp", whose schedule the host'),
-        (Regression(nn.Dropout()), ON_H100, {}, "the step draws random numbers"),
+        (Regression(nn.AlphaDropout()), ON_H100, {}, "the step draws random numbers by aten.alpha_dropout"),
         (Regression(), ON_H100, {"memory": autopar.Memory(offload="optimizer")}, "the step moves tensors to host"),
     ],
 )

@@ -32,6 +32,16 @@ def capacity(num_slots: int, num_experts: int, capacity_factor: float) -> int:
     return math.ceil(Fraction(str(capacity_factor)) * num_slots / num_experts)
 
 
+def padded_rows(num_slots: int, num_blocks: int, padded: float) -> int:
+    """Return the rows for which a device has room that come from one with so many slots, of `num_blocks` of experts.
+
+    >>> padded_rows(64, 4, 1.25), padded_rows(64, 4, 8.0)
+    (20, 64)
+    """
+    numerator, denominator = Fraction(str(padded)).as_integer_ratio()
+    return min(num_slots, -(-(num_slots * numerator) // (num_blocks * denominator)))
+
+
 def slots_of_sample(index: tuple[int, ...]) -> int:
     """Return the number of slots of each sample: the product of all dims of the index but the first."""
     return math.prod(index[1:])

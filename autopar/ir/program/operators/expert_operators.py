@@ -1,9 +1,9 @@
 """Mixture-of-Experts as four operators: rows of tokens go to their experts, through grouped products, and home again.
 
-    dispatch(x, index, num_experts, dropping) -> rows, counts, ids, route, splits
+    dispatch(x, index, num_experts, dropping, padded) -> rows, counts, ids, route, splits
     grouped_mm(rows, weight, counts) -> rows
     of_expert(values, ids, counts) -> rows
-    combine(rows, weights, route, counts, splits, dropping) -> y
+    combine(rows, weights, route, counts, splits, dropping, padded) -> y
 
 Rows are the tokens once per expert that they have been sent to, in the order of experts and, for one expert, of tokens:
 of ragged parts that follow from the data. Ordinary operations on rows lie between the ends. Legend:
@@ -11,8 +11,9 @@ of ragged parts that follow from the data. Ordinary operations on rows lie betwe
     T tokens (any number of leading dims)   D features   K experts of a token   E experts   R = T · K rows
 
 Dropless (MegaBlocks, Gale et al. 2022), unless they are `dropping`: slots whose expert is E have no row then, -1 in
-route, and add nothing to their token. `capture.experts` finds the place of these operators in a model's graph,
-`runtime.implementations.experts` runs them on ranks.
+route, and add nothing to their token. On ranks, rows that are `padded` lie among others that go nowhere, so that no
+size depends on the data; one process pads nothing. `capture.experts` finds the place of these operators in a model's
+graph, `runtime.implementations.experts` runs them on ranks.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -141,6 +142,54 @@ class PartHome(torch.autograd.Function):
         return grad_rows, grad_weights, None
 
 
+class PaddedTake(torch.autograd.Function):
+    """Rows of the tokens (T, D) of some slots, of which `route` (T, K) has the row; -1 for a slot without one."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, slots_R: Tensor, route_TK: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(route_TK)
+        return x_TD[slots_R // route_TK.shape[-1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
+        (route_TK,) = ctx.saved_tensors
+        return _rows_of_slots(grad_RD, route_TK).sum(-2), None, None
+
+
+class PaddedHome(torch.autograd.Function):
+    """Sum of rows to tokens, as `Home`, of rows of which some belong to no slot; -1 in `route` counts as zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, route_TK: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.num_rows = rows_RD.dtype, rows_RD.shape[0]
+        ctx.save_for_backward(None if weights_TK is None else rows_RD, weights_TK, route_TK)
+        rows_TKD = _rows_of_slots(rows_RD, route_TK)
+        return (rows_TKD if weights_TK is None else rows_TKD * weights_TK.unsqueeze(-1)).sum(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+        rows_RD, weights_TK, route_TK = ctx.saved_tensors
+        grad_T1D = grad_TD.unsqueeze(-2)
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            of_slots = grad_T1D if weights_TK is None else grad_T1D * weights_TK.unsqueeze(-1)
+            of_slots = of_slots.expand(*route_TK.shape, -1).to(ctx.dtype).flatten(0, -2)
+            places = torch.where(route_TK < 0, ctx.num_rows, route_TK).flatten()  # the last row is left out
+            grad_rows = of_slots.new_zeros(ctx.num_rows + 1, of_slots.shape[-1]).index_copy_(0, places, of_slots)[:-1]
+        if weights_TK is not None and ctx.needs_input_grad[1]:
+            grad_weights = (_rows_of_slots(rows_RD, route_TK) * grad_T1D).sum(-1).to(weights_TK.dtype)
+        return grad_rows, grad_weights, None
+
+
+def _rows_of_slots(rows_RD: Tensor, route_TK: Tensor) -> Tensor:
+    """Return the row of every slot, zeros for one without: (T, K, D)."""
+    return torch.where(route_TK.unsqueeze(-1) < 0, 0, rows_RD[route_TK.clamp(min=0)])
+
+
 def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
     slots = torch.argsort(route_TK.flatten())
     return slots[slots.shape[0] - num_rows :]
@@ -171,7 +220,7 @@ def some_rows(x: Tensor, index: Tensor, num_experts: int, kept: Tensor, num_rows
 
 
 def _dispatch(
-    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False
+    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, padded: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if dropping:
         kept = index < num_experts
@@ -188,7 +237,13 @@ def _of_expert(values: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
 
 
 def _combine(
-    rows: Tensor, weights: Tensor | None, route: Tensor, counts: Tensor, splits: Tensor, dropping: bool = False
+    rows: Tensor,
+    weights: Tensor | None,
+    route: Tensor,
+    counts: Tensor,
+    splits: Tensor,
+    dropping: bool = False,
+    padded: float | None = None,
 ) -> Tensor:
     home = PartHome if dropping else Home
     y = home.apply(rows, None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
@@ -250,10 +305,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 for _schema in (
-    "dispatch(Tensor x, Tensor index, int num_experts, bool dropping=False)"
+    "dispatch(Tensor x, Tensor index, int num_experts, bool dropping=False, float? padded=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "of_expert(Tensor values, Tensor ids, Tensor counts) -> Tensor",
-    "combine(Tensor rows, Tensor? weights, Tensor route, Tensor counts, Tensor splits, bool dropping=False) -> Tensor",
+    "combine(Tensor rows, Tensor? weights, Tensor route, Tensor counts, Tensor splits, bool dropping=False,"
+    " float? padded=None) -> Tensor",
     "grouped_mm(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
     "grouped_mm_backward(Tensor grad, Tensor rows, Tensor weight, Tensor counts, bool of_rows, bool of_weight)"
     " -> (Tensor, Tensor)",
