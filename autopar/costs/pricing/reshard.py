@@ -195,10 +195,18 @@ class ReshardTable:
 
 @functools.lru_cache(maxsize=4096)
 def reshard_table(
-    tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, zigzag_dims: frozenset[int] = frozenset()
+    tensor: MovedTensor,
+    dims: frozenset[int],
+    mesh: Mesh,
+    hardware: Hardware,
+    zigzag_dims: frozenset[int] = frozenset(),
+    left_out: frozenset[tuple[int, Placement]] = frozenset(),
 ) -> ReshardTable:
-    """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value."""
-    layouts = _layouts(tensor, dims, zigzag_dims, mesh)
+    """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value.
+
+    `left_out` are placements that an axis does not take: an axis that zigzag-shards a dim never splits it in order.
+    """
+    layouts = _layouts(tensor, dims, zigzag_dims, mesh, left_out)
     by_itself = replace(tensor, bucketed=False, alone=False, sharing=ALONE)
     ways, forward, gathers = _alone(by_itself, layouts, mesh, hardware)
     if not tensor.may_share_messages:
@@ -282,11 +290,18 @@ def _leading_ones(shape: Sequence[int]) -> int:
     return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
 
 
-def _layouts(tensor: MovedTensor, dims: frozenset[int], zigzag_dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+def _layouts(
+    tensor: MovedTensor,
+    dims: frozenset[int],
+    zigzag_dims: frozenset[int],
+    mesh: Mesh,
+    left_out: frozenset[tuple[int, Placement]],
+) -> tuple[Layout, ...]:
     """Return every layout of the tensor that splits only `dims` and zigzag-shards only those of `zigzag_dims`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
     placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(zigzag_dims)))
-    candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
+    of_axes = ([each for each in placements if (axis, each) not in left_out] for axis in range(mesh.ndim))
+    candidates = (Layout(each) for each in itertools.product(*of_axes))
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
 
 

@@ -25,7 +25,7 @@ from autopar.costs.pricing.optimizer_step import step_seconds
 from autopar.costs.pricing.reshard import ReshardPath, ReshardTable, reshard_table
 from autopar.costs.space.call_candidates import Candidates
 from autopar.ir.program.program import Program
-from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.layout import Layout, Splits, splits_of
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import PASS_PARTIAL, factors_of
 from autopar.strategies.roles import Roles
@@ -290,9 +290,9 @@ class Space:
         """
         decisions = self.decisions if self.kept is None else self.kept[0].decisions
         by_identity = decisions[edge.source].candidates, decisions[edge.target].candidates
-        dims, zigzag_dims = _split_dims(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
+        dims, *zigzag = _splits(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
         tensor = replace(edge.tensor, regather=False) if saved and edge.tensor.regather else edge.tensor
-        return reshard_table(tensor, dims, self.mesh, self.hardware, zigzag_dims)
+        return reshard_table(tensor, dims, self.mesh, self.hardware, *zigzag)
 
     def reshard_seconds(self, edge: TensorEdge) -> np.ndarray:
         """Return the seconds of the reshard for every pair of strategies at the two ends of an edge."""
@@ -358,16 +358,10 @@ class Space:
 
 
 @functools.lru_cache(maxsize=16384)
-def _split_dims(
-    source: Candidates, output: int, target: Candidates, position: int
-) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the dims that some strategy at either end splits in order, and those that one zigzag-shards.
-
-    Candidates are shared by equal calls and hashed by identity.
-    """
+def _splits(source: Candidates, output: int, target: Candidates, position: int) -> Splits:
+    """Return what strategies at either end split; candidates are shared by equal calls and hashed by identity."""
     layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
-    split = {placement for layout in layouts for placement in layout if placement.is_split}
-    return frozenset(p.dim for p in split if not p.zigzag), frozenset(p.dim for p in split if p.zigzag)
+    return splits_of(layouts)
 
 
 def stores_dtensors(space: Space, choices: Sequence[int]) -> bool:
