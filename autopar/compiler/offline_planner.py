@@ -348,7 +348,7 @@ class OfflinePlanner:
 
         def space_of(tiles: Tiles) -> Space:
             program, arriving = self.arriving(count, mesh, tiles)
-            return request.space(program, mesh, arriving)
+            return request.space(program, mesh, arriving, zigzag_axes=request.first_zigzag_axes)
 
         with progress(f"planning on {mesh}", 2) as step, uncollected():
             step("strategies and costs")

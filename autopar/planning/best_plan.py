@@ -47,7 +47,10 @@ def best_plan(
     """
     specified = request.annotations_about(space.program, space.mesh, stored=bool(storage))
     deadline = after(request.settings.search.time_limit)
-    search = _Search(request, (stated or Statements(space)).with_zigzag_axes(()), specified, storage or {}, deadline)
+    stated = stated or Statements(space)
+    if request.first_zigzag_axes is not None:
+        stated = stated.with_zigzag_axes(())
+    search = _Search(request, stated, specified, storage or {}, deadline)
     plan, in_order = search.begun() or search.first()
     plan = as_simulated(plan, search.again, deadline, in_order)
     space, choices = context_of(plan).space, context_of(plan).choices
@@ -71,7 +74,7 @@ class _Search:
 
     request: PlanRequest
     problems: Statements
-    """Problems of the space with all positions in order."""
+    """Problems of a space with all positions in order, or zigzag-sharded by all axes if nothing is pinned."""
     specified: tuple[Annotation, ...]
     """Annotations of the user and the preset."""
     storage: Mapping[str, Layout]
@@ -80,8 +83,7 @@ class _Search:
     def first(self) -> tuple[Plan, Space | None]:
         """Return the plan of the first search, and the space of the next one if it is another."""
         problems, pins = self._pinned(self.problems)
-        if possible := possible_zigzag_axes(problems.space, pins):
-            problems, pins = self._with_zigzag_axes(possible)
+        problems, pins = self._with_zigzag_axes(possible_zigzag_axes(problems.space, pins))
         plan = self._settled(self._made(pins, self.request.settings, problems), problems)
         space, choices = problems.space, context_of(plan).choices
         if not is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):

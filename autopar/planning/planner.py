@@ -249,7 +249,7 @@ def _begun(formulation: Formulation, pins: Pins, settings: Settings, known: Sequ
             continue
         peak, use, fullest = memory_use(memory, choices, taken)
         if limit is None or peak <= limit:
-            answer = Answer(choices, taken, seconds, 0.0, peak, use, fullest, "warm start", 0.0, problem)
+            answer = Answer(choices, taken, seconds, -math.inf, peak, use, fullest, "warm start", 0.0, problem)
             return plan_of(Solved(formulation, pins, settings, answer))[0]
     return None
 

@@ -27,6 +27,7 @@ from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.ir.sharding.annotation import Annotation
 from autopar.planning.annotations.matching import Catalog
 from autopar.planning.expert_notes import notes_on_experts
+from autopar.planning.formulation import notes_on_narrowing
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext
@@ -149,6 +150,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
             *notes_on_experts(context, answer),
             *_notes_on_calls(context, answer),
             *notes_on_order(space, choices),
+            *notes_on_narrowing(space),
         ),
         memory=answer.memory,
         recompute=answer.modes,

@@ -240,15 +240,15 @@ class PlanRequest:
         input_layouts: Mapping[str, Layout] | None = None,
         whole: Program | None = None,
         num_devices: int | None = None,
-        zigzag_axes: Collection[str] = (),
+        zigzag_axes: Collection[str] | None = (),
         overlapped: OverlappedWork | None = None,
     ) -> Space:
         """Build the space of plans; `input_layouts` says which inputs arrive split (see `build_space`).
 
         `num_devices` are those of all stages, if the program is one of a pipeline. Stages hold what several
         micro-batches save: within a memory limit their products may gather rows again in the backward. Axes of
-        `zigzag_axes` zigzag-shard positions. With Memory(offload="auto") the space is that of a model whose optimizer
-        is on the device.
+        `zigzag_axes` zigzag-shard positions; None: all. With Memory(offload="auto") the space is that of a model whose
+        optimizer is on the device.
         """
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
         is_stage = (num_devices or mesh.num_devices) > mesh.num_devices
@@ -272,6 +272,11 @@ class PlanRequest:
             zigzag_axes,
             overlapped,
         )
+
+    @property
+    def first_zigzag_axes(self) -> Collection[str] | None:
+        """Axes that zigzag-shard positions in the space to begin with: all, unless something may be pinned there."""
+        return () if self.strategy is not None or self.annotations or self.mode == "manual" else None
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
         """Return the request with another word on what is offloaded."""

@@ -187,13 +187,14 @@ def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None 
 def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
     """Return the plan with the costs of its own step, where those of its search are far from these.
 
-    Its bound is that of one evaluation at its prices of memory.
+    Its bound is that of one evaluation at its prices of memory. So is that of a warm start that searches left in place.
     """
     plan, context = found.plan, context_of(found.plan)
     apart, shares = _waited(found)
-    if apart <= FAR * found.timeline.seconds or is_over(deadline) or whole_is_over():
+    is_near = apart <= FAR * found.timeline.seconds
+    if (is_near and plan.bound) or is_over(deadline) or whole_is_over():
         return found
-    costs = found.space.waiting_for({**dict(found.space.overlapped.waited), **shares})
+    costs = found.space.waiting_for({**dict(found.space.overlapped.waited), **({} if is_near else shares)})
     model, row, limit = context.memory_model.on(costs), context.row, context.settings.tensor_limit
     modes = context.settings.modes(model.lifetimes.segments)
     if row is None and modes is not None and not all(modes.values()):
@@ -221,7 +222,7 @@ def _with_timeline(plan: Plan, timeline: Timeline) -> Plan:
         plan,
         simulated=timeline.seconds,
         seconds=plan.seconds + further,
-        bound=max(0.0, plan.bound + further),
+        bound=max(0.0, plan.bound + further) if plan.bound else 0.0,
         host_seconds=hosts,
         context=replace(context, host_seconds=hosts),
     )

@@ -16,6 +16,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space, TensorEdge
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import LanguageModel
+from autopar.planning import formulation
 from autopar.planning.formulation import Formulation, narrowed
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.options.groups import Memory, Offloaded
@@ -33,8 +34,21 @@ def _plan(hardware: Any = SLOW_DEVICES, **options: Any) -> Plan:
 
 def test_a_preset_leaves_few_strategies_to_look_at() -> None:
     preset, free = (context_of(_plan(strategy=each)) for each in ("zero3+megatron", None))
-    assert 20 * preset.space.num_entries < preset.widened().space.num_entries == free.space.num_entries
+    assert 20 * sum(preset.space.entries) < sum(preset.widened().space.entries) == sum(free.space.entries)
     assert free.space.kept is None
+
+
+def test_shared_reshards_with_too_many_layouts_keep_placements_of_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = _plan(strategy="megatron_sequence")
+    monkeypatch.setattr(formulation, "BLOCK", 0)
+    plan = _plan(strategy="megatron_sequence")
+    (note,) = set(plan.notes) - set(free.notes)
+    assert "only placements that its producer or a consumer has" in note
+    assert free.seconds < plan.seconds == plan.bound, "a sum may go by way of a dim that no call splits on this axis"
+    space = context_of(plan).space
+    left = space.decisions[space.index["embedding_default/reshard"]].candidates.strategies
+    assert [str(each.outputs[0]) for each in left] == ["S(0) P", "S(0) S(1)"]
+    assert plan.verify().ok and plan.what_if("layers.0.up", tp="row").verify().ok
 
 
 def test_one_device_is_what_it_is_without_a_preset() -> None:

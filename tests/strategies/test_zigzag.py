@@ -13,14 +13,16 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space.build import _Builder
 from autopar.costs.space.zigzag_axes import is_worth_another_search
 from autopar.errors import AnnotationError, StrategyError
-from autopar.ir.sharding.layout import Z
+from autopar.ir.sharding.layout import S, Z
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import best_plan
 from autopar.planning.settings import context_of
 from autopar.strategies.roles import RoledProgram
 from autopar.strategies.zigzag import ZigzagDims, zigzag_dims
+from tests.support.planned import space_of
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 POSITIONS, WIDTH, TOKENS = 16, 16, 32
@@ -130,6 +132,24 @@ def test_positions_are_in_order_where_attention_divides_heads(strategy: str | No
     plan = autopar.plan(model, Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy=strategy)
     assert plan.zigzag_axes == () and not any("Z(" in row.layout for row in plan.rows)
     assert any("S(1)" in row.layout for row in plan.rows)
+
+
+def test_tensors_are_not_priced_in_an_order_that_an_axis_does_not_shard_in() -> None:
+    space = space_of(Text(), batch(4), cp=2, tp=2).with_zigzag_axes(("cp",))
+    edge = space.inbound[space.index["linear_default_2"], 0]
+    split = {(axis, each) for layout in space.table(edge).layouts for axis, each in enumerate(layout) if each.is_split}
+    assert split == {(axis, S(dim)) for axis in (0, 1) for dim in (0, 1, 2)} - {(0, S(1))} | {(0, Z(1))}
+
+
+@pytest.mark.parametrize(("strategy", "count"), [(None, 1), ("ring", 2)])
+def test_a_free_plan_begins_in_the_space_in_which_all_axes_shard_positions(
+    strategy: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaces = []
+    build = _Builder.build
+    monkeypatch.setattr(_Builder, "build", lambda self: spaces.append(self.space.zigzag_axes) or build(self))
+    autopar.plan(Text(), Mesh({"cp": 4}), batch(16), hardware=SLOW_DEVICES, strategy=strategy)
+    assert spaces == [(), ("cp",)][-count:]
 
 
 @pytest.mark.parametrize(("samples", "searches"), [(1, 2), (16, 1)])

@@ -111,7 +111,7 @@ class Accumulation:
     def _reductions(self, edge: TensorEdge) -> np.ndarray:
         table = self.space.table(edge, saved=True)
         sources = [table.index[each] for each in self.space.source_layouts(edge)]
-        targets = [table.index[each] for each in self.space.target_layouts(edge)]
+        targets = [table.column[each] for each in self.space.target_layouts(edge)]
         return np.where(self.each_time(edge), 0.0, table.reduction_seconds[np.ix_(sources, targets)])
 
     def shared_seconds(self, edge: TensorEdge, seconds: np.ndarray) -> np.ndarray:

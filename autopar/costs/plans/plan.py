@@ -73,7 +73,7 @@ class Plan:
     seconds: float
     """Sum of the costs of all rows, which the solver minimizes."""
     bound: float
-    """Seconds that every plan takes at least."""
+    """Seconds that every plan takes at least; 0 if no bound is known."""
     peak_bytes: int
     """Bytes of tensors per device at the peak."""
     traffic: Mapping[tuple[str, str], int]

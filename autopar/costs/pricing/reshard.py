@@ -41,14 +41,16 @@ from autopar.costs.pricing.moves import (
 from autopar.costs.pricing.shortest_paths import (
     LOCAL_MOVE_SECONDS,
     Ways,
-    all_pairs,
     ending_in_parts,
     led_by,
+    shortest_paths,
     sum_along_paths,
 )
 from autopar.ir.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.ir.sharding.mesh import Mesh
 
+AxisPlacements = frozenset[tuple[int, Placement]]
+"""Placements by axis."""
 COPY_TIE = 1e-6  # weight of copies: breaks ties between paths with equal messages
 
 
@@ -80,9 +82,9 @@ class ReshardPath:
 
 
 class ReshardTable:
-    """All-pairs shortest paths between the layouts of one kind of tensor that split only `dims`.
+    """Shortest paths from all layouts of one kind of tensor that split only `dims` to some of them, its targets.
 
-    `seconds[i, j]` is the cost between the i-th and j-th layout of `layouts` (inf: no way): the less of the paths whose
+    `seconds[i, j]` is the cost from the i-th of `layouts` to the j-th target (inf: no way): the less of the paths whose
     moves run alone and, for a parameter, of those whose moves all run in buckets.
     """
 
@@ -103,6 +105,7 @@ class ReshardTable:
         """
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
+        self.column = {layouts[target]: j for j, target in enumerate(alone.targets.tolist())}
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
         self._alone, self._together = alone, together
         self._tensor = tensor
@@ -129,8 +132,8 @@ class ReshardTable:
         found = np.zeros(self.seconds.shape)
         if self._together is None:
             return found
-        there = np.broadcast_to(np.arange(len(found)), found.shape)
-        here, gathers, following = there.T, np.zeros(found.shape, dtype=int), self._together.following
+        here, there, columns = np.arange(len(found))[:, None], self._together.targets, np.arange(len(self.column))
+        gathers, following = np.zeros(found.shape, dtype=int), self._together.following
         first_gathers = self._gathers[here, following].astype(int)
         together = np.isfinite(self._together.seconds) & (self._together.seconds <= self._alone.seconds)
         own, behind, each = self._reductions
@@ -141,13 +144,13 @@ class ReshardTable:
             found += np.where(on_way, reduced, 0.0)
             gathers += np.where(on_way, own[here, following], 0)
             here, later = following, 1
-            following = self._together.later[first_gathers, here, there]
+            following = self._together.later[first_gathers, here, columns]
         return np.where(gathers == 1, found, 0.0)
 
     @functools.cached_property
     def _reductions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gathers of single moves; seconds of reductions behind one, and of all, of first moves and of later ones."""
-        found = np.zeros((5, *self.seconds.shape))
+        found = np.zeros((5, len(self.layouts), len(self.layouts)))
         moves = _moves_among(self.layouts, tuple(self._mesh.joined.values()))
         found[:, moves.before, moves.after] = moves.each(self._tensor, self._mesh, self._reduced_by)
         return found[0].astype(int), found[1:3], found[3:]
@@ -170,15 +173,15 @@ class ReshardTable:
 
     def path(self, source: Layout, target: Layout) -> ReshardPath:
         """Return the cheapest path; the layouts must be connected."""
-        here, there = self.index[source], self.index[target]
-        assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
-        seconds, ways = float(self.seconds[here, there]), self._alone
-        if self._together is not None and self._together.seconds[here, there] <= seconds:
+        here, there, column = self.index[source], self.index[target], self.column[target]
+        assert np.isfinite(self.seconds[here, column]), f"no path from {source} to {target} for {self._tensor}"
+        seconds, ways = float(self.seconds[here, column]), self._alone
+        if self._together is not None and self._together.seconds[here, column] <= seconds:
             ways = self._together
         together = ways is self._together
         moves: list[Move] = []
         while here != there:
-            after = int((ways.later[int(moves[0].gathers)] if moves else ways.following)[here, there])
+            after = int((ways.later[int(moves[0].gathers)] if moves else ways.following)[here, column])
             before_layout, after_layout = self.layouts[here], self.layouts[after]
             axes = tuple(a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
             moves.append(Move(axes, before_layout, after_layout))
@@ -195,26 +198,57 @@ class ReshardTable:
 
 @functools.lru_cache(maxsize=4096)
 def reshard_table(
-    tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, zigzag_dims: frozenset[int] = frozenset()
+    tensor: MovedTensor,
+    dims: frozenset[int],
+    mesh: Mesh,
+    hardware: Hardware,
+    zigzag_dims: frozenset[int] = frozenset(),
+    left_out: AxisPlacements = frozenset(),
+    targets: tuple[Layout, ...] | None = None,
 ) -> ReshardTable:
-    """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value."""
-    layouts = _layouts(tensor, dims, zigzag_dims, mesh)
+    """Return the table of a kind of tensor that splits `dims`, or zigzag-shards some; cached by value.
+
+    `left_out` are placements that an axis does not take: an axis that zigzag-shards a dim never splits it in order.
+    `targets` are the layouts that paths lead to; None: all.
+    """
+    layouts = _layouts(tensor, dims, zigzag_dims, mesh, left_out)
+    columns = _positions(layouts, targets, tensor.may_share_messages)
     by_itself = replace(tensor, bucketed=False, alone=False, sharing=ALONE)
-    ways, forward, gathers = _alone(by_itself, layouts, mesh, hardware)
+    ways, forward, gathers = _alone(by_itself, layouts, columns, mesh, hardware)
     if not tensor.may_share_messages:
         return ReshardTable(layouts, ways, None, tensor, mesh, hardware, forward, gathers)
-    in_buckets, gathers = _in_buckets(tensor, layouts, mesh, hardware)
+    in_buckets, gathers = _in_buckets(tensor, layouts, columns, mesh, hardware)
     if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is saved for the backward
-        whole = np.isfinite(in_buckets.seconds) & np.array([P not in layout for layout in layouts])
-        ways = Ways(np.where(whole, np.inf, ways.seconds), ways.following, ways.later)
+        whole = np.isfinite(in_buckets.seconds) & np.array([P not in layout for layout in layouts])[list(columns)]
+        ways = replace(ways, seconds=np.where(whole, np.inf, ways.seconds))
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh, hardware, forward, gathers)
+
+
+def _positions(layouts: tuple[Layout, ...], targets: tuple[Layout, ...] | None, in_buckets: bool) -> tuple[int, ...]:
+    """Return the positions of targets and, for paths in buckets, of what the parts of a sum in them are made of."""
+    if targets is None:
+        return tuple(range(len(layouts)))
+    found, index = set(targets), {layout: i for i, layout in enumerate(layouts)}
+    if in_buckets:
+        for layout in targets:
+            found.update(map(Layout, itertools.product(*((I, R, P) if each is P else (each,) for each in layout))))
+    return tuple(sorted(index[layout] for layout in found & index.keys()))
 
 
 @functools.lru_cache(maxsize=4096)
 def _alone(
-    tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware
+    tensor: MovedTensor, layouts: tuple[Layout, ...], columns: tuple[int, ...], mesh: Mesh, hardware: Hardware
 ) -> tuple[Ways, np.ndarray, np.ndarray]:
     """Return the paths whose moves run alone, the forward seconds of each single move, and which of these gather."""
+    seconds, forward, copies, gathers = _moves_alone(tensor, layouts, mesh, hardware)
+    ways = shortest_paths(seconds, np.array(columns, dtype=np.int32))
+    if copies.any():
+        ways = replace(ways, seconds=ways.seconds + (1 - COPY_TIE) * sum_along_paths(ways, copies))
+    return ways, forward, gathers.astype(bool)
+
+
+def _moves_alone(tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware) -> np.ndarray:
+    """Return seconds of single moves that run alone, those of the forward and of copies, and which gather."""
 
     def price(move: Move) -> tuple[float, ...]:
         if not tensor.can_move(move.source, move.target):
@@ -228,15 +262,11 @@ def _alone(
     moves, found = _moves_among(layouts, ()), np.zeros((4, len(layouts), len(layouts)))
     found[0] = _nowhere(len(layouts))
     found[:, moves.before, moves.after] = moves.each(tensor, mesh, price)
-    seconds, forward, copies, gathers = found
-    ways = all_pairs(seconds)
-    if copies.any():
-        ways = Ways(ways.seconds + (1 - COPY_TIE) * sum_along_paths(ways, copies), ways.following, ways.later)
-    return ways, forward, gathers.astype(bool)
+    return found
 
 
 def _in_buckets(
-    tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware
+    tensor: MovedTensor, layouts: tuple[Layout, ...], columns: tuple[int, ...], mesh: Mesh, hardware: Hardware
 ) -> tuple[Ways, np.ndarray]:
     """Return the paths whose moves all run in buckets, and which single moves gather."""
 
@@ -256,7 +286,8 @@ def _in_buckets(
     found[:3] = _nowhere(len(layouts))
     found[:, moves.before, moves.after] = moves.each(tensor, mesh, price)
     gathers, to_parts = found[3:].astype(bool)
-    on = [ending_in_parts(all_pairs(each), np.argwhere(to_parts), layouts) for each in found[1:3]]
+    targets = np.array(columns, dtype=np.int32)
+    on = [ending_in_parts(shortest_paths(each, targets), np.argwhere(to_parts), layouts) for each in found[1:3]]
     return led_by(found[0], gathers, on), gathers
 
 
@@ -282,11 +313,15 @@ def _leading_ones(shape: Sequence[int]) -> int:
     return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
 
 
-def _layouts(tensor: MovedTensor, dims: frozenset[int], zigzag_dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+@functools.lru_cache(maxsize=4096)
+def _layouts(
+    tensor: MovedTensor, dims: frozenset[int], zigzag_dims: frozenset[int], mesh: Mesh, left_out: AxisPlacements
+) -> tuple[Layout, ...]:
     """Return every layout of the tensor that splits only `dims` and zigzag-shards only those of `zigzag_dims`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
     placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(zigzag_dims)))
-    candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
+    of_axes = ([each for each in placements if (axis, each) not in left_out] for axis in range(mesh.ndim))
+    candidates = (Layout(each) for each in itertools.product(*of_axes))
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
 
 

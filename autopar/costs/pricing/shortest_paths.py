@@ -1,4 +1,4 @@
-"""Shortest paths between layouts, given the seconds of single moves as a matrix (inf: no such move)."""
+"""Shortest paths from all layouts to some, given the seconds of single moves as a matrix (inf: no such move)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ ROUNDING = 1e-14  # relative: sums of the same seconds in another order differ b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ways:
-    """The shortest distances, the next layout on the way from i to j, and on the way on from there."""
+    """The shortest distances, the next layout on the way from i to the j-th target, and on the way on from there."""
 
+    targets: np.ndarray
+    """Positions of the layouts that paths lead to, a column each."""
     seconds: np.ndarray
     following: np.ndarray
     later: np.ndarray
@@ -25,24 +27,25 @@ class Ways:
 
 def sum_along_paths(ways: Ways, each: np.ndarray, last: bool = False) -> np.ndarray:
     """Sum something over the single moves on each way, or take the last one's; 0 where there is no way."""
-    there = np.broadcast_to(np.arange(len(each)), each.shape)
-    here, total = there.T, np.zeros(each.shape)
+    here, there, total = np.arange(len(each))[:, None], ways.targets, np.zeros(ways.seconds.shape)
+    columns = np.arange(len(there))
     while True:
         on_way = np.isfinite(ways.seconds) & (here != there)
         if not on_way.any():
             return total
-        following = np.where(on_way, ways.following[here, there], here)
+        following = np.where(on_way, ways.following[here, columns], here)
         total += np.where(on_way & (following == there) if last else on_way, each[here, following], 0.0)
         here = following
 
 
-def all_pairs(seconds: np.ndarray) -> Ways:
-    """Find the fastest paths between all pairs of layouts (Bellman and Ford), given the seconds of single moves.
+def shortest_paths(seconds: np.ndarray, targets: np.ndarray | None = None) -> Ways:
+    """Find the fastest paths from all layouts to targets (Bellman and Ford), given the seconds of single moves.
 
     A layout has few moves, so that going on by each of them is faster than going by way of every layout. Of paths that
     are equally fast, each begins with the move to the first layout.
     """
-    distance, following = seconds.copy(), np.tile(np.arange(len(seconds), dtype=np.int32), (len(seconds), 1))
+    targets = np.arange(len(seconds), dtype=np.int32) if targets is None else targets
+    distance, following = seconds[:, targets], np.tile(targets, (len(seconds), 1))
     steps = _steps(seconds)
     while True:
         before = distance.copy()
@@ -53,8 +56,8 @@ def all_pairs(seconds: np.ndarray) -> Ways:
     most = distance * (1 + ROUNDING)
     for after, each in reversed(steps):
         np.copyto(following, after[:, None], where=distance[after] + each <= most)
-    np.fill_diagonal(following, np.arange(len(seconds)))
-    return Ways(distance, following, np.stack([following, following]))
+    following[targets, np.arange(len(targets))] = targets
+    return Ways(targets, distance, following, np.stack([following, following]))
 
 
 def _steps(seconds: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -70,27 +73,35 @@ def _steps(seconds: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def ending_in_parts(ways: Ways, to_parts: np.ndarray, layouts: Sequence[Layout]) -> Ways:
-    """Return the paths that may go on by moves that make parts of a sum, between layouts of these positions."""
+    """Return the paths that may go on by moves that make parts of a sum, between layouts of these positions.
+
+    Where paths lead to parts, they also lead to what these are made of.
+    """
     seconds, following = ways.seconds.copy(), ways.following.copy()
+    column = {target: number for number, target in enumerate(ways.targets.tolist())}
     for before, after in sorted(to_parts.tolist(), key=lambda each: list(layouts[each[1]]).count(P)):
-        through = seconds[:, before] + LOCAL_MOVE_SECONDS
-        better = through < seconds[:, after]
-        seconds[better, after] = through[better]
-        following[better, after] = following[better, before]
+        if after not in column:
+            continue
+        here, there = column[before], column[after]
+        through = seconds[:, here] + LOCAL_MOVE_SECONDS
+        better = through < seconds[:, there]
+        seconds[better, there] = through[better]
+        following[better, there] = following[better, here]
         if better[before]:
-            following[before, after] = after
-    return Ways(seconds, following, ways.later)
+            following[before, there] = after
+    return Ways(ways.targets, seconds, following, ways.later)
 
 
 def led_by(leading: np.ndarray, gathers: np.ndarray, on: Sequence[Ways]) -> Ways:
     """Return the paths that go `on` behind a first move of other seconds, which does not gather, or does."""
-    distance, here = np.full_like(leading, np.inf), np.arange(len(leading))
-    np.fill_diagonal(distance, 0.0)
+    targets, here = on[0].targets, np.arange(len(leading))
+    distance = np.full((len(leading), len(targets)), np.inf)
+    distance[targets, np.arange(len(targets))] = 0.0
     seconds = np.stack([each.seconds for each in on])
-    first = np.tile(here.astype(np.int32), (len(distance), 1))
+    first = np.tile(targets, (len(leading), 1))
     for after, each in _steps(leading):
         through = seconds[gathers[here, after].astype(int), after] + each
         better = through < distance
         np.copyto(distance, through, where=better)
         np.copyto(first, after[:, None], where=better)
-    return Ways(distance, first, np.stack([each.following for each in on]))
+    return Ways(targets, distance, first, np.stack([each.following for each in on]))

@@ -169,7 +169,7 @@ def candidates_of(
         for each in (ATEN, *op.implementations)
     }
     plain = offered[id(ATEN)].choices
-    work, passes = Work.of(call, op, bound), 1 + backward_share(call, op)
+    work, passes = Work.of(call, op, bound, hardware), 1 + backward_share(call, op)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     # An axis of one device splits nothing.
     whole = next(number for number, choice in enumerate(plain) if choice.name == NONE)

@@ -22,10 +22,11 @@ class Work:
     bound: BoundRule
     num_flops: int
     sides: Sides
+    bytes_per_s: float
 
     @classmethod
-    def of(cls, call: Call, op: OpRule, bound: BoundRule) -> Work:
-        return cls(call, op, bound, flops(call, op, bound), sides_of(op, bound))
+    def of(cls, call: Call, op: OpRule, bound: BoundRule, hardware: Hardware) -> Work:
+        return cls(call, op, bound, flops(call, op, bound), sides_of(op, bound), bandwidth(op, bound, hardware))
 
 
 def computing_seconds(strategy: Strategy, work: Work, mesh: Mesh, hardware: Hardware) -> float:
@@ -41,7 +42,7 @@ def computing_seconds(strategy: Strategy, work: Work, mesh: Mesh, hardware: Hard
         (strategy.inputs, strategy.outputs),
         mesh.sizes,
         hardware,
-        bandwidth(op, bound, hardware),
+        work.bytes_per_s,
         implementation,
         local,
     )

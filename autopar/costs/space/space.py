@@ -25,7 +25,7 @@ from autopar.costs.pricing.optimizer_step import step_seconds
 from autopar.costs.pricing.reshard import ReshardPath, ReshardTable, reshard_table
 from autopar.costs.space.call_candidates import Candidates
 from autopar.ir.program.program import Program
-from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.layout import Layout, Splits, splits_of
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import PASS_PARTIAL, factors_of
 from autopar.strategies.roles import Roles
@@ -116,6 +116,8 @@ class Space:
     """Lays the space out anew with other zigzag-sharding axes."""
     kept: tuple[Space, Mapping[int, np.ndarray]] | None = field(default=None, repr=False)
     """The space that this one keeps some strategies of, with masks of these; None if it has all (`keeping`)."""
+    limited: frozenset[int] = frozenset()
+    """Decisions that keep some strategies though no pin excludes the others."""
     meanwhile: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     """Dispatches and combines of experts' rows → the calls that run while these travel (`calls_meanwhile`)."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
@@ -170,17 +172,17 @@ class Space:
         return replace(self, optimizer=optimizer, decisions=decisions)
 
     @property
-    def num_entries(self) -> int:
-        """Pairs of strategies at the ends of all edges."""
+    def entries(self) -> list[int]:
+        """Pairs of strategies at the ends of each edge."""
         counts = [len(each.candidates.strategies) for each in self.decisions]
-        return sum(counts[edge.source] * counts[edge.target] for edge in self.edges)
+        return [counts[edge.source] * counts[edge.target] for edge in self.edges]
 
-    def keeping(self, masks: Mapping[int, np.ndarray]) -> Space:
+    def keeping(self, masks: Mapping[int, np.ndarray], limited: Collection[int] = ()) -> Space:
         """Return the same space with the strategies that masks over those of decisions leave, and no others.
 
-        Decisions of equal candidates under equal masks share theirs again. `widened` takes it back.
+        `widened` takes it back. The masks of `limited` decisions are no pins.
         """
-        made: dict[tuple[int, bytes], Candidates] = {}
+        made: dict[tuple[int, bytes], Candidates] = {}  # equal candidates under equal masks share theirs
         decisions = list(self.decisions)
         for number, mask in masks.items():
             candidates = decisions[number].candidates
@@ -193,7 +195,7 @@ class Space:
                     forward_seconds=candidates.forward_seconds[mask],
                 )
             decisions[number] = replace(decisions[number], candidates=made[key])
-        return replace(self, decisions=decisions, kept=(self, masks))
+        return replace(self, decisions=decisions, kept=(self, masks), limited=frozenset(limited))
 
     def widened(self) -> tuple[Space, Mapping[int, np.ndarray]]:
         """Return the space that this one keeps some strategies of, under the same costs, and masks of the kept ones."""
@@ -283,22 +285,20 @@ class Space:
         return 1.0 + self.uneven_share(rows, choices, imbalance)
 
     def table(self, edge: TensorEdge, saved: bool = False) -> ReshardTable:
-        """Return the reshard table with every layout that either end of the edge may have, before the space was
-        narrowed: a tensor may pass other layouts than those that are left.
-
-        `saved` is the table of a parameter that is not gathered again in the backward.
-        """
-        decisions = self.decisions if self.kept is None else self.kept[0].decisions
-        by_identity = decisions[edge.source].candidates, decisions[edge.target].candidates
-        dims, zigzag_dims = _split_dims(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
+        """Return the reshard table of an edge; `saved`: of a parameter that is not gathered again in the backward."""
+        # A tensor may pass layouts that are left out, and only arrives in those that are left.
+        every = self.decisions if self.kept is None else self.kept[0].decisions
+        by_identity = every[edge.source].candidates, every[edge.target].candidates
+        dims, *zigzag = _splits(by_identity[0], edge.source_output, by_identity[1], edge.target_input)
         tensor = replace(edge.tensor, regather=False) if saved and edge.tensor.regather else edge.tensor
-        return reshard_table(tensor, dims, self.mesh, self.hardware, zigzag_dims)
+        targets = None if self.kept is None else _taken(self.decisions[edge.target].candidates, edge.target_input)
+        return reshard_table(tensor, dims, self.mesh, self.hardware, *zigzag, targets)
 
     def reshard_seconds(self, edge: TensorEdge) -> np.ndarray:
         """Return the seconds of the reshard for every pair of strategies at the two ends of an edge."""
         table = self.table(edge)
         rows = [table.index[layout] for layout in self.source_layouts(edge)]
-        columns = [table.index[layout] for layout in self.target_layouts(edge)]
+        columns = [table.column[layout] for layout in self.target_layouts(edge)]
         seconds = table.seconds[np.ix_(rows, columns)]
         saved = [i for i, s in enumerate(self.decisions[edge.source].candidates.strategies) if s.saved]
         if saved:
@@ -316,7 +316,7 @@ class Space:
         """
         table = self.table(edge)
         rows = [table.index[layout] for layout in self.source_layouts(edge)]
-        columns = [table.index[layout] for layout in self.target_layouts(edge)]
+        columns = [table.column[layout] for layout in self.target_layouts(edge)]
         found = table.forward_seconds[np.ix_(rows, columns)]
         if not travelling:
             return found
@@ -358,16 +358,15 @@ class Space:
 
 
 @functools.lru_cache(maxsize=16384)
-def _split_dims(
-    source: Candidates, output: int, target: Candidates, position: int
-) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the dims that some strategy at either end splits in order, and those that one zigzag-shards.
+def _splits(source: Candidates, output: int, target: Candidates, position: int) -> Splits:
+    """Return what strategies at either end split; candidates are shared by equal calls and hashed by identity."""
+    return splits_of({*(s.outputs[output] for s in source.strategies), *_taken(target, position)})
 
-    Candidates are shared by equal calls and hashed by identity.
-    """
-    layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
-    split = {placement for layout in layouts for placement in layout if placement.is_split}
-    return frozenset(p.dim for p in split if not p.zigzag), frozenset(p.dim for p in split if p.zigzag)
+
+@functools.lru_cache(maxsize=16384)
+def _taken(candidates: Candidates, position: int) -> tuple[Layout, ...]:
+    """Return the layouts in which some strategy takes an input."""
+    return tuple(dict.fromkeys(strategy.inputs[position] for strategy in candidates.strategies))
 
 
 def stores_dtensors(space: Space, choices: Sequence[int]) -> bool:

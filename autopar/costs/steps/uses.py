@@ -61,4 +61,5 @@ class Uses:
         """
         if number in self.places:
             return self.places[number]
-        return min((self.first(edge.target) for edge in self.outgoing[number]), default=max(self.places.values()))
+        users = self.outgoing[number]
+        return min(self.first(edge.target) for edge in users) if users else max(self.places.values())

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from autopar.errors import LayoutError
@@ -174,3 +174,20 @@ class Layout(tuple[Placement, ...]):
 def replicated(ndim: int) -> Layout:
     """Return I on every one of `ndim` mesh axes."""
     return Layout((I,) * ndim)
+
+
+Splits = tuple[frozenset[int], frozenset[int], frozenset[tuple[int, Placement]]]
+"""Dims that are split in order, dims that are zigzag-sharded, and splits of the latter that an axis never makes."""
+
+
+def splits_of(layouts: Iterable[Layout]) -> Splits:
+    """Return the splits that some of these layouts make.
+
+    >>> splits_of([Layout((S(0), I)), Layout((Z(1), S(1)))])[2] == {(0, S(1)), (1, Z(1))}
+    True
+    """
+    taken = {each for layout in layouts for each in enumerate(layout) if each[1].is_split}
+    axes, zigzag_dims = {axis for axis, _ in taken}, frozenset(each.dim for _, each in taken if each.zigzag)
+    of_either_order = {(axis, placed(dim)) for axis in axes for dim in zigzag_dims for placed in (S, Z)}
+    in_order = frozenset(each.dim for _, each in taken if not each.zigzag)
+    return in_order, zigzag_dims, frozenset(of_either_order - taken)

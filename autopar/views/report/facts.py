@@ -78,6 +78,8 @@ def proof(plan: Plan) -> str:
         return "as annotated (manual)"
     if plan.gap == 0:
         return "proven optimal"
+    if not plan.bound:
+        return "no lower bound is known"
     gap = f"optimality gap {format_share(plan.gap)}"
     if plan.step_seconds < plan.bound:  # costs that hide less than this plan's timeline; the step has no such bound
         return f"{gap} of the sum of costs, {format_seconds(plan.seconds)}"

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -381,3 +382,19 @@ def test_reductions_behind_the_one_gather_of_a_path_are_those_of_its_transfers(
                 several += expected > 0
         assert found.reduction_seconds[here, there] == pytest.approx(expected)
     assert several > 10
+
+
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_a_table_to_some_targets_has_the_paths_of_the_table_to_all(is_weight: bool) -> None:
+    mesh = Mesh({"dp": 2, "cp": 2, "tp": 2})
+    tensor = MovedTensor((8, 16), torch.float32, True, bucketed=is_weight, regather=is_weight)
+    targets = tuple(map(Layout.parse, ("R R P", "S(0) I S(1)", "I I R")))
+    some, every = (
+        reshard_table(tensor, frozenset((0, 1)), mesh, load("h100"), targets=each) for each in (targets, None)
+    )
+    left, right = ([table.column[layout] for layout in targets] for table in (some, every))
+    for name in ("seconds", "forward_seconds", "last_gather_seconds", "reduction_seconds"):
+        np.testing.assert_array_equal(getattr(some, name)[:, left], getattr(every, name)[:, right], name)
+    for source, target in itertools.product(every.layouts, targets):
+        if np.isfinite(every.seconds[every.index[source], every.column[target]]):
+            assert some.path(source, target) == every.path(source, target)

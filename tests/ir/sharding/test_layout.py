@@ -156,4 +156,4 @@ def test_replicated_is_invariant_on_every_axis() -> None:
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(autopar.ir.sharding.layout) == (0, 2)
+    assert doctest.testmod(autopar.ir.sharding.layout) == (0, 3)

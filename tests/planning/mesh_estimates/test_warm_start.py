@@ -61,7 +61,7 @@ def test_a_search_without_time_answers_with_the_plan_of_the_estimate(count: int)
     planner, estimate = estimated(count)
     request, space = space_of(planner, estimate)
     found = plan(replace(request, settings=request.settings.lasting(0.0)), space)
-    assert found.solver == "warm start"
+    assert found.solver == "warm start" and "no lower bound is known" in str(found)
     assert simulated_seconds(found) == pytest.approx(estimate.seconds, rel=0.05)
     assert found.peak_bytes <= LIMIT
 
@@ -74,6 +74,8 @@ def test_a_search_that_finds_a_longer_step_keeps_the_plan_of_the_estimate(monkey
     found = plan(request, space)
     assert simulated_seconds(worse) > 1.05 * estimate.seconds, "the case has lost its subject"
     assert simulated_seconds(found) == pytest.approx(estimate.seconds, rel=0.05)
+    assert found.solver == "warm start" and 0 < found.bound < found.seconds
+    assert found.gap < 0.5, "one evaluation without a limit bounds it"
 
 
 def test_a_search_with_time_is_no_slower_than_the_estimate_and_has_a_bound() -> None:
