@@ -103,27 +103,24 @@ class SymbolicMemory(MemoryModel):
     def array(self, sizes: Sequence[int]) -> Bytes:
         return np.array(sizes, dtype=object)
 
-    def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
+    def elements(self, decision: Decision) -> Bytes:
         (strategy,) = decision.candidates.strategies
         return self.local(self._sizes.shape((decision.node.name, 0)), strategy.outputs[:1], 1)
 
-    def optimizer_state(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
-        """Return the bytes of optimizer state by name; other numbers of elements take as many bytes of each."""
-        now = super().optimizer_state(info, elements.astype(np.int64), matrix)
+    def state_bytes(self, name: str, info: TensorInfo, elements: Bytes, matrix: bool) -> Bytes:
+        """Return the bytes of one optimizer state; other numbers of elements take as many bytes of each."""
         (size,) = elements
-        per_element = {name: Fraction(int(array[0]), int(size)) for name, array in now.items() if size}
-        return {
-            name: self.array([Size.make(int(now[name][0]), size.polynomial * e)]) for name, e in per_element.items()
-        }
+        num_bytes = self.space.optimizer.state_bytes_of(name, info, elements.astype(np.int64), matrix).item()
+        return self.array([Size.make(num_bytes, size.polynomial * Fraction(num_bytes, int(size)))])
 
-    def hidden(self, decision: Decision, largest: int, local: Bytes) -> Bytes:
-        call, num_bytes = decision.candidates.call, self.lifetimes.saved(decision).other_bytes
+    def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
+        call = decision.candidates.call
         assert call is not None
-        if not num_bytes:
+        if not other_bytes:
             return np.zeros_like(local)
         shapes = tuple(info.shape for info in call.inputs)
-        make = lambda: self.array([hidden_bytes(decision, call, shapes, num_bytes, self._sizes.symbols)])  # noqa: E731
-        (whole,), elements = self.cached(("hidden", id(decision.candidates)), make), Size.of(math.prod(shapes[largest]))
+        make = lambda: self.array([hidden_bytes(decision, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
+        (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])
 
 

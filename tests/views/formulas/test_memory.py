@@ -12,6 +12,7 @@ from autopar.costs.hardware.load import load
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.expressions import evaluate
+from autopar.costs.pricing.optimizer import Optimizer
 from autopar.views.formulas.local_sizes import LocalSizes
 from autopar.views.formulas.memory import memory_formulas
 from autopar.views.formulas.repetition import Repetition, stacks_of
@@ -20,9 +21,9 @@ from autopar.views.formulas.symbols import LAYERS
 from tests.views.formulas.test_formulas import space_at
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_every_part_of_any_choice_has_the_value_of_the_peak(family: str) -> None:
-    space, rng = space_at(family, load("h100")), random.Random(0)
+@pytest.mark.parametrize(("family", "optimizer"), [("llama", "adamw"), ("t5", "adamw"), ("llama", "adamw-8bit")])
+def test_every_part_of_any_choice_has_the_value_of_the_peak(family: str, optimizer: str) -> None:
+    space, rng = space_at(family, load("h100")).with_optimizer(Optimizer(optimizer)), random.Random(0)
     memory = MemoryModel(space, None, prefetch=1, offloads=True)
     stacks = stacks_of(space.program)
     shapes = symbolic_shapes(space, stacks)
