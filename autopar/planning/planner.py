@@ -16,6 +16,7 @@ from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import PricedMemory
 from autopar.costs.memory.peak import memory_use
+from autopar.costs.memory.resident_parts import gathers_weights
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.costs.steps.step import step_timeline
@@ -304,7 +305,7 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
 
     `memory` is the model that the answer was found with; choices that gather nothing fetch nothing ahead.
     """
-    if not memory.weights.gathers(answer.choices):
+    if not gathers_weights(memory, answer.choices):
         return answer, memory.fetching_ahead(0)
     limit = settings.tensor_limit
     if settings.memory.prefetch != "auto" or limit is None:

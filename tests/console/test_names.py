@@ -16,7 +16,7 @@ from autopar import errors
 from autopar.api import option_types
 from autopar.compiler.arguments import defaults
 from autopar.console import names
-from autopar.costs.pricing import conventions, optimizer
+from autopar.costs.pricing import conventions
 from autopar.ir.program import precision, recompute_segments
 from autopar.models import catalogue
 from autopar.planning.options import groups
@@ -32,7 +32,6 @@ from autopar.tools.benchmarking import trainers
         (names.PRESETS, PRESETS),
         (names.PEERS, trainers.PEERS),
         (names.EXPERT_PEERS, trainers.EXPERT_PEERS),
-        (names.OPTIMIZERS, optimizer.NAMES),
         (names.SCHEDULES, schedule.NAMES),
         (names.RECOMPUTATIONS, recompute_segments.RECOMPUTATIONS),
         (names.OFFLOADED, get_args(groups.Offloaded)),

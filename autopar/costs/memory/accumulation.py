@@ -1,4 +1,4 @@
-"""Memory and once-a-step work of a stage that runs several micro-batches a step, beyond one micro-batch's own.
+"""Work that a stage does once a step or for each of its micro-batches, and messages between stages.
 
     weights      moved (gathered, cast) once a step, and resident so all the time, unless gathered again in the
                  backward: those are moved for each micro-batch
@@ -24,30 +24,28 @@ once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.microbatches import Microbatches
-from autopar.costs.memory.tensor_bytes import SAME, SLICED, Bytes, Modes, TensorBytes
+from autopar.costs.memory.tensor_bytes import SLICED, Bytes, Modes, OfTensors, TensorBytes, shared
 from autopar.costs.space.space import TensorEdge
 from autopar.ir.program.effects import constant_calls
 
 
-class Accumulation:
-    """Bytes of decisions and edges on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
+class Accumulation(OfTensors):
+    """Decisions and edges that count once a step, or for each micro-batch: their seconds, and bytes of constants."""
 
-    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, microbatches: Microbatches) -> None:
-        self.tensors, self.lifetimes, self.microbatches = tensors, lifetimes, microbatches
-        self.space = tensors.space
-        program = self.space.program
+    def __init__(self, tensors: TensorBytes, microbatches: Microbatches) -> None:
+        super().__init__(tensors)
+        self.microbatches, program = microbatches, self.space.program
         self._received = frozenset(program.received)
         self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
         self._with_edge = {w.source for w in self.space.edges if self.is_weight(w)}
         several = constant_calls(program) if microbatches.several else frozenset()
         self.constants = frozenset([n for n, each in enumerate(self.space.decisions) if each.node in several])
         """Calls that give the same in every micro-batch, and shared reshards of what they give."""
-        self._first_uses = self._first_uses_of_constants()
 
     # Once a step, or for each micro-batch.
 
@@ -58,6 +56,15 @@ class Accumulation:
     def moves_once(self, edge: TensorEdge) -> bool:
         """Return whether a step moves a tensor once, unless it is gathered again for the backward."""
         return self.is_weight(edge) or self.holds(edge)
+
+    def holds(self, edge: TensorEdge) -> bool:
+        """Return whether a weight, a view of one, or a constant stays resident as the edge moves it.
+
+        No micro-batch then saves it for itself.
+        """
+        if edge.source in self.constants:
+            return True
+        return self.microbatches.several and (self.is_weight(edge) or edge.tensor.view)
 
     def is_cast(self, number: int) -> bool:
         """Return whether a decision casts a weight for use."""
@@ -70,19 +77,17 @@ class Accumulation:
         kind = self.space.decisions[number].kind
         return kind in ("parameter", "output") or self.is_cast(number) or number in self.constants
 
+    @shared
     def each_time(self, edge: TensorEdge) -> np.ndarray:
         """Return whether each micro-batch gathers the edge's weight and reduces its gradient.
 
         There is an entry for each pair of strategies at its ends. It is true if the weight is gathered again for the
         backward.
         """
-        return self.tensors.cached(("each time", self.space.kind(edge)), lambda: self._each_time(edge))
-
-    def _each_time(self, edge: TensorEdge) -> np.ndarray:
-        shape = tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
+        source, target = (self.space.decisions[end].candidates.strategies for end in (edge.source, edge.target))
         if not edge.tensor.regather:
-            return np.zeros(shape, dtype=bool)
-        freed = np.array([not s.saved for s in self.space.decisions[edge.source].candidates.strategies])
+            return np.zeros((len(source), len(target)), dtype=bool)
+        freed = np.array([not strategy.saved for strategy in source])
         return freed[:, None] & self.tensors.only_gathers(edge) & self.tensors.communicated(edge)
 
     @property
@@ -104,10 +109,10 @@ class Accumulation:
         else 0.
         """
         of_weight = self.space.decisions[edge.source].kind == "parameter" or self.is_cast(edge.source)
-        if not (self.may_reduce_each and of_weight and edge.tensor.requires_grad):
-            return np.zeros((1, 1))
-        return self.tensors.cached(("reduced each", self.space.kind(edge)), lambda: self._reductions(edge))
+        may_reduce = self.may_reduce_each and of_weight and edge.tensor.requires_grad
+        return self._reductions(edge) if may_reduce else np.zeros((1, 1))
 
+    @shared
     def _reductions(self, edge: TensorEdge) -> np.ndarray:
         table = self.space.table(edge, saved=True)
         sources = [table.index[each] for each in self.space.source_layouts(edge)]
@@ -121,126 +126,35 @@ class Accumulation:
         each = self._seconds_of_each(edge)
         return np.where(self.each_time(edge), seconds, (seconds - each) / self.microbatches.count + each)
 
-    # Weights and their gradients.
-
-    def holds(self, edge: TensorEdge) -> bool:
-        """Return whether a weight, a view of one, or a constant stays resident as the edge moves it.
-
-        No micro-batch then saves it for itself.
-        """
-        if edge.source in self.constants:
-            return True
-        return self.microbatches.several and (self.is_weight(edge) or edge.tensor.view)
-
-    def held(self, edge: TensorEdge) -> Bytes | None:
-        """Return the bytes of a weight as it was moved, all the time."""
-        if not self.holds(edge) or self.is_cast(edge.target) or edge.source in self.constants:
-            return None
-        return self.tensors.cached(("held", self._kind(edge)), lambda: self._held(edge))
-
-    def _held(self, edge: TensorEdge) -> Bytes:
-        before, after = self.tensors.bytes_at_ends(edge)
-        stashes = self.microbatches.stashes and self.space.decisions[edge.source].kind == "parameter"
-        own = (before if stashes or self.is_cast(edge.source) else np.zeros_like(before))[:, None]
-        found = np.where(self.tensors.stays(edge), own, after[None, :])
-        if not self.microbatches.stashes:
-            return np.where(self.each_time(edge), 0, found)
-        return np.where(self.each_time(edge), own, found) * self.microbatches.in_flight
+    # Bytes.
 
     def constant(self, edge: TensorEdge) -> Bytes | None:
         """Return the bytes of a constant, all the time: of a copied slice, or of the whole at the first use of it."""
         if edge.source not in self.constants or edge.target in self.constants:
             return None
-        is_first = edge.end in self._first_uses
-        return self.tensors.cached(
-            ("constant", self.space.kind(edge), is_first), lambda: self._constant(edge, is_first)
-        )
+        return self._constant(edge, edge.end in self._first_uses)
 
+    @shared
     def _constant(self, edge: TensorEdge, is_first: bool) -> Bytes:
         before, after = self.tensors.bytes_at_ends(edge)
-        is_view = np.isin(self.tensors.kinds(edge), (SAME, SLICED))
-        found = np.where(is_view, before[:, None] * is_first, after[None, :])
+        found = np.where(self.tensors.kinds(edge) <= SLICED, before[:, None] * is_first, after[None, :])
         return found * (self.microbatches.in_flight if self.microbatches.stashes else 1)
 
-    def _first_uses_of_constants(self) -> frozenset[tuple[int, int]]:
-        """Return where each constant, or a view of it, goes first to what is no constant."""
+    @cached_property
+    def _first_uses(self) -> frozenset[tuple[int, int]]:
+        """First use of each constant, or of a view of it, by what is no constant."""
         owners: dict[int, tuple[int, int]] = {}
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for edge in self.space.edges:
             if edge.source not in self.constants:
                 continue
-            owner, target = (
-                owners.get(edge.source, (edge.source, edge.source_output)),
-                self.space.decisions[edge.target],
-            )
+            owner = owners.get(edge.source, (edge.source, edge.source_output))
+            target = self.space.decisions[edge.target]
             if edge.target not in self.constants:
                 found.setdefault(owner, edge.end)
             elif target.kind == "shared_reshard" or self.lifetimes.saved(target).aliases:
                 owners[edge.target] = owner
         return frozenset(found.values())
-
-    def accumulated(self, edge: TensorEdge) -> Bytes | None:
-        """Return the bytes of a gradient to which every micro-batch adds its own."""
-        if not self._has_gradient(edge):
-            return None
-        return self.tensors.cached(("accumulated", self._kind(edge)), lambda: self._accumulated(edge))
-
-    def _accumulated(self, edge: TensorEdge) -> Bytes:
-        dtype = edge.tensor.dtype
-        whole, parts = (self.space.program.accumulates(dtype, is_reduced) for is_reduced in (False, True))
-        before, after = (each // dtype.itemsize for each in self.tensors.bytes_at_ends(edge))
-        before, after = before * parts.itemsize, after * whole.itemsize
-        if self.space.decisions[edge.source].kind == "shared_reshard":  # if it stays unchanged, it was added up before
-            return np.where(self.tensors.changes(edge) | self.tensors.reduced(edge), after[None, :], 0)
-        return np.where(self.reduced_each_time(edge), before[:, None], after[None, :])
-
-    def reduced(self, edge: TensorEdge) -> Bytes | None:
-        """Return the bytes of a parameter's gradient at the end, as it is stored, where that is not what was added
-        up.
-        """
-        learned = self.holds(edge) and edge.tensor.requires_grad
-        if not learned or self.space.decisions[edge.source].kind != "parameter":
-            return None
-        return self.tensors.cached(
-            ("reduced", self._kind(edge), self.is_cast(edge.target)), lambda: self._reduced(edge)
-        )
-
-    def _reduced(self, edge: TensorEdge) -> Bytes:
-        before, _ = self.tensors.bytes_at_ends(edge)
-        dtype, each_time = edge.tensor.dtype, self.reduced_each_time(edge)
-        whole, parts = (self.space.program.accumulates(dtype, is_reduced) != dtype for is_reduced in (False, True))
-        cast = self.is_cast(edge.target) or np.where(each_time, parts, whole)
-        moved = self.tensors.changes(edge) | self.tensors.reduced(edge)
-        return np.where(cast | (moved & ~each_time), before[:, None], 0)
-
-    def fresh(self, edge: TensorEdge) -> Bytes | None:
-        """Return the bytes of the gradient that a call's backward has made, and that is yet to be added."""
-        if not self._has_gradient(edge) or self.space.decisions[edge.target].kind != "call":
-            return None
-        return self.tensors.cached(("fresh", self._kind(edge)), lambda: self._fresh(edge))
-
-    def _fresh(self, edge: TensorEdge) -> Bytes:
-        _, after = self.tensors.bytes_at_ends(edge)
-        return np.where(self.reduced_each_time(edge), 0, after[None, :])
-
-    def arrived(self, edge: TensorEdge) -> Bytes | None:
-        """Return the bytes of a gradient that one backward has reduced, to be added to those before it when that
-        backward ends.
-        """
-        if not self._has_gradient(edge) or not (edge.tensor.regather or self.microbatches.reduce_each):
-            return None
-        return self.tensors.cached(("arrived", self._kind(edge)), lambda: self._arrived(edge))
-
-    def _arrived(self, edge: TensorEdge) -> Bytes:
-        before, _ = self.tensors.bytes_at_ends(edge)
-        return np.where(self.reduced_each_time(edge), before[:, None], 0)
-
-    def _has_gradient(self, edge: TensorEdge) -> bool:
-        learned = edge.tensor.requires_grad and not edge.tensor.view  # counted where the views are taken
-        return self.holds(edge) and learned and not self.is_cast(edge.target)
-
-    def _kind(self, edge: TensorEdge) -> tuple[object, ...]:
-        return (self.space.kind(edge), self.is_cast(edge.source), self.space.decisions[edge.source].kind)
 
     def gradients(self, number: int) -> Bytes | None:
         """Return the bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no
@@ -250,10 +164,6 @@ class Accumulation:
         return None if added_up else self.tensors.gradients(number)
 
     # Messages between stages.
-
-    def arrives(self, number: int) -> int:
-        """Return how many times a buffer or input is there: the inputs of all micro-batches are."""
-        return self.microbatches.count if self.space.decisions[number].kind == "input" else 1
 
     def is_received(self, number: int) -> bool:
         """Return whether a decision is a tensor from the previous stage."""
@@ -265,22 +175,15 @@ class Accumulation:
 
     def buffer(self, number: int) -> Bytes | None:
         """Return the bytes that a decision receives for one micro-batch: a tensor, or the gradient of one it sends."""
-        decision, is_received = self.space.decisions[number], self.is_received(number)
-        if not (is_received or self.is_sent(number)):
-            return None
-        info = decision.node.meta["tensor"]
-        if not (is_received or info.requires_grad):
-            return None
-        return self.tensors.times(self.tensors.elements(info, decision), info.dtype.itemsize)
+        decision = self.space.decisions[number]
+        returns = self.is_sent(number) and decision.node.meta["tensor"].requires_grad
+        return self.tensors.whole(decision) if returns or self.is_received(number) else None
 
     def sent(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes that one micro-batch sends and no backward saves, by mode; None for what is not sent."""
         if not self.is_sent(edge.target):
             return None
-        return self.tensors.modes(
-            [self._sent_bytes(edge, mode) for mode in range(self.lifetimes.num_modes(edge.source))]
-        )
-
-    def _sent_bytes(self, edge: TensorEdge, mode: int) -> Bytes:
-        there = self.lifetimes.saves_output(edge.source, edge.source_output, mode)
-        return self.tensors.saved(edge, there)
+        there = self.lifetimes.saves_output
+        modes = range(self.lifetimes.num_modes(edge.source))
+        saved = [self.tensors.saved(edge, there(edge.source, edge.source_output, mode)) for mode in modes]
+        return self.tensors.modes(saved)

@@ -17,32 +17,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.costs.memory.lifetimes import Lifetimes
-from autopar.costs.memory.tensor_bytes import Bytes, Modes
-from autopar.costs.space.space import Space, TensorEdge
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, OfTensors, TensorBytes, shared
+from autopar.costs.space.space import TensorEdge
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 
 
-class HostCopies:
-    """Bytes and seconds of offloaded activations, by decision and edge; arrays as those of `TensorBytes`."""
+class HostCopies(OfTensors):
+    """Bytes and seconds of offloaded activations, by decision and edge."""
 
     def __init__(
         self,
-        space: Space,
-        lifetimes: Lifetimes,
+        tensors: TensorBytes,
         own: Callable[[int], Modes | None],
         edge: Callable[[TensorEdge], Modes | None],
-        stays: Callable[[TensorEdge], np.ndarray],
-        cached: Callable[[object, Callable[[], Bytes]], Bytes],
         widened: Callable[[], HostCopies],
     ) -> None:
-        """Take bytes saved on the device by mode (`own`, `edge`); `stays` is true if an edge takes no memory.
+        """Take bytes saved on the device by mode (`own`, `edge`).
 
         `widened` gives the copies in the space before it was narrowed, which has the choices that split nothing.
         """
-        self.space, self.lifetimes = space, lifetimes
-        self._own, self._edge, self._stays, self._cached = own, edge, stays, cached
-        self._widened = widened
+        super().__init__(tensors)
+        self._own, self._edge, self._widened = own, edge, widened
         self._exposed: dict[str, float] = {}
 
     def bytes_of(self, number: int) -> Bytes | None:
@@ -53,13 +48,29 @@ class HostCopies:
         """Return the offloaded bytes on account of an edge; None if there are none."""
         return self._offloaded(self._edge(edge)) if self.lifetimes.offloads else None
 
+    def _offloaded(self, saved: Modes | None) -> Bytes | None:
+        if saved is None or len(saved) < len(MODES) or saved[0] is saved[-1]:
+            return None
+        return self._less(saved[0], saved[-1])
+
+    @shared
+    def _less(self, one: Bytes, other: Bytes) -> Bytes:
+        return one - other
+
     def seconds_of(self, number: int) -> Bytes | None:
         """Return the exposed seconds of copies of what a call saves by itself."""
-        return self._seconds(self.bytes_of(number), number)
+        return self._seconds(self.bytes_of(number), self.lifetimes.segment[number])
 
     def seconds_on(self, edge: TensorEdge) -> Bytes | None:
         """Return the exposed seconds of copies on account of an edge."""
-        return self._seconds(self.bytes_on(edge), edge.target)
+        return self._seconds(self.bytes_on(edge), self.lifetimes.segment[edge.target])
+
+    def _seconds(self, num_bytes: Bytes | None, segment: str) -> Bytes | None:
+        return None if num_bytes is None else self._copied(num_bytes, self.exposed(segment) / self.bytes_per_s)
+
+    @shared
+    def _copied(self, num_bytes: Bytes, seconds: float) -> np.ndarray:
+        return num_bytes * seconds
 
     @property
     def bytes_per_s(self) -> float:
@@ -105,7 +116,7 @@ class HostCopies:
             copied[segment] += self._unsplit_bytes(self.bytes_of(number)) / self.bytes_per_s
         for edge in self.space.edges:
             if segment := self.lifetimes.segment[edge.target]:
-                copied[segment] += self._unsplit_bytes(self.bytes_on(edge), self._stays(edge)) / self.bytes_per_s
+                copied[segment] += self._unsplit_bytes(self.bytes_on(edge), self.tensors.stays(edge)) / self.bytes_per_s
         return {
             name: max(0.0, 1 - forward[name] / seconds) + max(0.0, 1 - backward[name] / seconds) if seconds else 0.0
             for name, seconds in copied.items()
@@ -115,15 +126,3 @@ class HostCopies:
     def _unsplit_bytes(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
         """Return the bytes of the choice that splits nothing; on edges, among those that move nothing."""
         return 0 if num_bytes is None else int(np.where(among, num_bytes, 0).max())
-
-    def _offloaded(self, saved: Modes | None) -> Bytes | None:
-        if saved is None or len(saved) < len(MODES) or saved[0] is saved[-1]:
-            return None
-        return self._cached(("offloaded", id(saved[0]), id(saved[-1])), lambda: saved[0] - saved[-1])
-
-    def _seconds(self, num_bytes: Bytes | None, number: int) -> Bytes | None:
-        if num_bytes is None:
-            return None
-        exposed = self.exposed(self.lifetimes.segment[number])
-        seconds = exposed / self.bytes_per_s
-        return self._cached(("copying", id(num_bytes), seconds), lambda: num_bytes * seconds)

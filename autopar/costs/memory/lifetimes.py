@@ -7,7 +7,7 @@ reduced, in one message (`costs.pricing.message_sizes`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -106,6 +106,46 @@ class Lifetimes:
         rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
         ends = np.cumsum(counts)
         return rank, (ends - counts)[numbers], ends[numbers]
+
+    # Layers that have weights, numbered in the order in which they run first.
+
+    @cached_property
+    def first_weight(self) -> dict[str, int]:
+        """Layer → the place of its first call that takes a weight: before it all of the layer's arrive."""
+        return self._by_layer(min, lambda _: True)
+
+    @cached_property
+    def last_gather(self) -> dict[str, int]:
+        """Layer → the place of its last call that takes a weight which may be gathered again for the backward."""
+        return self._by_layer(max, lambda edge: edge.tensor.regather)
+
+    @cached_property
+    def first_reduction(self) -> dict[str, int]:
+        """Layer → the place of its first call that takes a weight with a gradient: then all of them are made."""
+        return self._by_layer(min, lambda edge: edge.tensor.requires_grad)
+
+    def _by_layer(self, chosen: Callable[..., int], counts: Callable[[TensorEdge], bool]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for edge in self.space.edges:
+            place, layer = self.position[edge.target], self.layer[edge.target]
+            if self.space.is_weight(edge.source) and counts(edge) and place < LATE:
+                found[layer] = chosen(found.get(layer, place), place)
+        return found
+
+    def reached(self, forward: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return, by place, the layer with weights that a pass has come to, and the place's own (-1: it has none).
+
+        Before the first of its layers a pass has come to one behind the last, which is none.
+        """
+        first = self.first_weight
+        numbers = {layer: number for number, layer in enumerate(sorted(first, key=first.__getitem__))}
+        own = np.array([numbers.get(self.layer[number], -1) for number in self.calls], dtype=np.intp)
+        found, last = np.empty_like(own), len(first)
+        places = range(len(own))
+        for place in places if forward else reversed(places):
+            last = own[place] if own[place] >= 0 else last
+            found[place] = last
+        return found, own
 
     @cached_property
     def segment_ends(self) -> np.ndarray:

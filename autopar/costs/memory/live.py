@@ -1,11 +1,12 @@
 """Lifetimes of tensors in a program without gradients, which saves nothing for a backward.
 
-made        the outputs of a call, from the call until the last consumer takes them moved       a tensor as a consumer
-takes it, where that is another one than was made passed on   a tensor behind a shared reshard or a view, which lies
-where it lay before, or, moved on its way there, as it has come
+    made        the outputs of a call, from the call until the last consumer takes them
+    moved       a tensor as a consumer takes it, where that is another one than was made
+    passed on   a tensor behind a shared reshard or a view, which lies where it lay before, or, moved on its way there,
+                as it has come
 
 Permanently resident tensors (parameters, inputs, buffers) and views of them are not counted; gathered weights are
-counted by layer (`weights`). A tensor that is moved for its last consumer is freed before that consumer runs. If
+counted by layer (`resident_parts`). A tensor that is moved for its last consumer is freed before that consumer runs. If
 several views of one tensor are used after it, each counts.
 """
 
@@ -14,17 +15,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from autopar.costs.memory.lifetimes import Lifetimes
-from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes, stated_or
+from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes, shared, stated_or
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.ir.program.effects import lies_in_input
-from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.saved_tensors import LOSSES
-from autopar.ir.sharding.layout import Layout
-from autopar.ir.sharding.operation import Call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +36,11 @@ class Interval:
         return self.first <= place < self.end
 
 
-class Live:
-    """Bytes of each decision and edge, by when they are resident; arrays as those of `TensorBytes`, and shared."""
+class Live(OfTensors):
+    """Bytes of each decision and edge, by when they are resident."""
 
-    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes) -> None:
-        self.tensors, self.lifetimes, self.space = tensors, lifetimes, tensors.space
+    def __init__(self, tensors: TensorBytes) -> None:
+        super().__init__(tensors)
         self._outgoing: dict[tuple[int, int], list[TensorEdge]] = defaultdict(list)
         for edge in self.space.edges:
             self._outgoing[edge.source, edge.source_output].append(edge)
@@ -58,35 +54,31 @@ class Live:
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return []
-        call, strategies, place = (
-            decision.candidates.call,
-            decision.candidates.strategies,
-            self.lifetimes.position[number],
-        )
+        call, place = decision.candidates.call, self.lifetimes.position[number]
         assert call is not None, "a call has one candidate"
         found: list[Interval] = []
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
                 used = bool(self._outgoing[number, output])
                 end = self._last_use(number, output) + self.space.is_weight(number) if used else place + 1
-                layouts = tuple(strategy.outputs[output] for strategy in strategies)
-                found.append(Interval(place, end, self._local(info, layouts)))
+                layouts = [strategy.outputs[output] for strategy in decision.candidates.strategies]
+                found.append(Interval(place, end, self.tensors.local(info.shape, layouts, info.dtype.itemsize)))
         if call.target in LOSSES or self.tensors.states("inference_bytes", decision):
-            found.append(Interval(place, place + 1, self._workspace(call, decision)))
+            found.append(Interval(place, place + 1, self._workspace(decision)))
         return found
 
-    def _workspace(self, call: Call, decision: Decision) -> Bytes:
+    @shared
+    def _workspace(self, decision: Decision) -> Bytes:
         """Return the bytes that a call works on besides inputs and outputs, as its implementations state.
 
         ATen calls of losses make the logarithms of the probabilities, as large as the logits; others need nothing.
         """
+        call = decision.candidates.call
+        assert call is not None, "a call has one candidate"
         stated, logits = self.tensors.stated("inference_bytes", decision), call.inputs[0]
         size = max(torch.float32.itemsize, logits.dtype.itemsize) if call.target in LOSSES else 0
-        local = self.tensors.local(logits.shape, tuple(s.inputs[0] for s in decision.candidates.strategies), size)
-        return self.tensors.cached(("workspace", id(local), id(stated)), lambda: stated_or(stated, local))
-
-    def _local(self, info: TensorInfo, layouts: tuple[Layout, ...]) -> Bytes:
-        return self.tensors.local(info.shape, layouts, info.dtype.itemsize)
+        layouts = [strategy.inputs[0] for strategy in decision.candidates.strategies]
+        return stated_or(stated, self.tensors.local(logits.shape, layouts, size))
 
     def moved(self, edge: TensorEdge) -> list[Interval]:
         """Return the intervals of an edge's tensor where its target takes it, and beyond if that passes it on."""
@@ -96,24 +88,13 @@ class Live:
         owned, last = self._is_owned(*source), self._last_use(*source)
         ends = next(each for each in self._outgoing[source] if self._arrival(each) == last) is edge
         begun = self._begun(edge)
-        found = [Interval(place, place + 1, self._taken(edge, owned and ends and begun < place))]
+        found = [Interval(place, place + 1, self.tensors.arriving(edge, owned and ends and begun < place))]
         end = self._end_behind(edge)
         if end > place + 1:
             after = max(place, last if owned else place) + 1
-            found.append(Interval(place + 1, min(after, end), self._taken(edge, False)))
-            found.append(Interval(after, end, self._taken(edge, owned)))
+            found.append(Interval(place + 1, min(after, end), self.tensors.arriving(edge, False)))
+            found.append(Interval(after, end, self.tensors.arriving(edge, owned)))
         return [each for each in found if each.first < each.end]
-
-    def _taken(self, edge: TensorEdge, itself: bool) -> Bytes:
-        """Return the bytes of the tensor as it has come; of that which stays where it lay, if `itself` is to be
-        counted.
-        """
-        return self.tensors.cached(("taken", itself, self.space.kind(edge)), lambda: self._taken_bytes(edge, itself))
-
-    def _taken_bytes(self, edge: TensorEdge, itself: bool) -> Bytes:
-        before, after = self.tensors.bytes_at_ends(edge)
-        unmoved = before if itself else np.zeros_like(before)
-        return np.where(self.tensors.stays(edge), unmoved[:, None], after[None, :])
 
     def _arrival(self, edge: TensorEdge) -> int:
         """Return the place at which a tensor is taken; outputs are taken when the last call has run."""

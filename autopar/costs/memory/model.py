@@ -8,11 +8,11 @@ autograd, see `ir.program.saved_tensors`):
     its inputs                            counted on the edge, in the layout in which they arrive, unless the tensor is
                                           there anyway: not moved, and saved by its producer, a parameter or an input
 
-Views count where their memory was made. `weights` counts weights and their gradients in transit. Under recomputation
-(`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`): tensors from
-outside, results of collectives unless these run again, and, if selective, results of products. A segment saves its
-offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next segment.
-A program without gradients saves nothing; `live` says what is alive in it.
+Views count where their memory was made. `resident_parts` adds weights and their gradients in transit. Under
+recomputation (`ir.program.recompute_segments`) a segment holds only what its second run begins with (`second_forward`):
+tensors from outside, results of collectives unless these run again, and, if selective, results of products. A segment
+saves its offloaded tensors (`host_copies`) on the device while it runs, and while the calls after it do, up to the next
+segment. A program without gradients saves nothing; `live` says what is alive in it.
 
 All this is for one micro-batch. If a step has several, `accumulation` says what is resident in addition, and instead.
 """
@@ -20,9 +20,8 @@ All this is for one micro-batch. If a step has several, `accumulation` says what
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -32,13 +31,10 @@ from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.live import Live
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
-from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, TensorBytes, stated_or
-from autopar.costs.memory.weights import MovedWeights
+from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, TensorBytes, shared, stated_or
 from autopar.costs.pricing.optimizer_step import step_working_bytes
 from autopar.costs.space.space import Decision, Space, TensorEdge
-from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
-from autopar.ir.program.saved_tensors import Saved
 from autopar.ir.sharding.operation import largest_split_input
 
 
@@ -60,22 +56,18 @@ class MemoryModel(TensorBytes):
 
         `lifetimes` are those of a space with the same calls, if they are known.
         """
-        super().__init__(space)
+        super().__init__(space, lifetimes or Lifetimes(space, MODES if offloads else RECOMPUTATIONS))
         self.stepping = self._stepping()
         """Parameter → working bytes of its step, besides what it updates: in the backward, or the most behind it."""
         works = bool(self.stepping) and not space.optimizer.in_backward
         self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
         """Number of layers ahead of their use that weights are fetched."""
-        self.lifetimes = lifetimes or Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
-        bytes_of = self.own, self.edge, self.stays, self.cached
-        self.host_copies = HostCopies(space, self.lifetimes, *bytes_of, lambda: self.widened().host_copies)
-        self.second_forward = SecondForward(self, self.lifetimes, self.host_copies)
-        self._edges: dict[object, Modes | None] = {}  # by end, and by kind and needs
-        self.parts: dict[object, Any] = {}  # cache of `parts`, by decision and edge
-        self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
-        self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
-        self.live = None if space.program.learns or self.microbatches.several else Live(self, self.lifetimes)
+        self._edges: dict[object, Modes | None] = {}  # by end
+        self.host_copies = HostCopies(self, self.own, self.edge, lambda: self.widened().host_copies)
+        self.second_forward = SecondForward(self, self.host_copies)
+        self.accumulation = Accumulation(self, self.microbatches)
+        self.live = None if space.program.learns or self.microbatches.several else Live(self)
         """Lifetimes in a forward-only program, instead of tensors that are saved for a backward; None in others."""
 
     @property
@@ -93,7 +85,7 @@ class MemoryModel(TensorBytes):
         """Return the same model on another space of the same calls; with all arrays if only moves cost otherwise."""
         found = MemoryModel(space, self.microbatches, self.prefetch, lifetimes=self.lifetimes)
         if space.moves_alike(self.space) and not self.accumulation.may_reduce_each:
-            found._cache, found._edges, found.parts = self._cache, self._edges, self.parts
+            found._cache, found._edges = self._cache, self._edges
         return found
 
     def widened(self) -> MemoryModel:
@@ -104,24 +96,22 @@ class MemoryModel(TensorBytes):
 
     def stored(self, number: int) -> dict[str, Bytes]:
         """Return the bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
-        decision, more = self.space.decisions[number], self.accumulation
-        if decision.kind not in ("parameter", "buffer", "input") or more.is_received(number):
+        decision, runs = self.space.decisions[number], self.microbatches
+        if decision.kind not in ("parameter", "buffer", "input") or self.accumulation.is_received(number):
             return {}
-        elements = self.elements(info := decision.node.meta["tensor"], decision)
-        if decision.kind != "parameter":
-            return {"buffers and inputs": self.times(elements, info.dtype.itemsize * more.arrives(number))}
+        found = self.whole(decision)
+        if decision.kind != "parameter":  # the inputs of all micro-batches are there
+            return {"buffers and inputs": self.times(found, runs.count if decision.kind == "input" else 1)}
+        older = {"older weights": found} if runs.saves_older and decision.node.meta["tensor"].requires_grad else {}
         on_device = self.space.optimizer.offload is None
-        saved_bytes = self.optimizer_state(info, elements, self.space.is_matrix(number)) if on_device else {}
-        values = self.times(elements, info.dtype.itemsize)
-        older = {"older weights": values} if self.microbatches.saves_older and info.requires_grad else {}
-        return {"parameters": values, **older, **saved_bytes}
+        return {"parameters": found, **older, **(self.optimizer_state(number) if on_device else {})}
 
     def works_on(self, number: int) -> Bytes | None:
         """Return the bytes that the optimizer's step of a parameter works on; None if no moment is counted for it."""
         if number not in self.stepping:
             return None
-        shape, most = (len(self.space.decisions[number].candidates.strategies),), self.stepping[number]
-        return self.cached(("works on", shape, most), lambda: np.full(shape, most, dtype=np.int64))
+        nothing = self.nothing((len(self.space.decisions[number].candidates.strategies),))
+        return self.cached(("works on", id(nothing), self.stepping[number]), lambda: nothing + self.stepping[number])
 
     def _stepping(self) -> dict[int, int]:
         space = self.space
@@ -157,52 +147,61 @@ class MemoryModel(TensorBytes):
                 states.append((outputs - self.lifetimes.counted_on_edges(number, position), True))
             else:
                 states.append((saved.outputs, True))
-        besides = saved.other_bytes or self.states("saved_bytes", decision)
-        if not any(outputs or (hidden and besides) for outputs, hidden in states):
+        hides = bool(saved.other_bytes or self.states("saved_bytes", decision))
+
+        def bytes_in(mode: int, outputs: frozenset[int], with_hidden: bool) -> Bytes:
+            if not (with_hidden and hides):
+                return self._outputs(decision, outputs - saved.aliases, 0)
+            mode = self.second_forward.variant(decision, mode)
+            return self._own(decision, outputs - saved.aliases, saved.other_bytes, mode)
+
+        if not any(outputs or (with_hidden and hides) for outputs, with_hidden in states):
             return None
-        arrays = tuple(self._own(decision, saved, *state, mode) for mode, state in enumerate(states))
+        arrays = tuple(bytes_in(mode, *state) for mode, state in enumerate(states))
         talking = self.second_forward.communicates(decision)
         if talking.any():  # a call that communicates by itself runs again in the mode full alone: else its results stay
-            given = self._own(decision, saved, outputs, True)
+            given = bytes_in(0, outputs, True)
             held = [given if decision.node in e.rerun else array for e, array in zip(again, arrays, strict=True)]
             held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
             if len(again) == len(MODES):  # its saved tensors are offloaded like all others
                 held[-1] = arrays[-1]
-            key = ("talks", id(decision.candidates), tuple(map(id, (*arrays, *held))))
-            arrays = tuple(
-                self.cached((key, i), lambda a=array, h=held[i]: np.where(talking, h, a)) if i else array
-                for i, array in enumerate(arrays)
-            )
+            arrays = tuple(self._chosen(talking, h, array) for h, array in zip(held, arrays, strict=True))
         return self.modes(arrays)
 
-    def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool, mode: int = 0) -> Bytes:
-        outputs, mode = outputs - saved.aliases, self.second_forward.variant(decision, mode) if hidden else 0
-        hides = hidden and self.states("saved_bytes", decision)
-        key = ("own", id(decision.candidates), outputs, saved.other_bytes if hidden else 0, hides, mode)
-        return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden, mode))
+    @shared
+    def _chosen(self, mask: np.ndarray, one: Bytes, other: Bytes) -> Bytes:
+        return np.where(mask, one, other)
 
-    def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool, mode: int) -> Bytes:
-        call, candidates = _call(decision), decision.candidates
-        total = np.zeros(len(candidates.strategies), dtype=np.int64)
+    @shared
+    def _own(self, decision: Decision, outputs: frozenset[int], other_bytes: int, mode: int) -> Bytes:
+        return self._outputs(decision, outputs, 0) + self._hidden(decision, other_bytes, mode)
+
+    @shared
+    def _outputs(self, decision: Decision, outputs: frozenset[int], mode: int) -> Bytes:
+        strategies = self.second_forward.running_in(decision, mode)
+        total = self.nothing((len(strategies),))
         for position in outputs:
-            info = call.outputs[position]
-            layouts = [s.outputs[position] for s in candidates.strategies]
-            total = total + self.local(info.shape, layouts, info.dtype.itemsize)
-        return total + self._hidden(decision, mode) if hidden else total
+            info = _call(decision).outputs[position]
+            total = total + self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+        return total
 
-    def _hidden(self, decision: Decision, mode: int) -> Bytes:
-        """Return the bytes that a call saves besides inputs and outputs: split as the largest input that can be."""
+    @shared
+    def _hidden(self, decision: Decision, other_bytes: int, mode: int) -> Bytes:
+        """Return the bytes that a call saves besides inputs and outputs: split as the largest input that can be.
+
+        Autograd saves `other_bytes` for the whole call; implementations may state others.
+        """
         call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
-        if not call.inputs or not (self.lifetimes.saved(decision).other_bytes or self.states("saved_bytes", decision)):
-            return np.zeros(len(strategies), dtype=np.int64)
+        if not call.inputs or not (other_bytes or self.states("saved_bytes", decision)):
+            return self.nothing((len(strategies),))
         largest = largest_split_input(call, decision.candidates.bound)
         local = self.local(call.inputs[largest].shape, [s.inputs[largest] for s in strategies], 1)
-        return stated_or(self.stated("saved_bytes", decision, mode), self.hidden(decision, largest, local))
+        return stated_or(self.stated("saved_bytes", decision, mode), self.hidden(decision, other_bytes, largest, local))
 
-    def hidden(self, decision: Decision, largest: int, local: Bytes) -> Bytes:
-        """Return the bytes that autograd saves besides inputs and outputs, by local elements of the largest input."""
+    def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
+        """Return the bytes of a call's `other_bytes`, by local elements of the largest input."""
         whole = _call(decision).inputs[largest].num_elements
-        return np.ceil(self.lifetimes.saved(decision).other_bytes * (local / max(whole, 1))).astype(np.int64)
+        return np.ceil(other_bytes * (local / max(whole, 1))).astype(np.int64)
 
     def edge(self, edge: TensorEdge) -> Modes | None:
         """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
@@ -210,9 +209,7 @@ class MemoryModel(TensorBytes):
             return None
         if edge.end not in self._edges:
             alike = self.space.kind(edge), self.lifetimes.needs_of(edge)
-            if alike not in self._edges:
-                self._edges[alike] = self._edge(edge)
-            self._edges[edge.end] = self._edges[alike]
+            self._edges[edge.end] = self.cached(("saved on", alike), lambda: self._edge(edge))
         return self._edges[edge.end]
 
     def _edge(self, edge: TensorEdge) -> Modes | None:
@@ -247,13 +244,15 @@ class MemoryModel(TensorBytes):
 
         `alone`: the tensor is a saved result that no other edge needs; it counts here if it is not sent.
         """
-        sent, before = self.sent(edge), self.bytes_at_ends(edge)[0][:, None] if alone else self.nothing(())
-        if again is None and not alone:
-            return sent
-        unsent = ~self.communicated(edge) if again is None else ~self.communicated(edge) | again
-        key = ("sent once", id(sent), id(again), alone)
-        return self.cached(key, lambda: np.where(unsent, before, sent))
+        sent = self.sent(edge)
+        return sent if again is None and not alone else self._sent_or_made(edge, again, alone)
 
+    @shared
+    def _sent_or_made(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
+        unsent = ~self.communicated(edge) if again is None else ~self.communicated(edge) | again
+        return np.where(unsent, self.bytes_at_ends(edge)[0][:, None] if alone else 0, self.sent(edge))
+
+    @shared
     def _entering(self, edge: TensorEdge, there: bool, again: np.ndarray | None) -> Bytes:
         """Return the bytes that a segment saves of a tensor from outside; as it was before the collectives that run
         `again`.
@@ -261,32 +260,25 @@ class MemoryModel(TensorBytes):
         saved_bytes = self.saved(edge, there)
         if again is None:
             return saved_bytes
-        before = self.nothing(()) if there else self.bytes_at_ends(edge)[0][:, None]
-        return self.cached(("entering", id(saved_bytes), id(again)), lambda: np.where(again, before, saved_bytes))
+        return np.where(again, 0 if there else self.bytes_at_ends(edge)[0][:, None], saved_bytes)
 
+    @shared
     def _kept_by_target(self, edge: TensorEdge, there: bool) -> Bytes:
         """Return the bytes of a tensor saved as it arrives, by those strategies of its target that save it."""
-        saved_bytes, candidates = self.saved(edge, there), self.space.decisions[edge.target].candidates
-        bound, call = candidates.bound, candidates.call
-        if self.space.decisions[edge.target].kind == "shared_reshard" and any(s.shared for s in candidates.strategies):
-            shared = self.cached(
-                ("shared", id(candidates)), lambda: np.array([s.shared for s in candidates.strategies])
-            )
-            return self.cached(
-                ("moved together", id(saved_bytes), id(candidates)), lambda: np.where(shared[None, :], 0, saved_bytes)
-            )
-        if bound is None or call is None:
+        saved_bytes, target = self.saved(edge, there), self.space.decisions[edge.target]
+        candidates = target.candidates
+        if target.kind == "shared_reshard":
+            lets_go = [each.shared for each in candidates.strategies]
+        elif candidates.bound is None or candidates.call is None:
             return saved_bytes
-
-        def lets_go(s: Strategy) -> bool:
-            return s.implemented and edge.target_input in s.implementation.unkept(call, self.local_sizes(s, bound))
-
-        key = "let go", id(candidates), edge.target_input
-        let_go = self.cached(key, lambda: np.array([*map(lets_go, candidates.strategies)]))
-        if not let_go.any():
-            return saved_bytes
-        key = ("saved by target", id(saved_bytes), id(candidates), edge.target_input)
-        return self.cached(key, lambda: np.where(let_go[None, :], 0, saved_bytes))
+        else:
+            lets_go = [
+                each.implemented
+                and edge.target_input
+                in each.implementation.unkept(candidates.call, self.local_sizes(each, candidates.bound))
+                for each in candidates.strategies
+            ]
+        return np.where(lets_go, 0, saved_bytes) if any(lets_go) else saved_bytes
 
     def working(self, number: int) -> Modes | None:
         """Return the working bytes of a call's backward, by mode: its outputs, gradients of all it takes and makes.
@@ -297,20 +289,20 @@ class MemoryModel(TensorBytes):
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
             return None
-        key = ("working", id(decision.candidates), self.lifetimes.saved(decision).other_bytes)
-        tensors = range(len(_call(decision).inputs)), range(len(_call(decision).outputs))
+        tensors = frozenset(range(len(_call(decision).inputs))), frozenset(range(len(_call(decision).outputs)))
+        other_bytes = self.lifetimes.saved(decision).other_bytes
         modes = [self.second_forward.variant(decision, mode) for mode in range(self.lifetimes.num_modes(number))]
-        return self.modes([self.cached((*key, m), lambda m=m: self._working(decision, *tensors, m)) for m in modes])
+        return self.modes([self._working(decision, *tensors, other_bytes, mode) for mode in modes])
 
-    def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int], mode: int = 0) -> Bytes:
+    @shared
+    def _working(
+        self, decision: Decision, inputs: frozenset[int], outputs: frozenset[int], other_bytes: int, mode: int
+    ) -> Bytes:
         """Return the bytes of some inputs' gradients, some outputs, and what is saved besides both."""
         call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
-        total = self._gradients_of(decision, inputs)
-        for position in outputs:
-            info = call.outputs[position]
-            total = total + self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+        total = self._gradients_of(decision, inputs) + self._outputs(decision, outputs, mode)
         op, bound = decision.candidates.op, decision.candidates.bound
-        hidden = self._hidden(decision, mode)
+        hidden = self._hidden(decision, other_bytes, mode)
         if not self.lifetimes.in_place(decision):
             hidden = stated_or(self.stated("backward_bytes", decision, mode), hidden)
         hidden = np.where(self.stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
@@ -321,52 +313,49 @@ class MemoryModel(TensorBytes):
     def working_forward(self, number: int) -> Bytes | None:
         """Return the bytes that a call's forward works on if it makes its gradients; None if it does not."""
         decision = self.space.decisions[number]
-        if decision.candidates.bound is None or not self.states("forward_bytes", decision):
-            return None
+        makes = decision.candidates.bound is not None and self.states("forward_bytes", decision)
+        return self._stated_alone(decision) if makes else None
+
+    @shared
+    def _stated_alone(self, decision: Decision) -> Bytes:
         stated = self.stated("forward_bytes", decision)
-        return self.cached(("working forward", id(stated)), lambda: stated_or(stated, np.zeros_like(stated)))
+        return stated_or(stated, np.zeros_like(stated))
 
     def handed_on(self, number: int) -> Bytes | None:
         """Return the bytes of gradients that a backward leaves for calls before it: of inputs that are no weights."""
-        decision = self.space.decisions[number]
+        decision, inbound = self.space.decisions[number], self.space.inbound
         if decision.kind != "call":
             return None
-        call = _call(decision)
-        inputs = frozenset(
-            position
-            for position, info in enumerate(call.inputs)
-            if info.requires_grad and not self.space.is_weight(self.space.inbound[number, position].source)
-        )
-        return self.cached(("handed on", id(decision.candidates), inputs), lambda: self._gradients_of(decision, inputs))
+        learned = [position for position, info in enumerate(_call(decision).inputs) if info.requires_grad]
+        inputs = frozenset(each for each in learned if not self.space.is_weight(inbound[number, each].source))
+        return self._gradients_of(decision, inputs)
 
     def working_rows(self, number: int) -> Bytes:
         """Return the part of `working` that is expert rows and their gradients."""
         decision, rows = self.space.decisions[number], self.space.rows[number]
-        key = (
-            "working rows",
-            id(decision.candidates),
-            rows.inputs,
-            rows.outputs,
-            self.lifetimes.saved(decision).other_bytes,
-        )
-        return self.cached(key, lambda: self._working(decision, rows.inputs, rows.outputs))
+        return self._working(decision, rows.inputs, rows.outputs, self.lifetimes.saved(decision).other_bytes, 0)
 
     def handed_on_rows(self, number: int) -> Bytes:
         """Return the part of `handed_on` that is gradients of expert rows."""
-        decision, inputs = self.space.decisions[number], self.space.rows[number].inputs
-        return self.cached(
-            ("rows handed on", id(decision.candidates), inputs), lambda: self._gradients_of(decision, inputs)
-        )
+        return self._gradients_of(self.space.decisions[number], self.space.rows[number].inputs)
 
-    def _gradients_of(self, decision: Decision, inputs: Collection[int]) -> Bytes:
+    @shared
+    def _gradients_of(self, decision: Decision, inputs: frozenset[int]) -> Bytes:
         """Return the bytes of the gradients of those of these inputs that need one."""
-        call, strategies = _call(decision), decision.candidates.strategies
-        total = np.zeros(len(strategies), dtype=np.int64)
-        for position, info in enumerate(call.inputs):
-            if position not in inputs or not info.requires_grad:
-                continue
-            total = total + self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
+        strategies = decision.candidates.strategies
+        total = self.nothing((len(strategies),))
+        for position, info in enumerate(_call(decision).inputs):
+            if position in inputs and info.requires_grad:
+                total = total + self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
         return total
+
+    def with_rerun(self, saved: Modes) -> Modes:
+        """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
+        return self.modes([each if each is saved[0] else self._greater(saved[0], each) for each in saved])
+
+    @shared
+    def _greater(self, one: Bytes, other: Bytes) -> Bytes:
+        return np.maximum(one, other)
 
     def total(self, moments: Sequence[tuple[int, Sequence[Modes]]]) -> Modes | None:
         """Return the total of arrays of this model over several moments, mode by mode; None if no moment has arrays.
@@ -387,11 +376,7 @@ class MemoryModel(TensorBytes):
             return filled[0][1][0]
         # The cache holds every array, so that an id names one array for good.
         key = ("total", tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
-
-        def combine() -> Bytes:
-            return np.sum([weight * np.sum(parts, axis=0) for weight, parts in filled], axis=0)
-
-        return self.cached(key, combine)
+        return self.cached(key, lambda: np.sum([weight * np.sum(parts, axis=0) for weight, parts in filled], axis=0))
 
 
 def _call(decision: Decision):

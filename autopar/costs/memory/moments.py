@@ -105,7 +105,7 @@ class Role(enum.Enum):
     """Purpose of bytes, in the order in which tables name them."""
 
     STORED = "parameters, optimizer state, buffers and inputs"
-    MOVED = "a weight as it was moved, once for all micro-batches"
+    MOVED = "a weight as it was moved, or a constant, once for all micro-batches"
     SENT = "a tensor that goes to the next stage, until the next one goes there"
     RECEIVED = "a buffer for a tensor from the previous stage"
     RETURNED = "a buffer for a gradient from the next stage"
@@ -177,7 +177,7 @@ class Presence:
     """Presence of bytes at the moments of a step, by their role and the place of the call that first uses them."""
 
     def __init__(self, memory: MemoryModel) -> None:
-        self.memory, self.lifetimes, self.weights = memory, memory.lifetimes, memory.weights
+        self.memory, self.lifetimes = memory, memory.lifetimes
         self.is_alone, self.count = memory.live is not None, len(memory.lifetimes.calls)
         """Number of calls; `is_alone` is true if the program has a forward alone."""
         self._scopes = [self._scopes_of(is_first) for is_first in (False, True)]
@@ -250,11 +250,11 @@ class Presence:
         found = np.zeros((len(KINDS), self.count), dtype=bool)
         found[FORWARD] = True
         if self.is_alone:
-            found[GATHERING, list(self.weights.first_places.values())] = True
+            found[GATHERING, list(self.lifetimes.first_weight.values())] = True
             return found
         found[COMPUTING] = True
-        found[GATHERING, list(self.weights.last_gather.values())] = True
-        found[REDUCING, list(self.weights.first_reduction.values())] = True
+        found[GATHERING, list(self.lifetimes.last_gather.values())] = True
+        found[REDUCING, list(self.lifetimes.first_reduction.values())] = True
         for number in () if self.memory.microbatches.works else self.memory.stepping:
             found[UPDATING, self.lifetimes.position[number] : self.lifetimes.position[number] + 1] = True
         return found
@@ -306,16 +306,13 @@ class Presence:
         A layer fewer is fetched while a layer's weights arrive, before the next fetch starts.
         """
         forward, depth = kind == FORWARD or self.is_alone, max(0, self.memory.prefetch - (kind == GATHERING))
-        reached, numbers = self.weights.reached(forward)
+        reached, numbers = self.lifetimes.reached(forward)
         first = np.maximum(numbers - depth, 0) if forward else numbers + 1
-        end = numbers if forward else np.minimum(numbers + depth + 1, self.weights.num_layers)
+        end = numbers if forward else np.minimum(numbers + depth + 1, len(self.lifetimes.first_weight))
         is_none = (numbers < 0) | (depth == 0)
         return Span(reached, np.append(np.where(is_none, 0, first), 0), np.append(np.where(is_none, 0, end), 0))
 
 
 def presence_of(memory: MemoryModel) -> Presence:
     """Return the presence of a model's bytes, made once."""
-    key = "presence", memory.prefetch
-    if key not in memory.parts:
-        memory.parts[key] = Presence(memory)
-    return memory.parts[key]
+    return memory.cached(("presence", memory.prefetch), lambda: Presence(memory))

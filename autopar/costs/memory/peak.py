@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -194,22 +193,15 @@ class _Sums:
 
 def _sums_of(memory: MemoryModel, with_uneven_rows: bool) -> _Sums:
     """Return all that choices hold of a model; of expert rows an equal share, or with those above it."""
-    key = "sums", with_uneven_rows
-    if key not in memory.parts:
-        memory.parts[key] = _Sums(_added(memory, with_uneven_rows), len(memory.lifetimes.calls) + 1)
-    return memory.parts[key]
+    added, width = _added(memory, with_uneven_rows), len(memory.lifetimes.calls) + 1
+    return memory.cached(("sums", with_uneven_rows), lambda: _Sums(added, width))
 
 
 def _added(memory: MemoryModel, with_uneven_rows: bool) -> Iterable[tuple[Part, int, int]]:
     """Yield parts with the place at which they add to their sum, and with their sign."""
     count = len(memory.lifetimes.calls)
     for part in parts_of(memory):
-        used = min(part.used, count)
-        if part.rows is not None and not with_uneven_rows:
-            continue
-        if part.modes:
-            yield part, used, 1
-        if part.whole:
-            yield replace(part, role=Role.WHOLE, modes=part.whole), used, 1
-        if part.until <= count:
-            yield part, part.until, -1
+        if part.rows is None or with_uneven_rows:
+            yield part, min(part.used, count), 1
+            if part.until <= count:
+                yield part, part.until, -1

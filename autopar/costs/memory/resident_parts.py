@@ -1,13 +1,18 @@
 """Parts of a device's memory: the bytes of every decision and edge by their role, and the rows that add them up.
 
+Bytes that several micro-batches share (`_weight_and_gradient`), and those of weights and gradients between storage and
+use (`_moved_weight`), are stated here, one line for each role; `model` and `live` give what calls save and work on.
+
 The bytes of a plan at one moment are a sum over choices, so that "no more than the limit at moment t" is one memory row
 of the problem, and a necessary one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopar.costs.memory.lifetimes import LATE
 from autopar.costs.memory.live import Interval
@@ -18,8 +23,33 @@ from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS, RECEIVE
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
-GRADIENTS, GATHERED, WORKING = "gradients", "gathered weights", "working set"
-RETURNED, MOVED, SENT, CONSTANTS = "received gradients", "moved weights", "sent tensors", "constants"
+CONSTANTS = "constants"
+NAMES = {
+    Role.MOVED: "moved weights",
+    Role.SENT: "sent tensors",
+    Role.RECEIVED: RECEIVED,
+    Role.RETURNED: "received gradients",
+    Role.GRADIENT: "gradients",
+    Role.ARRIVED: "gradients",
+    Role.FRESH: "gradients",
+    Role.REDUCED: "gradients",
+    Role.STEPPED: "gradients",
+    Role.UNREDUCED: "gradients",
+    Role.SENT_OFF: "gradients",
+    Role.LAST_MADE: "gradients",
+    Role.ALIVE: ACTIVATIONS,
+    Role.GATHERED: "gathered weights",
+    Role.GATHERED_AGAIN: "gathered weights",
+    Role.COPIED: "gathered weights",
+    Role.ON_WAY: "gathered weights",
+    Role.ON_WAY_AGAIN: "gathered weights",
+    Role.TRAVELLING: "working set",
+    Role.WORKING: "working set",
+    Role.WORKING_FORWARD: "working set",
+    Role.HANDED_ON: "working set",
+    Role.UPDATING: "working set",
+}
+"""Names in `Plan.memory` of the bytes of roles that have one each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +66,6 @@ class Part:
     ends: tuple[int, ...]
     of: int = 0
     """The decision whose segment says the mode, where that matters."""
-    whole: Modes = ()
-    """Bytes of what is saved while its segment runs again."""
     until: int = LATE
     """Place from which on they are gone."""
     rows: ExpertRows | None = None
@@ -49,18 +77,12 @@ class Part:
 
 def node_parts(memory: MemoryModel, number: int) -> tuple[Part, ...]:
     """Return the parts of a decision, made once."""
-    found = memory.parts.get(number)
-    if found is None:
-        found = memory.parts[number] = tuple(_node_parts(memory, number))
-    return found
+    return memory.cached(("parts", number), lambda: tuple(_node_parts(memory, number)))
 
 
 def edge_parts(memory: MemoryModel, edge: TensorEdge) -> tuple[Part, ...]:
     """Return the parts of an edge, made once."""
-    found = memory.parts.get(edge.end)
-    if found is None:
-        found = memory.parts[edge.end] = tuple(_edge_parts(memory, edge))
-    return found
+    return memory.cached(("parts", edge.end), lambda: tuple(_edge_parts(memory, edge)))
 
 
 def parts_of(memory: MemoryModel) -> Iterator[Part]:
@@ -71,95 +93,154 @@ def parts_of(memory: MemoryModel) -> Iterator[Part]:
         yield from edge_parts(memory, edge)
 
 
+def gathers_weights(memory: MemoryModel, choices: Sequence[int]) -> bool:
+    """Return whether any weight is gathered during a step under these choices."""
+    parts = (part for edge in memory.space.edges for part in edge_parts(memory, edge) if part.role is Role.ON_WAY)
+    return any(part.modes[0][tuple(choices[end] for end in part.ends)] for part in parts)
+
+
 def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     more, used, ends = memory.accumulation, memory.lifetimes.position[number], (number,)
+    rows = memory.space.rows.get(number)
     for name, array in memory.stored(number).items():
         yield Part(Role.STORED, name, used, (array,), ends)
-    role, name = (Role.RECEIVED, RECEIVED) if more.is_received(number) else (Role.RETURNED, RETURNED)
-    works = memory.microbatches.works
-    found: list[tuple[Role, str, Bytes | None]] = [
-        (role, name, more.buffer(number)),
-        (Role.GRADIENT, GRADIENTS, more.gradients(number)),
-        (Role.STEPPED, GRADIENTS, memory.gradients(number) if works else None),
-        (Role.UPDATING, WORKING, memory.works_on(number)),
-    ]
-    rows = memory.space.rows.get(number)
+    buffer = Role.RECEIVED if more.is_received(number) else Role.RETURNED
+    found = {buffer: more.buffer(number)}
     if (travelling := memory.travelling(number)) is not None:
-        sent_and_arriving = memory.copies((travelling,), 2)
-        yield Part(Role.TRAVELLING, WORKING, used, sent_and_arriving, ends)
+        found[Role.TRAVELLING] = memory.times(travelling, 2)
         if rows is not None:  # all ranks have equally many tokens of their own
-            yield Part(Role.TRAVELLING, WORKING, used, (travelling,), ends, rows=rows)
+            yield Part(Role.TRAVELLING, NAMES[Role.TRAVELLING], used, (travelling,), ends, rows=rows)
     if memory.live is not None:
-        yield from _some(found[:1], used, ends)
+        yield from _of_roles(found, used, ends)
         yield from _alive(memory.live.made(number), ends, rows)
         return
     is_behind = used < LATE and presence_of(memory).moments[list(BEHIND), used].any()
-    handed_on = memory.handed_on(number) if is_behind else None
-    found += [
-        (Role.WORKING_FORWARD, WORKING, memory.working_forward(number)),
-        (Role.HANDED_ON, WORKING, handed_on),
-    ]
-    yield from _some(found, used, ends)
-    own, whole = memory.own(number), memory.own(number, with_rerun=True)
-    yield from _saved(memory, ACTIVATIONS, number, own, whole, ends, rows)
-    if (working := memory.working(number)) is not None:
-        yield Part(Role.WORKING, WORKING, used, working, ends, number)
-        if rows is not None:
-            yield Part(Role.WORKING, WORKING, used, (memory.working_rows(number),), ends, rows=rows)
-    if handed_on is not None and rows is not None:
-        yield Part(Role.HANDED_ON, WORKING, used, (memory.handed_on_rows(number),), ends, rows=rows)
+    found |= {
+        Role.GRADIENT: more.gradients(number),
+        Role.STEPPED: memory.gradients(number) if memory.microbatches.works else None,
+        Role.UPDATING: memory.works_on(number),
+        Role.WORKING_FORWARD: memory.working_forward(number),
+        Role.HANDED_ON: memory.handed_on(number) if is_behind else None,
+    }
+    yield from _of_roles(found, used, ends)
+    working, whole = memory.working(number), memory.own(number, with_rerun=True)
+    yield from _saved(memory, ACTIVATIONS, number, memory.own(number), whole, ends, rows)
+    if working is not None:
+        yield Part(Role.WORKING, NAMES[Role.WORKING], used, working, ends, number)
+    if rows is not None:
+        of_rows = {Role.WORKING: None if working is None else memory.working_rows(number)}
+        of_rows[Role.HANDED_ON] = None if found[Role.HANDED_ON] is None else memory.handed_on_rows(number)
+        yield from (replace(part, rows=rows) for part in _of_roles(of_rows, used, ends))
 
 
 def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
     space, used, ends = memory.space, memory.lifetimes.position[edge.target], (edge.source, edge.target)
     if memory.live is not None:
         yield from _alive(memory.live.moved(edge), ends, space.rows_on(edge))
-    else:
-        saved = memory.edge(edge)
-        if saved is not None:
-            name = KEPT_WEIGHTS if _brings_weight(space, edge) else ACTIVATIONS
-            yield from _saved(memory, name, edge.target, saved, memory.with_rerun(saved), ends, space.rows_on(edge))
+    elif (saved := memory.edge(edge)) is not None:
+        name = KEPT_WEIGHTS if _brings_weight(space, edge) else ACTIVATIONS
+        yield from _saved(memory, name, edge.target, saved, memory.with_rerun(saved), ends, space.rows_on(edge))
     if (sent := memory.accumulation.sent(edge)) is not None:
-        yield Part(Role.SENT, SENT, used, sent, ends, edge.source)
-    if memory.accumulation.holds(edge):
-        yield from _some(_of_many(memory, edge), used, ends)
+        yield Part(Role.SENT, NAMES[Role.SENT], used, sent, ends, edge.source)
+    if (constant := memory.accumulation.constant(edge)) is not None:
+        yield Part(Role.MOVED, CONSTANTS, used, (constant,), ends)
+    elif memory.accumulation.holds(edge) and edge.source not in memory.accumulation.constants:
+        yield from _of_roles(_held(memory, edge), used, ends)
     if space.is_weight(edge.source) and used < LATE:
-        yield from _some(_in_transit(memory, edge), used, ends)
+        yield from _of_roles(_in_transit(memory, edge), used, ends)
 
 
-def _some(found: Iterable[tuple[Role, str, Bytes | None]], used: int, ends: tuple[int, ...]) -> Iterator[Part]:
-    for role, name, array in found:
+def _of_roles(found: Mapping[Role, Bytes | None], used: int, ends: tuple[int, ...]) -> Iterator[Part]:
+    for role, array in found.items():
         if array is not None:
-            yield Part(role, name, used, (array,), ends)
+            yield Part(role, NAMES[role], used, (array,), ends)
 
 
-def _of_many(memory: MemoryModel, edge: TensorEdge) -> list[tuple[Role, str, Bytes | None]]:
-    """Return the bytes of an edge that are due to micro-batch accumulation."""
-    more = memory.accumulation
-    return [
-        (Role.MOVED, MOVED, more.held(edge)),
-        (Role.MOVED, CONSTANTS, more.constant(edge)),
-        (Role.GRADIENT, GRADIENTS, more.accumulated(edge)),
-        (Role.ARRIVED, GRADIENTS, more.arrived(edge)),
-        (Role.FRESH, GRADIENTS, more.fresh(edge)),
-        (Role.REDUCED, GRADIENTS, more.reduced(edge)),
-    ]
+def _held(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
+    """Return the bytes of a weight, or a view of one, that several micro-batches share, and of its gradient."""
+    kinds = memory.space.decisions[edge.source].kind, memory.space.decisions[edge.target].kind
+    casts = memory.accumulation.is_cast(edge.source), memory.accumulation.is_cast(edge.target)
+    key = "held", memory.space.kind(edge), kinds, casts
+    return memory.cached(key, lambda: _not_zero(_weight_and_gradient(memory, edge, kinds, casts)))
 
 
-def _in_transit(memory: MemoryModel, edge: TensorEdge) -> list[tuple[Role, str, Bytes | None]]:
-    """Return the bytes of a weight or its gradient in transit between storage and use."""
-    weights, is_alone = memory.weights, memory.live is not None
-    gathered, on_way = weights.gathered(edge), weights.on_way(edge, True)
-    return [
-        (Role.GATHERED, GATHERED, gathered),
-        (Role.GATHERED_AGAIN, GATHERED, gathered if is_alone else weights.gathered_again(edge)),
-        (Role.COPIED, GATHERED, weights.arriving(edge) if is_alone else weights.copied_out(edge)),
-        (Role.ON_WAY, GATHERED, on_way),
-        (Role.ON_WAY_AGAIN, GATHERED, on_way if is_alone else weights.on_way(edge, False)),
-        (Role.UNREDUCED, GRADIENTS, weights.unreduced(edge)),
-        (Role.SENT_OFF, GRADIENTS, weights.sent_off(edge)),
-        (Role.LAST_MADE, GRADIENTS, weights.last_made(edge)),
-    ]
+def _weight_and_gradient(
+    memory: MemoryModel, edge: TensorEdge, kinds: tuple[str, str], casts: tuple[bool, bool]
+) -> Iterator[tuple[Role, Bytes]]:
+    """Yield the bytes that stay, given the kinds of the decisions at both ends, and which of them cast a weight.
+
+    The gradient of a view is counted where the view is taken, that of a cast where it is cast.
+    """
+    (source, target), (is_cast, is_cast_next) = kinds, casts
+    runs, dtype, changes = memory.microbatches, edge.tensor.dtype, memory.changes(edge) | memory.reduced(edge)
+    before, after = _at_ends(memory, edge)
+    again, each_time = memory.accumulation.each_time(edge), memory.accumulation.reduced_each_time(edge)
+    whole, parts = (memory.space.program.accumulates(dtype, is_reduced) for is_reduced in (False, True))
+    if not is_cast_next:
+        own = before if is_cast or (runs.stashes and source == "parameter") else np.zeros_like(before)
+        moved = np.where(again, own * runs.stashes, np.where(memory.stays(edge), own, after))
+        yield Role.MOVED, moved * (runs.in_flight if runs.stashes else 1)
+    if not edge.tensor.requires_grad:
+        return
+    if source == "parameter":
+        is_other = is_cast_next | np.where(each_time, parts != dtype, whole != dtype)
+        yield Role.REDUCED, np.where(is_other | (changes & ~each_time), before, 0)
+    if is_cast_next or edge.tensor.view:
+        return
+    added_up = after // dtype.itemsize * whole.itemsize
+    if source == "shared_reshard":  # if it stays unchanged, it was added up before
+        yield Role.GRADIENT, np.where(changes, added_up, 0)
+    else:
+        yield Role.GRADIENT, np.where(each_time, before // dtype.itemsize * parts.itemsize, added_up)
+    yield Role.ARRIVED, np.where(each_time, before, 0)
+    if target == "call":
+        yield Role.FRESH, np.where(each_time, 0, after)
+
+
+def _in_transit(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
+    """Return the bytes of a weight and of its gradient on their way between storage and use, by role.
+
+    Weights on their way are counted whole, though of several gathers only the first is issued ahead. Weights that are
+    gathered alone are freed one by one, yet all count while their layer runs.
+    """
+    return memory.cached(("in transit", memory.space.kind(edge)), lambda: _not_zero(_moved_weight(memory, edge)))
+
+
+def _moved_weight(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role, Bytes]]:
+    (before, after), tensor, more = _at_ends(memory, edge), edge.tensor, memory.accumulation
+    moves, again, is_shared = memory.communicated(edge), more.each_time(edge), more.holds(edge)
+    gathered = moves & again if is_shared else moves
+    again = again if memory.live is None else gathered
+    saved = np.array([strategy.saved for strategy in memory.space.decisions[edge.source].candidates.strategies])
+    freed = gathered & ~saved[:, None]  # else it counts as saved
+    yield Role.GATHERED, np.where(freed, after, 0)
+    yield Role.GATHERED_AGAIN, np.where(again if memory.live is None else freed, after, 0)
+    if again.any():
+        yield Role.COPIED, np.where(again & ~memory.gathered_alone(edge), after, 0)
+    only_gathers, on_way = memory.only_gathers(edge), before + after
+    yield Role.ON_WAY, np.where(gathered & only_gathers, on_way, 0)
+    yield Role.ON_WAY_AGAIN, np.where(again & only_gathers, on_way, 0)
+    if not tensor.requires_grad:
+        return
+    each_time = more.reduced_each_time(edge) if is_shared else np.array(True)
+    sums = (moves | memory.reduced(edge)) & each_time
+    yield Role.UNREDUCED, np.where(sums, after, 0)
+    if tensor.reduced is not None:
+        sent = np.where(sums, after // tensor.dtype.itemsize * tensor.reduced.itemsize, 0)
+        yield Role.LAST_MADE, sent
+        yield Role.SENT_OFF, sent
+    elif (moves & each_time).any():  # a tensor that is only reduced stays in its send buffer
+        yield Role.LAST_MADE, np.where(moves & each_time, after, 0)
+        yield Role.SENT_OFF, np.where(moves & each_time & ~memory.sent_alone(edge), after, 0)
+
+
+def _at_ends(memory: MemoryModel, edge: TensorEdge) -> tuple[Bytes, Bytes]:
+    before, after = memory.bytes_at_ends(edge)
+    return before[:, None], after[None, :]
+
+
+def _not_zero(found: Iterable[tuple[Role, Bytes]]) -> dict[Role, Bytes]:
+    return {role: array for role, array in found if array.any()}
 
 
 def _saved(
@@ -171,13 +252,13 @@ def _saved(
     ends: tuple[int, ...],
     rows: ExpertRows | None,
 ) -> Iterator[Part]:
-    used = memory.lifetimes.position[number]
-    if saved is None and whole is None:
-        return
-    for each in (None,) if rows is None else (None, rows):
-        yield Part(Role.SAVED, name, used, saved or (), ends, number, whole or (), rows=each)
-        if memory.microbatches.several and saved is not None:
-            yield Part(Role.WAITING, name, used, saved, ends, number, rows=each)
+    """Yield the parts of what is saved for a backward, and is `whole` while its segment runs again."""
+    found = [(Role.SAVED, saved), (Role.WHOLE, whole)]
+    found += [(Role.WAITING, saved)] * memory.microbatches.several
+    for role, modes in found:
+        for each in (None,) if rows is None else (None, rows):
+            if modes is not None:
+                yield Part(role, name, memory.lifetimes.position[number], modes, ends, number, rows=each)
 
 
 def _alive(intervals: Iterable[Interval], ends: tuple[int, ...], rows: ExpertRows | None) -> Iterator[Part]:
@@ -195,17 +276,14 @@ def _brings_weight(space: Space, edge: TensorEdge) -> bool:
 
 def resident(presence: Presence, part: Part, at: Moment) -> Modes:
     """Return the bytes of a part for one micro-batch that are resident at a moment, by mode; () if none are."""
-    if part.role is not Role.SAVED:
-        return part.modes if at.place < part.until and presence.is_resident(part.role, part.used, at) else ()
-
-    def there(offloads: bool) -> Modes:
-        if presence.is_resident(Role.WHOLE, part.used, at, offloads):
-            return part.whole
-        return part.modes if presence.is_resident(Role.SAVED, part.used, at, offloads) else ()
-
-    found, offloaded = there(False), there(True)
-    is_same = found is offloaded or len(part.modes) < len(MODES)
-    return found if is_same else (*found[:-1], *offloaded[-1:])
+    there = at.place < part.until and presence.is_resident(part.role, part.used, at)
+    if part.role not in (Role.SAVED, Role.WHOLE) or presence.lifetimes.num_modes(part.of) < len(MODES):
+        return part.modes if there else ()
+    is_away = presence.is_resident(part.role, part.used, at, offloads=True)
+    if there == is_away:
+        return part.modes if there else ()
+    nothing, modes = (presence.memory.nothing(part.modes[0].shape),), part.modes * (len(MODES) // len(part.modes))
+    return (*modes[:-1], *nothing) if there else (*nothing * (len(MODES) - 1), modes[-1])
 
 
 def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
@@ -232,13 +310,7 @@ def uneven_edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> 
 def _uneven(memory: MemoryModel, parts: Iterable[Part]) -> list[Part]:
     if memory.live is not None:
         return []
-    return [
-        replace(
-            part, modes=uneven_modes(memory, part.rows, part.modes), whole=uneven_modes(memory, part.rows, part.whole)
-        )
-        for part in parts
-        if part.rows is not None
-    ]
+    return [replace(each, modes=uneven_modes(memory, each.rows, each.modes)) for each in parts if each.rows is not None]
 
 
 def _in_row(memory: MemoryModel, parts: Iterable[Part], row: MemoryRow) -> Modes | None:
@@ -248,6 +320,6 @@ def _in_row(memory: MemoryModel, parts: Iterable[Part], row: MemoryRow) -> Modes
         for part in parts:
             times = presence.times(part.role, at.phase)
             if times and (modes := resident(presence, part, at)):
-                found.append(modes if times == 1 else memory.copies(modes, times))
+                found.append(modes if times == 1 else tuple([memory.times(each, times) for each in modes]))
         moments.append((weight, found))
     return memory.total(moments)

@@ -24,8 +24,7 @@ import numpy as np
 
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.memory.host_copies import HostCopies
-from autopar.costs.memory.lifetimes import Lifetimes
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.costs.memory.tensor_bytes import Modes, OfTensors, TensorBytes, shared
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
 from autopar.ir.program.recompute_segments import FULL, MODES, SELECTIVE, is_saved, moves_again
@@ -33,56 +32,47 @@ from autopar.ir.program.recompute_segments import FULL, MODES, SELECTIVE, is_sav
 SELECTIVE_MODE, FULL_MODE = MODES.index(SELECTIVE), MODES.index(FULL)
 
 
-class SecondForward:
-    """Seconds of what runs again, by decision and edge; arrays as those of `TensorBytes`."""
+class SecondForward(OfTensors):
+    """Seconds of what runs again, by decision and edge."""
 
-    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, host_copies: HostCopies) -> None:
-        self.tensors, self.lifetimes, self.host_copies, self.space = tensors, lifetimes, host_copies, tensors.space
+    def __init__(self, tensors: TensorBytes, host_copies: HostCopies) -> None:
+        super().__init__(tensors)
+        self.host_copies = host_copies
         self._again: dict[tuple[int, int, int], np.ndarray | None] = {}
 
+    @shared
     def communicates(self, decision: Decision) -> np.ndarray:
         """Return which strategies of a call run collectives of their own in the forward."""
-        strategies = decision.candidates.strategies
-        return self.tensors.cached(
-            ("communicates", id(decision.candidates)), lambda: np.array([s.communicates for s in strategies])
-        )
+        return np.array([strategy.communicates for strategy in decision.candidates.strategies])
 
     def seconds_of(self, number: int) -> Modes | None:
         """Return the seconds of a call's second forward, by mode; None if it has none in any mode."""
         decision = self.space.decisions[number]
         if decision.kind != "call" or not self.lifetimes.segment[number]:
             return None
-        copying = self.host_copies.seconds_of(number)
+        copying, regathers = self.host_copies.seconds_of(number), self.variant(decision, SELECTIVE_MODE)
         again = [self.runs_again(number, mode) for mode in range(self.lifetimes.num_modes(number))]
-        regathering = self._regathering(decision)
-        if copying is None and regathering is None and all(each is None for each in again):
+        if copying is None and not regathers and all(each is None for each in again):
             return None
         nothing = self._nothing((len(decision.candidates.strategies),))
         found = [nothing if each is None else self._second_seconds(decision, each) for each in again]
-        if regathering is not None:
-            selective, both = found[SELECTIVE_MODE], ("second forward, regathering", id(found[SELECTIVE_MODE]))
-            found[SELECTIVE_MODE] = self.tensors.cached((*both, id(regathering)), lambda: selective + regathering)
+        if regathers:
+            found[SELECTIVE_MODE] = self._with_regathering(decision, found[SELECTIVE_MODE])
         return tuple(found) if copying is None else (*found[:-1], copying)
 
-    def _regathering(self, decision: Decision) -> Bytes | None:
-        """Return the seconds that variants of a call's strategies in the mode selective add; None if it has none."""
-        if not self.variant(decision, SELECTIVE_MODE):
-            return None
+    @shared
+    def _with_regathering(self, decision: Decision, seconds: np.ndarray) -> np.ndarray:
+        """Return the seconds of the mode selective with those that variants of a call's strategies add in it."""
         pairs = zip(self.running_in(decision, SELECTIVE_MODE), decision.candidates.strategies, strict=True)
-        return self.tensors.cached(
-            ("regathering", id(decision.candidates)),
-            lambda: np.array([sum(running.waits) - sum(chosen.waits) for running, chosen in pairs]),
-        )
+        return seconds + np.array([sum(running.waits) - sum(chosen.waits) for running, chosen in pairs])
 
     def variant(self, decision: Decision, mode: int) -> int:
         """Return the mode if a call has variants for it, else 0, the mode in which what is chosen runs."""
-        if mode != SELECTIVE_MODE:
-            return 0
-        strategies = decision.candidates.strategies
-        regathers = self.tensors.cached(
-            ("regathers", id(decision.candidates)), lambda: np.array(any(s.regathering is not None for s in strategies))
-        )
-        return mode if regathers else 0
+        return mode if mode == SELECTIVE_MODE and self._regathers(decision) else 0
+
+    @shared
+    def _regathers(self, decision: Decision) -> bool:
+        return any(each.regathering is not None for each in decision.candidates.strategies)
 
     def running_in(self, decision: Decision, mode: int) -> tuple[Strategy, ...]:
         """Return what runs a call in a mode, by strategy."""
@@ -101,35 +91,36 @@ class SecondForward:
             self._second_seconds(self.space.decisions[number], again)[choices[number]] > 0
         )
 
-    def _second_seconds(self, decision: Decision, again: np.ndarray) -> Bytes:
-        def make() -> Bytes:
-            waits = [sum(wait for _, wait in s.forward_collectives) for s in decision.candidates.strategies]
-            return np.where(again, decision.candidates.forward_seconds + np.array(waits), 0.0)
-
-        return self.tensors.cached(("second forward", id(again)), make)
+    @shared
+    def _second_seconds(self, decision: Decision, again: np.ndarray) -> np.ndarray:
+        waits = [sum(wait for _, wait in s.forward_collectives) for s in decision.candidates.strategies]
+        return np.where(again, decision.candidates.forward_seconds + np.array(waits), 0.0)
 
     def runs_again(self, number: int, mode: int) -> np.ndarray | None:
         """Return which strategies of a call run again in a mode; None if none does."""
-        decision, strategies = self.space.decisions[number], self.space.decisions[number].candidates.strategies
+        decision = self.space.decisions[number]
         if decision.kind != "call" or not self.lifetimes.segment[number]:
             return None
         needed = decision.node in self.lifetimes.recomputations(number)[mode].rerun
         if not needed and (mode != FULL_MODE or not self.lifetimes.saved(decision).inputs):
             return None
 
-        def make() -> np.ndarray:
-            if mode == FULL_MODE:
-                return np.array([needed or (s.communicates and s.implementation.saves_moved) for s in strategies])
-            return np.array([not is_saved(decision.node, MODES[mode], (), s.communicates) for s in strategies])
-
-        found = self.tensors.cached(("runs again", id(decision.candidates), needed, mode), make)
+        found = self._run_again(decision, needed, mode)
         return found if found.any() else None
+
+    @shared
+    def _run_again(self, decision: Decision, needed: bool, mode: int) -> np.ndarray:
+        strategies = decision.candidates.strategies
+        if mode == FULL_MODE:
+            return np.array([needed or (s.communicates and s.implementation.saves_moved) for s in strategies])
+        return np.array([not is_saved(decision.node, MODES[mode], (), s.communicates) for s in strategies])
 
     def moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray | None:
         """Return between which strategies an edge's collectives run again in a mode; None if between none."""
         key = *edge.end, mode
         if key not in self._again:
-            found = self._moves_again(edge, mode) if self._needs_again(edge, mode) else None
+            inside, needed = self.lifetimes.is_inside(edge), self._needs_again(edge, mode)
+            found = self._moves_again(edge, inside, mode) if needed else None
             self._again[key] = found if found is not None and found.any() else None
         return self._again[key]
 
@@ -138,14 +129,10 @@ class SecondForward:
             return False
         return self.lifetimes.needs_input(edge) or self.lifetimes.reruns(edge.target, mode)
 
-    def _moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray:
-        inside = self.lifetimes.is_inside(edge)
-
-        def make() -> np.ndarray:
-            before, after = self.tensors.bytes_at_ends(edge)
-            return self.tensors.communicated(edge) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
-
-        return self.tensors.cached(("moves again", inside, mode, self.space.kind(edge)), make)
+    @shared
+    def _moves_again(self, edge: TensorEdge, inside: bool, mode: int) -> np.ndarray:
+        before, after = self.tensors.bytes_at_ends(edge)
+        return self.tensors.communicated(edge) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
 
     def seconds_on(self, edge: TensorEdge) -> Modes | None:
         """Return the seconds of what runs again on account of an edge, by mode; None if there are none in any mode."""
@@ -162,11 +149,9 @@ class SecondForward:
             found[-1] = copying
         return tuple(found)
 
-    def _seconds_on(self, edge: TensorEdge, again: np.ndarray, travelling: bool) -> Bytes:
-        return self.tensors.cached(
-            ("seconds again", id(again), self.space.kind(edge), travelling),
-            lambda: np.where(again, self.space.forward_seconds(edge, travelling), 0.0),
-        )
+    @shared
+    def _seconds_on(self, edge: TensorEdge, again: np.ndarray, travelling: bool) -> np.ndarray:
+        return np.where(again, self.space.forward_seconds(edge, travelling), 0.0)
 
     def _is_sent_once(self, edge: TensorEdge, mode: int) -> bool:
         """Return whether no call that runs again takes the tensor of an edge."""
@@ -217,5 +202,6 @@ class SecondForward:
     def _is_full(self, number: int, modes: Mapping[str, str]) -> bool:
         return modes.get(self.lifetimes.segment[number]) == FULL
 
-    def _nothing(self, shape: tuple[int, ...]) -> Bytes:
-        return self.tensors.cached(("no seconds", shape), lambda: np.zeros(shape))
+    @shared
+    def _nothing(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.zeros(shape)

@@ -6,18 +6,19 @@
     communicated    a tensor of its own, made of what others have sent
 
 Arrays have an entry per strategy of a decision, or a matrix over the strategies at both ends of an edge. Equal queries
-return the same array, which must not be changed.
+return the same array (`shared`), which must not be changed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
+from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.pricing.message_sizes import worth_a_message
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
@@ -36,75 +37,94 @@ StatedBytes = Literal["saved_bytes", "forward_bytes", "backward_bytes", "inferen
 UNSTATED = -1
 _INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
 _ZIGZAG = 1000  # and Z(d) so much more
+Found = TypeVar("Found")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def shared(make: Method) -> Method:
+    """Let a method of a memory model answer equal queries with one object: what it makes at the first.
+
+    Edges that move alike are equal in a query, and so are decisions of the same candidates. Arrays are equal if they
+    are one: only arrays that are shared themselves may be in a query.
+    """
+
+    @functools.wraps(make)
+    def found(self: Any, *query: Any) -> Any:
+        key = make, *[_alike(self.space, each) for each in query]
+        return self.cached(key, lambda: make(self, *query))
+
+    return cast(Method, found)
+
+
+def _alike(space: Space, queried: Any) -> object:
+    if isinstance(queried, TensorEdge):
+        return space.kind(queried)
+    if isinstance(queried, Decision):
+        return queried.candidates
+    return id(queried) if isinstance(queried, np.ndarray) else queried
+
+
+def of_layouts(make: Method) -> Method:
+    """Let a method, whose array follows from the layouts at an edge's ends, be `shared` by all models of a space."""
+
+    @functools.wraps(make)
+    def found(self: Any, edge: TensorEdge) -> np.ndarray:
+        return self.space.of_layouts(make.__name__, edge, lambda: make(self, edge))
+
+    return cast(Method, found)
 
 
 class TensorBytes:
     """Bytes of tensors in the layouts that the strategies of a space give them."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self._cache: dict[object, Bytes] = {}
+    def __init__(self, space: Space, lifetimes: Lifetimes) -> None:
+        self.space, self.lifetimes = space, lifetimes
+        self._cache: dict[object, Any] = {}
 
-    # Memory layout of tensors.
+    def cached(self, key: object, make: Callable[[], Found]) -> Found:
+        """Return the array of a key; `make` is called once per key."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
-    def reduced(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it
-        is.
-        """
-        return self._on_any_axis(edge, lambda before, after: (before == _INVARIANT) & (after == _REPLICATED))
+    # Memory layout of tensors: an entry for each pair of layouts at the ends of an edge.
 
+    @of_layouts
+    def kinds(self, edge: TensorEdge) -> np.ndarray:
+        """Return how the tensor lies in memory after the edge (`SAME` … `COMMUNICATED`)."""
+
+        def kinds_of(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+            whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
+            kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
+            kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
+            return np.where((before == after) | (whole_before & whole_after), SAME, kinds)
+
+        return self._on_any_axis(edge, kinds_of)
+
+    @of_layouts
     def communicated(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts between which a tensor goes over links."""
-        return self.space.of_layouts("communicated", edge, lambda: self.kinds(edge) == COMMUNICATED)
+        """Return whether the tensor goes over links."""
+        return self.kinds(edge) == COMMUNICATED
 
+    @of_layouts
     def changes(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts between which a tensor becomes another one, if only a slice."""
+        """Return whether the tensor becomes another one, if only a slice."""
         return self.kinds(edge) != SAME
 
+    @of_layouts
     def stays(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
-        return self.space.of_layouts("stays", edge, lambda: self.kinds(edge) <= SLICED)
+        """Return whether no memory is taken: what arrives is, or lies in, what was there."""
+        return self.kinds(edge) <= SLICED
 
-    def _codes(self, edge: TensorEdge) -> tuple[np.ndarray, np.ndarray]:
-        return (
-            self.cached(
-                ("codes", tuple(self.space.source_layouts(edge))), lambda: _encode(self.space.source_layouts(edge))
-            ),
-            self.cached(
-                ("codes", tuple(self.space.target_layouts(edge))), lambda: _encode(self.space.target_layouts(edge))
-            ),
-        )
+    @of_layouts
+    def reduced(self, edge: TensorEdge) -> np.ndarray:
+        """Return whether the gradient is summed over devices on its way, though the tensor stays as it is."""
+        return self._on_any_axis(edge, lambda before, after: (before == _INVARIANT) & (after == _REPLICATED))
 
-    def kinds(self, edge: TensorEdge) -> np.ndarray:
-        """Return how the tensor lies in memory after the edge (`SAME` … `COMMUNICATED`), for every pair of layouts."""
-        return self.space.of_layouts("kinds", edge, lambda: self._kinds(edge))
-
-    def _kinds(self, edge: TensorEdge) -> np.ndarray:
-        return self._on_any_axis(edge, self._kinds_of)
-
-    def _on_any_axis(self, edge: TensorEdge, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the most on any mesh axis of what follows there from the codes before and after, for each pair."""
-        found = []
-        for ends in zip(*(codes.T for codes in self._codes(edge)), strict=True):
-            # There are few codes, and many pairs of layouts.
-            (before, rows), (after, columns) = (np.unique(codes, return_inverse=True) for codes in ends)
-            found.append(of(before[:, None], after[None, :])[rows[:, None], columns])
-        return np.maximum.reduce(found)
-
-    @staticmethod
-    def _kinds_of(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
-        kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
-        kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
-        return np.where((before == after) | (whole_before & whole_after), SAME, kinds)
-
+    @of_layouts
     def only_gathers(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts between which nothing happens but gathers, slices and the reduction of
-        gradients.
-        """
-        return self.space.of_layouts("only gathers", edge, lambda: self._only_gathers(edge))
+        """Return whether nothing happens but gathers, slices and the reduction of gradients."""
 
-    def _only_gathers(self, edge: TensorEdge) -> np.ndarray:
         def differs(before: np.ndarray, after: np.ndarray) -> np.ndarray:
             exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
             # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
@@ -113,11 +133,28 @@ class TensorBytes:
 
         return ~self._on_any_axis(edge, differs)
 
-    def gathered_alone(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts between which a weight is gathered in a message of its own."""
-        return self.cached(("gathered alone", self.space.kind(edge)), lambda: self._gathered_alone(edge))
+    def _on_any_axis(self, edge: TensorEdge, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the most on any mesh axis of what follows there from the codes before and after."""
+        found = []
+        for ends in zip(*(codes.T for codes in self._codes(edge)), strict=True):
+            # There are few codes, and many pairs of layouts.
+            (before, rows), (after, columns) = (np.unique(codes, return_inverse=True) for codes in ends)
+            found.append(of(before[:, None], after[None, :])[rows[:, None], columns])
+        return np.maximum.reduce(found)
 
-    def _gathered_alone(self, edge: TensorEdge) -> np.ndarray:
+    def _codes(self, edge: TensorEdge) -> tuple[np.ndarray, np.ndarray]:
+        source, target = self.space.source_layouts(edge), self.space.target_layouts(edge)
+        return self._encoded(tuple(source)), self._encoded(tuple(target))
+
+    @shared
+    def _encoded(self, layouts: tuple[Layout, ...]) -> np.ndarray:
+        codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
+        codes |= {p: _FIRST_DIM + p.dim + _ZIGZAG * p.zigzag for each in layouts for p in each if p.is_split}
+        return np.array([[codes[p] for p in each] for each in layouts])
+
+    @shared
+    def gathered_alone(self, edge: TensorEdge) -> np.ndarray:
+        """Return whether a weight is gathered in a message of its own."""
         before, after = self._codes(edge)
         sizes, mesh = self.bytes_at_ends(edge)[1], self.space.mesh
         gathered = (before > _PARTIAL)[:, None, :] & (after <= _REPLICATED)[None, :, :]
@@ -130,8 +167,7 @@ class TensorBytes:
         return found
 
     def sent_alone(self, edge: TensorEdge) -> np.ndarray:
-        """Return the pairs of layouts between which a weight is gathered alone and its gradient sent from where it
-        lies.
+        """Return whether a weight is gathered alone and its gradient sent from where it lies.
 
         Where rows do not divide over the devices, it is padded for its way.
         """
@@ -151,11 +187,11 @@ class TensorBytes:
 
     def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
         """Return the bytes on one device of a tensor with elements of `size` bytes, per layout."""
-        key = ("local", tuple(shape), tuple(layouts), size)
-        sizes = self.space.mesh.sizes
-        return self.cached(
-            key, lambda: self.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts])
-        )
+        return self._local(tuple(shape), tuple(layouts), size)
+
+    @shared
+    def _local(self, shape: tuple[int, ...], layouts: tuple[Layout, ...], size: int) -> Bytes:
+        return self.array([math.prod(each.local_shape(shape, self.space.mesh.sizes)) * size for each in layouts])
 
     def local_sizes(self, strategy: Strategy, bound: BoundRule) -> dict[str, int]:
         """Return the size of every factor of a call on one device."""
@@ -165,72 +201,75 @@ class TensorBytes:
         """Return numbers of bytes as an array."""
         return np.array(sizes, dtype=np.int64)
 
+    @shared
     def stated(self, cost: StatedBytes, decision: Decision, mode: int = 0) -> Bytes:
         """Return the bytes that the implementations of a call state, by strategy; UNSTATED of those that state none.
 
         In the mode selective, variants state them that gather again.
         """
+        call, bound, found = decision.candidates.call, decision.candidates.bound, list[int]()
+        for chosen in decision.candidates.strategies:
+            strategy, num_bytes = running_in(MODES[mode], chosen), None
+            if strategy.implemented and call is not None and bound is not None:
+                num_bytes = getattr(strategy.implementation, cost)(call, self.local_sizes(strategy, bound))
+            found.append(UNSTATED if num_bytes is None else num_bytes)
+        return self.array(found)
 
-        def make() -> Bytes:
-            call, bound = decision.candidates.call, decision.candidates.bound
-            found: list[int] = []
-            for chosen in decision.candidates.strategies:
-                strategy, num_bytes = running_in(MODES[mode], chosen), None
-                if strategy.implemented and call is not None and bound is not None:
-                    num_bytes = getattr(strategy.implementation, cost)(call, self.local_sizes(strategy, bound))
-                found.append(UNSTATED if num_bytes is None else num_bytes)
-            return self.array(found)
-
-        return self.cached((cost, id(decision.candidates), mode), make)
-
+    @shared
     def states(self, cost: StatedBytes, decision: Decision) -> bool:
         """Return whether the implementation of any strategy of a call states such bytes."""
-        stated = self.stated(cost, decision)
-        return bool(self.cached(("states", id(stated)), lambda: (stated != UNSTATED).any()))
+        return bool((self.stated(cost, decision) != UNSTATED).any())
 
-    def cached(self, key: object, make: Callable[[], Bytes]) -> Bytes:
-        """Return the array of a key; `make` is called once per key."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
+    @shared
+    def times(self, elements: Bytes, count: int) -> Bytes:
+        """Return so many times an array."""
+        return elements * count
 
-    def times(self, elements: Bytes, size: int) -> Bytes:
-        """Return the bytes of so many elements of `size` bytes."""
-        return self.cached(("times", id(elements), size), lambda: elements * size)
+    @shared
+    def outer(self, shares: np.ndarray, num_bytes: Bytes) -> Bytes:
+        """Return so large shares of an array, rounded up; they have the first dim."""
+        return np.ceil(np.multiply.outer(shares, num_bytes)).astype(np.int64)
 
-    def optimizer_state(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
-        """Return the bytes of optimizer state for so many elements of a parameter, by name."""
-        optimizer, found = self.space.optimizer, {}
-        for name, size in optimizer.state_of(info, matrix).items():
-            make = partial(optimizer.state_bytes_of, name, info, elements, matrix)
-            found[name] = self.cached(("optimizer bytes", name, id(elements), info.dtype, size), make)
-        return found
+    def optimizer_state(self, number: int) -> dict[str, Bytes]:
+        """Return the bytes of optimizer state of a parameter, by name."""
+        decision, matrix, optimizer = self.space.decisions[number], self.space.is_matrix(number), self.space.optimizer
+        info: TensorInfo = decision.node.meta["tensor"]
+        names = optimizer.state_of(info, matrix)
+        return {name: self.state_bytes(name, info, self.elements(decision), matrix) for name in names}
 
-    def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
+    @shared
+    def state_bytes(self, name: str, info: TensorInfo, elements: Bytes, matrix: bool) -> Bytes:
+        """Return the bytes of one optimizer state for so many elements of a parameter."""
+        return self.space.optimizer.state_bytes_of(name, info, elements, matrix)
+
+    def elements(self, decision: Decision) -> Bytes:
         """Return the elements on one device of a decision's tensor, per strategy."""
-        layouts = tuple(strategy.outputs[0] for strategy in decision.candidates.strategies)
-        return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
+        layouts = [strategy.outputs[0] for strategy in decision.candidates.strategies]
+        return self.local(decision.node.meta["tensor"].shape, layouts, 1)
 
+    def whole(self, decision: Decision) -> Bytes:
+        """Return the bytes on one device of a decision's tensor, per strategy."""
+        return self.times(self.elements(decision), decision.node.meta["tensor"].dtype.itemsize)
+
+    @shared
     def saved(self, edge: TensorEdge, there: bool) -> Bytes:
         """Return the bytes of a tensor that is saved as it arrives; if it is not moved, it may be `there` anyway."""
-        return self.cached(("saved", there, self.space.kind(edge)), lambda: self._saved_bytes(edge, there))
+        found = self.arriving(edge, not there)
+        if not edge.tensor.regather:
+            return found
+        again = np.array([not each.saved for each in self.space.decisions[edge.source].candidates.strategies])
+        return np.where(again[:, None] & self.only_gathers(edge), 0, found)
 
-    def _saved_bytes(self, edge: TensorEdge, there: bool) -> Bytes:
+    @shared
+    def arriving(self, edge: TensorEdge, itself: bool) -> Bytes:
+        """Return the bytes of a tensor as it arrives; if it is not moved, those of the tensor `itself`, or none."""
         before, after = self.bytes_at_ends(edge)
-        unmoved = np.zeros_like(before) if there else before
-        found = np.where(self.stays(edge), unmoved[:, None], after[None, :])
-        if edge.tensor.regather:
-            strategies = self.space.decisions[edge.source].candidates.strategies
-            again = np.array([not strategy.saved for strategy in strategies])
-            found[again[:, None] & self.only_gathers(edge)] = 0
-        return found
+        return np.where(self.stays(edge), (before if itself else np.zeros_like(before))[:, None], after[None, :])
 
+    @shared
     def sent(self, edge: TensorEdge) -> Bytes:
         """Return the bytes of a tensor where it has come over links; where not, it is made again."""
-        return self.cached(
-            ("sent", self.space.kind(edge)),
-            lambda: np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0),
-        )
+        return np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0)
 
     def travelling(self, number: int) -> Bytes | None:
         """Return the bytes of rows that a call sends while others run; None if none run.
@@ -238,46 +277,30 @@ class TensorBytes:
         As many arrive, and as many of gradients in the backward.
         """
         decision = self.space.decisions[number]
-        if decision.kind != "call" or decision.node not in self.space.meanwhile:
-            return None
+        is_sent = decision.kind == "call" and decision.node in self.space.meanwhile
+        return self._travelling(decision) if is_sent else None
 
-        def make() -> Bytes:
-            call, strategies = decision.candidates.call, decision.candidates.strategies
-            assert call is not None, "a call has one candidate"
-            if call.target is DISPATCH:
-                rows, layouts = call.outputs[0], [each.outputs[0] for each in strategies]
-            else:
-                rows, layouts = call.inputs[0], [each.inputs[0] for each in strategies]
-            travels = [self.space.travels(number, choice) for choice in range(len(strategies))]
-            return np.where(travels, self.local(rows.shape, layouts, rows.dtype.itemsize), 0)
-
-        return self.cached(("travelling", id(decision.candidates)), make)
+    @shared
+    def _travelling(self, decision: Decision) -> Bytes:
+        call, strategies = decision.candidates.call, decision.candidates.strategies
+        assert call is not None, "a call has one candidate"
+        if call.target is DISPATCH:
+            rows, layouts = call.outputs[0], [each.outputs[0] for each in strategies]
+        else:
+            rows, layouts = call.inputs[0], [each.inputs[0] for each in strategies]
+        travels = [self.space.travels(self.space.index[decision.name], choice) for choice in range(len(strategies))]
+        return np.where(travels, self.local(rows.shape, layouts, rows.dtype.itemsize), 0)
 
     def gradients(self, number: int) -> Bytes | None:
         """Return the bytes of a parameter's gradient, once it is reduced; None where there is none."""
         decision = self.space.decisions[number]
-        info = decision.node.meta["tensor"]
-        if decision.kind != "parameter" or not info.requires_grad:
-            return None
-        return self.times(self.elements(info, decision), info.dtype.itemsize)
+        learns = decision.kind == "parameter" and decision.node.meta["tensor"].requires_grad
+        return self.whole(decision) if learns else None
 
+    @shared
     def nothing(self, shape: tuple[int, ...]) -> Bytes:
         """Return zero bytes for every choice."""
-        return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
-
-    def copies(self, modes: Modes, count: int) -> Modes:
-        """Return the bytes of so many times the same."""
-        return tuple([self.cached(("copies", id(each), count), lambda a=each: a * count) for each in modes])
-
-    def with_rerun(self, saved: Modes) -> Modes:
-        """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
-        each = [
-            array
-            if array is saved[0]
-            else self.cached(("rerun", id(saved[0]), id(array)), partial(np.maximum, saved[0], array))
-            for array in saved
-        ]
-        return self.modes(each)
+        return np.zeros(shape, dtype=np.int64)
 
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:
@@ -285,10 +308,12 @@ class TensorBytes:
         return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
 
 
-def _encode(layouts: Sequence[Layout]) -> np.ndarray:
-    codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
-    codes |= {p: _FIRST_DIM + p.dim + _ZIGZAG * p.zigzag for each in layouts for p in each if p.is_split}
-    return np.array([[codes[p] for p in each] for each in layouts])
+class OfTensors:
+    """Base of the parts of a memory model, which share its arrays."""
+
+    def __init__(self, tensors: TensorBytes) -> None:
+        self.tensors, self.space, self.lifetimes = tensors, tensors.space, tensors.lifetimes
+        self.cached = tensors.cached
 
 
 def uneven_share(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
@@ -304,7 +329,7 @@ def uneven_share(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
         choices = range(len(candidates.strategies))
         return np.array([space.uneven_share_at(rows, choice, space.imbalance) for choice in choices])
 
-    return tensors.cached(("uneven share", id(candidates), rows.position), make)
+    return tensors.cached(("uneven share", candidates, rows.position), make)
 
 
 def uneven_modes(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
@@ -314,13 +339,7 @@ def uneven_modes(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
     decision.
     """
     shares = uneven_share(tensors, rows)
-    return tuple(
-        tensors.cached(("uneven modes", id(shares), id(array)), lambda a=array: _outer(shares, a)) for array in modes
-    )
-
-
-def _outer(shares: np.ndarray, array: Bytes) -> Bytes:
-    return np.ceil(np.multiply.outer(shares, array)).astype(np.int64)
+    return tuple([tensors.outer(shares, each) for each in modes])
 
 
 def stated_or(stated: Bytes, otherwise: Bytes) -> Bytes:

@@ -21,13 +21,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from autopar.console.names import OPTIMIZERS
 from autopar.errors import InputError
 from autopar.ir.program.program import TensorInfo
 from autopar.optim.matrices import is_matrix, is_projected
 
 Elements = npt.NDArray[np.int64]
 
-NAMES = ("adamw", "sgd", "adamw-8bit", "muon", "galore", "none")
+STATES = OPTIMIZER, MASTER_COPIES = "optimizer", "master copies"
+"""Names of optimizer state in `Plan.memory`."""
 BLOCK = 256  # elements that share a scale: bitsandbytes' and torchao's optimizers
 SMALLEST = 4096  # elements on a device that these keep in 8 bits
 VALUES_BYTES = 256 * 4  # table of a byte's values, in float32, one per moment
@@ -63,8 +65,10 @@ class Optimizer:
     gradients: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise InputError(f"optimizer={self.name!r} is not known; optimizers are {', '.join(map(repr, NAMES))}.")
+        if self.name not in OPTIMIZERS:
+            raise InputError(
+                f"optimizer={self.name!r} is not known; optimizers are {', '.join(map(repr, OPTIMIZERS))}."
+            )
         if self.rank < 1 or (self.rank != RANK and self.name != "galore"):
             raise InputError(f'optimizer={self.name!r} was given rank={self.rank}; "galore" takes one, of at least 1.')
         if self.matrices is not None and self.name not in ("muon", "galore"):
@@ -143,13 +147,13 @@ class Optimizer:
 
     def state_of(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
         """Return the bytes of state per element of a parameter, on the device or the host, by name."""
-        each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
+        each = {OPTIMIZER: self.state_bytes(info, matrix), MASTER_COPIES: float(self.master_bytes(info))}
         return {name: size for name, size in each.items() if size}
 
     def state_bytes_of(self, name: str, info: TensorInfo, elements: Elements, matrix: bool = False) -> Elements:
         """Return the bytes on a device of the state `name` (see `state_of`), for so many elements of a parameter."""
         found = np.ceil(elements * self.state_of(info, matrix)[name]).astype(np.int64)
-        if self.name != "adamw-8bit" or name != "optimizer":
+        if self.name != "adamw-8bit" or name != OPTIMIZER:
             return found
         in_8_bits = (elements >= SMALLEST) & (elements % BLOCK == 0)
         return np.where(in_8_bits, found + 2 * VALUES_BYTES, 2 * self._moment_bytes(info) * elements)

@@ -27,6 +27,7 @@ from autopar.costs.hardware.overlap import OverlappedWork
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.resident_parts import gathers_weights
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
 from autopar.costs.steps.step import step_timeline
@@ -244,7 +245,7 @@ class Inner:
         seconds, num_bytes = problem.cost_of(solution.choices)
         if self.mesh.ndim <= FEW_AXES:
             self.known.add(stated.space, choices)
-        if not memory.weights.gathers(choices):
+        if not gathers_weights(memory, choices):
             memory = memory.fetching_ahead(0)
         recompute = requested.memory.recompute
         modes = RECOMPUTATIONS if recompute == "auto" else (recompute,)

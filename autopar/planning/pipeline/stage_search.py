@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.pricing.optimizer import STATES
 from autopar.costs.space.space import Space
 from autopar.costs.steps.step import microbatch_seconds
 from autopar.errors import InfeasibleError, TimeLimitError
@@ -56,7 +57,7 @@ MOST_PLANNED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 MOST_DECISIONS = 400
 """Decisions of a stage up to which it is planned again within the tolerance; larger ones would take minutes."""
-STORED = ("parameters", "older weights", "optimizer", "master copies", "gradients", "constants")
+STORED = ("parameters", "older weights", *STATES, "gradients", "constants")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 BUDGET_SLACK = 1.02
 """Factor on a budget: choices whose memory, scaled by micro-batches in flight, exceeds it are skipped."""

@@ -23,7 +23,7 @@ links. The choices and the moves between layouts are those of the plan; at other
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
@@ -50,7 +50,7 @@ from autopar.ir.sharding.rule import BoundRule
 from autopar.planning.settings import context_of
 from autopar.views.formulas import full_rate
 from autopar.views.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
-from autopar.views.formulas.memory import Offloaded, Rerun, memory_formulas, offloaded_tensors, rerun
+from autopar.views.formulas.memory import SymbolicMemory, memory_formulas, offloaded_bytes
 from autopar.views.formulas.repetition import Repetition, stacks_of
 from autopar.views.formulas.reprice import exposed_share, rate
 from autopar.views.formulas.sums import Sum, grouped, multiplied
@@ -59,11 +59,11 @@ from autopar.views.formulas.symbols import LAYERS, Polynomial, Size, axis_symbol
 
 
 def formulas_of(
-    space: Space, choices: Sequence[int], memory: MemoryModel | None = None, modes: Mapping[str, str] | None = None
+    space: Space, choices: Sequence[int], memory: MemoryModel, modes: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Map symbols to their current values, and names to the formulas of one choice per decision.
 
-    `modes` says how segments are computed again; with a model of the memory there are formulas of that, too.
+    `modes` says how segments are computed again.
     """
     stacks = stacks_of(space.program)
     shapes = symbolic_shapes(space, stacks)
@@ -73,13 +73,11 @@ def formulas_of(
     axes = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
     symbols.update({name: size for name, size in axes if size > 1})
     sizes, repetition = LocalSizes(space, shapes), Repetition(space, stacks)
-    again = rerun(memory, choices, modes or {}) if memory is not None else Rerun()
-    ledger = _Ledger(space, choices, sizes, repetition, again)
-    if memory is not None:
-        ledger.add_offloaded(offloaded_tensors(memory, choices, modes or {}, sizes, repetition))
-    formulas = ledger.formulas()
-    if memory is not None:
-        formulas.update(memory_formulas(memory, choices, modes or {}, sizes, repetition))
+    symbolic, ledger = SymbolicMemory(memory, choices, sizes), _Ledger(space, choices, sizes, repetition, memory, modes)
+    for num_bytes, seconds in offloaded_bytes(symbolic, modes, repetition):
+        ledger.seconds.add(num_bytes * seconds)
+        ledger.stored["host_bytes"].add(num_bytes)
+    formulas = {**ledger.formulas(), **memory_formulas(symbolic, modes, repetition)}
     formulas[WHOLE] = f"[{', '.join(sorted(map(str, sizes.fractions)))}]"
     formulas.update({f"{FIXED}{name}": reason for name, reason in shapes.fixed.items()})
     return symbols, formulas
@@ -119,9 +117,11 @@ class _Ledger:
         choices: Sequence[int],
         sizes: LocalSizes,
         repetition: Repetition,
-        rerun: Rerun,
+        memory: MemoryModel,
+        modes: Mapping[str, str],
     ) -> None:
-        self.space, self.choices, self.sizes, self.repetition, self.rerun = space, choices, sizes, repetition, rerun
+        self.space, self.choices, self.sizes, self.repetition = space, choices, sizes, repetition
+        self.second, self.modes = memory.second_forward, modes
         self.seconds, self.flops = Sum(), Sum()
         self.stored: dict[str, Sum] = defaultdict(Sum)
         self.traffic: dict[tuple[str, str], list[Polynomial]] = defaultdict(list)
@@ -153,19 +153,14 @@ class _Ledger:
         found.update(self._overlapped())
         return found
 
-    def add_offloaded(self, copied: Iterable[Offloaded]) -> None:
-        """Count what is copied to the host and back."""
-        for each in copied:
-            self.seconds.add(each.num_bytes * each.seconds)
-            self.stored["host_bytes"].add(each.num_bytes)
-
     def _same_decision(self, number: int) -> Hashable:
         """Return a key, equal for decisions with equal terms; equal candidates and shapes are one object each."""
         decision = self.space.decisions[number]
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
-        again = number in self.rerun.calls, number in self.rerun.communicating, number in self.rerun.regathering
+        of_plan = number, self.choices, self.modes
+        again = self.second.is_rerun(*of_plan), self.second.collectives_of(*of_plan), id(self.second.running(*of_plan))
         return (id(decision.candidates), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
@@ -207,9 +202,8 @@ class _Ledger:
         decision = self.space.decisions[number]
         candidates, call = decision.candidates, self._symbolic(decision)
         assert candidates.call is not None and candidates.op is not None and candidates.bound is not None
-        strategy = candidates.strategies[self.choices[number]]
-        running = strategy.regathering if number in self.rerun.regathering else None
-        work = self._work_of(call, candidates.bound, running or strategy)
+        of_plan = number, self.choices, self.modes
+        work = self._work_of(call, candidates.bound, self.second.running(*of_plan))
         count = self.repetition.of_decision(number) * times
         passes = 1 + Fraction(operations.backward_share(candidates.call, candidates.op))
         if work.whole:
@@ -220,7 +214,7 @@ class _Ledger:
             self.overlapped["backward_latency"].add(latency * (passes - 1))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
         if work.roofline:
-            computed = count * (passes + (number in self.rerun.calls))
+            computed = count * (passes + self.second.is_rerun(*of_plan))
             self.seconds.add(computed, multiplied(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
@@ -230,7 +224,8 @@ class _Ledger:
             factor = operations.GRADIENTS_MOVED * call.inputs[position].dtype.itemsize
             each = f"({moved})*{factor / self.space.hardware.elementwise_bytes_per_s!r}"
             self.seconds.add(count, multiplied(share, f"({each} + {self.space.hardware.op_latency_s!r})"))
-        again = [each for each in work.transfers if not each.backward and number in self.rerun.communicating]
+        communicates = self.second.collectives_of(*of_plan)
+        again = [each for each in work.transfers if not each.backward and communicates]
         if self.space.travels(number, self.choices[number]):
             self._waits_meanwhile(number, work.transfers, again, count, share)
         else:
@@ -315,8 +310,12 @@ class _Ledger:
         ends_of = tuple((id(self.space.decisions[n].candidates), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_edge(edge)
         share = self.sizes.share(self.space.rows_on(edge), self.choices)
-        again = self.rerun.edges.get(edge.end)
+        again = self._exposed(edge)
         return ends_of, edge.tensor, share, again, id(shape), id(self.repetition.of_edge(edge))
+
+    def _exposed(self, edge: TensorEdge) -> tuple[float, ...]:
+        """Return the exposed shares of the collectives that run again on an edge."""
+        return tuple([share for _, share in self.second.collectives_on(edge, self.choices, self.modes)])
 
     def _edge(self, edge: TensorEdge, times: int, unused: bool) -> None:
         path = self.space.path(edge, self.choices)
@@ -328,7 +327,7 @@ class _Ledger:
         count, axes = self.repetition.of_edge(edge) * times, cast(Mesh, self.sizes.axes)
         share = self.sizes.share(self.space.rows_on(edge), self.choices)
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
-        exposed = iter(self.rerun.edges.get(edge.end, ()))
+        exposed = iter(self._exposed(edge))
         for number, (move, twice) in enumerate(zip(path.moves, path.regathered, strict=True)):
             for transfer in transfers(move, tensor, axes, tensor.regather):
                 message = in_bucket(move, tensor, place_in(path.moves, number)) if path.together else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import cast
 
@@ -20,7 +20,7 @@ import numpy as np
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role, moment_of, presence_of
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import Part, edge_parts, node_parts, resident
+from autopar.costs.memory.resident_parts import edge_parts, node_parts, resident
 from autopar.costs.memory.tensor_bytes import Bytes
 from autopar.costs.space.call_candidates import Candidates
 from autopar.costs.space.space import Decision, ExpertRows, Space
@@ -37,38 +37,27 @@ from autopar.views.formulas.symbolic_shapes import input_keys
 from autopar.views.formulas.symbols import Polynomial, Size
 
 
-def memory_formulas(
-    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
-) -> dict[str, str]:
+def memory_formulas(symbolic: SymbolicMemory, modes: Mapping[str, str], repetition: Repetition) -> dict[str, str]:
     """Return the name → formula, at the fullest moment of a choice per decision; none for stages, several micro-batches
     and a forward alone.
     """
-    several = memory.microbatches.several or memory.space.program.num_sent
+    memory, space = symbolic.numeric, symbolic.space
+    several = memory.microbatches.several or space.program.num_sent
     if memory.live is not None or not memory.lifetimes.calls or several:
         return {}
-    at, presence = moment_of(memory, memory_use(memory, choices, modes)[2]), presence_of(memory)
-    symbolic = SymbolicMemory(memory, choices, sizes)
+    at, presence = moment_of(memory, memory_use(memory, symbolic.choices, modes)[2]), presence_of(memory)
     found: Counter[tuple[str, Polynomial, Polynomial]] = Counter()
-
-    def add(part: Part, count: Polynomial) -> None:
+    counted = [(node_parts(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
+    counted += [(edge_parts(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
+    for part, count in ((part, count) for parts, count in counted for part in parts):
         by_mode = resident(presence, part, at)
-        if not by_mode:
-            return
         mode = memory.lifetimes.mode_of(part.of, modes) if len(by_mode) > 1 else 0
-        num_bytes = Size.of(by_mode[mode].item())
-        if not num_bytes:
-            return
-        if part.rows is not None:
-            num_bytes = _uneven_bytes(num_bytes, part.rows, memory.space, choices, sizes)
-        once = part.role is Role.UPDATING
-        found[part.name, num_bytes.polynomial, Polynomial.of(1) if once else count] += 1
-
-    for number in range(len(choices)):
-        for part in node_parts(symbolic, number):
-            add(part, repetition.of_decision(number))
-    for edge in symbolic.space.edges:
-        for part in edge_parts(symbolic, edge):
-            add(part, repetition.of_edge(edge))
+        num_bytes = Size.of(by_mode[mode].item()) if by_mode else Size.of(0)
+        if num_bytes and part.rows is not None:
+            num_bytes = symbolic.uneven(part.rows, num_bytes)
+        if num_bytes:
+            once = part.role is Role.UPDATING
+            found[part.name, num_bytes.polynomial, Polynomial.of(1) if once else count] += 1
     parts: dict[str, list[Polynomial]] = defaultdict(list)
     for (name, num_bytes, count), times in found.items():
         parts[name].append(num_bytes * count * times)
@@ -76,22 +65,34 @@ def memory_formulas(
     return {"memory": str(Polynomial.sum(sums.values())), **{f"memory/{name}": str(p) for name, p in sums.items()}}
 
 
-def _uneven_bytes(num_bytes: Size, rows: ExpertRows, space: Space, choices: Sequence[int], sizes: LocalSizes) -> Size:
-    """Return the bytes of expert rows above an equal share, given the bytes of a share."""
-    share = sizes.share(rows, choices)
-    if not share:
-        return Size.of(0)
-    value = math.ceil(space.uneven_share(rows, choices) * num_bytes)
-    return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value)
+def offloaded_bytes(
+    symbolic: SymbolicMemory, modes: Mapping[str, str], repetition: Repetition
+) -> Iterator[tuple[Polynomial, float]]:
+    """Yield the bytes of every tensor that is offloaded, and the exposed seconds per byte of its copies."""
+    if OFFLOAD not in modes.values():
+        return
+    lifetimes, own, copies = symbolic.lifetimes, symbolic.host_copies, symbolic.numeric.host_copies
+    found = [(n, own.bytes_of(n), repetition.of_decision(n)) for n in lifetimes.calls]
+    found += [(edge.target, own.bytes_on(edge), repetition.of_edge(edge)) for edge in symbolic.space.edges]
+    for number, num_bytes, count in found:
+        segment = lifetimes.segment[number]
+        if num_bytes is not None and num_bytes.item() and modes.get(segment) == OFFLOAD:
+            yield Polynomial.of(num_bytes.item()) * count, copies.exposed(segment) / copies.bytes_per_s
 
 
 class SymbolicMemory(MemoryModel):
     """The memory model of one plan: each decision has its one strategy, and bytes are sizes that have symbols."""
 
     def __init__(self, memory: MemoryModel, choices: Sequence[int], sizes: LocalSizes) -> None:
-        self._memory, self._sizes = memory, sizes
+        self.numeric, self.choices, self._sizes = memory, choices, sizes
         space = _symbolic_space(memory.space, choices, sizes)
         super().__init__(space, memory.microbatches, memory.prefetch, lifetimes=memory.lifetimes)
+
+    def uneven(self, rows: ExpertRows, num_bytes: Size) -> Size:
+        """Return the bytes of expert rows above an equal share, given the bytes of a share."""
+        share = self._sizes.share(rows, self.choices)
+        value = math.ceil(self.numeric.space.uneven_share(rows, self.choices) * num_bytes)
+        return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
 
     def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
         key = ("local", id(shape), tuple(layouts), size)  # shapes of other symbols may be equal numbers
@@ -103,27 +104,24 @@ class SymbolicMemory(MemoryModel):
     def array(self, sizes: Sequence[int]) -> Bytes:
         return np.array(sizes, dtype=object)
 
-    def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
+    def elements(self, decision: Decision) -> Bytes:
         (strategy,) = decision.candidates.strategies
         return self.local(self._sizes.shape((decision.node.name, 0)), strategy.outputs[:1], 1)
 
-    def optimizer_state(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
-        """Return the bytes of optimizer state by name; other numbers of elements take as many bytes of each."""
-        now = super().optimizer_state(info, elements.astype(np.int64), matrix)
+    def state_bytes(self, name: str, info: TensorInfo, elements: Bytes, matrix: bool) -> Bytes:
+        """Return the bytes of one optimizer state; other numbers of elements take as many bytes of each."""
         (size,) = elements
-        per_element = {name: Fraction(int(array[0]), int(size)) for name, array in now.items() if size}
-        return {
-            name: self.array([Size.make(int(now[name][0]), size.polynomial * e)]) for name, e in per_element.items()
-        }
+        num_bytes = self.space.optimizer.state_bytes_of(name, info, elements.astype(np.int64), matrix).item()
+        return self.array([Size.make(num_bytes, size.polynomial * Fraction(num_bytes, int(size)))])
 
-    def hidden(self, decision: Decision, largest: int, local: Bytes) -> Bytes:
-        call, num_bytes = decision.candidates.call, self.lifetimes.saved(decision).other_bytes
+    def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
+        call = decision.candidates.call
         assert call is not None
-        if not num_bytes:
+        if not other_bytes:
             return np.zeros_like(local)
         shapes = tuple(info.shape for info in call.inputs)
-        make = lambda: self.array([hidden_bytes(decision, call, shapes, num_bytes, self._sizes.symbols)])  # noqa: E731
-        (whole,), elements = self.cached(("hidden", id(decision.candidates)), make), Size.of(math.prod(shapes[largest]))
+        make = lambda: self.array([hidden_bytes(decision, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
+        (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])
 
 
@@ -158,63 +156,3 @@ def _chosen(candidates: Candidates, choice: int, shapes: Sequence[tuple[int, ...
     inputs, outputs = shapes[: len(candidates.call.inputs)], shapes[len(candidates.call.inputs) :]
     bound = None if candidates.bound is None else candidates.bound.rule.bind(inputs, outputs)
     return replace(found, call=symbolic_call(candidates.call, inputs, outputs), bound=bound)
-
-
-@dataclass(frozen=True, slots=True)
-class Rerun:
-    """Calls and edges that run again in the backward."""
-
-    calls: frozenset[int] = frozenset()
-    communicating: frozenset[int] = frozenset()
-    """Calls whose own collectives run again."""
-    edges: Mapping[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
-    """Exposed shares of the collectives that run again on an edge, by its target and input position."""
-    regathering: frozenset[int] = frozenset()
-    """Calls that the variant runs that gathers again in the backward."""
-
-
-def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Rerun:
-    """Return what runs again in the backward under choices and modes."""
-    second, numbers = memory.second_forward, range(len(choices))
-    return Rerun(
-        frozenset(n for n in numbers if second.is_rerun(n, choices, modes)),
-        frozenset(n for n in numbers if second.collectives_of(n, choices, modes)),
-        {
-            edge.end: exposed
-            for edge in memory.space.edges
-            if (exposed := tuple(share for _, share in second.collectives_on(edge, choices, modes)))
-        },
-        frozenset(
-            n
-            for n in numbers
-            if second.running(n, choices, modes) is not memory.space.decisions[n].candidates.strategies[choices[n]]
-        ),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Offloaded:
-    """Bytes that a call or edge offloads to the host, and the exposed seconds per byte."""
-
-    num_bytes: Polynomial
-    seconds: float
-    """Exposed seconds per byte of the copies to the host and back."""
-
-
-def offloaded_tensors(
-    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
-) -> Iterator[Offloaded]:
-    """Yield every tensor that is offloaded."""
-    if OFFLOAD not in modes.values():
-        return
-    symbolic, copies, segment = SymbolicMemory(memory, choices, sizes), memory.host_copies, memory.lifetimes.segment
-
-    def offloaded(num_bytes: Bytes | None, number: int, count: Polynomial) -> Iterator[Offloaded]:
-        if num_bytes is not None and num_bytes.item() and modes.get(segment[number]) == OFFLOAD:
-            seconds = copies.exposed(segment[number]) / copies.bytes_per_s
-            yield Offloaded(Polynomial.of(num_bytes.item()) * count, seconds)
-
-    for number in memory.lifetimes.calls:
-        yield from offloaded(symbolic.host_copies.bytes_of(number), number, repetition.of_decision(number))
-    for edge in symbolic.space.edges:
-        yield from offloaded(symbolic.host_copies.bytes_on(edge), edge.target, repetition.of_edge(edge))

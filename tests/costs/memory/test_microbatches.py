@@ -21,9 +21,9 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.microbatches import END, Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.moments import MemoryRow, Role
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
-from autopar.costs.memory.resident_parts import edge_bytes
+from autopar.costs.memory.resident_parts import edge_bytes, edge_parts, node_parts
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.build import build_space
 from autopar.costs.space.space import Space
@@ -171,8 +171,8 @@ def test_an_embedding_that_is_gathered_is_held_until_the_end() -> None:
 def added_up(space: Space, choices: Sequence[int]) -> int:
     """Bytes of all gradients that micro-batches add up."""
     memory = MemoryModel(space, Microbatches(4))
-    arrays = ((edge, memory.accumulation.accumulated(edge)) for edge in space.edges)
-    return sum(int(a[choices[w.source], choices[w.target]]) for w, a in arrays if a is not None)
+    parts = (part for edge in space.edges for part in edge_parts(memory, edge) if part.role is Role.GRADIENT)
+    return sum(int(part.modes[0][choices[part.ends[0]], choices[part.ends[1]]]) for part in parts)
 
 
 def test_a_gathered_weights_gradient_is_added_up_whole_and_a_regathered_ones_in_parts() -> None:
@@ -349,9 +349,9 @@ def test_arrays_of_equal_edges_are_one_object() -> None:
     row = MemoryRow(((0, 1),))
     kinds: dict[object, np.ndarray] = {}
     for edge in space.edges:
-        held = memory.accumulation.held(edge)
-        if held is not None:
-            assert kinds.setdefault(space.kind(edge), held) is held
+        for part in edge_parts(memory, edge):
+            if part.role is Role.MOVED:
+                assert kinds.setdefault(space.kind(edge), part.modes[0]) is part.modes[0]
     assert kinds and edge_bytes(memory, space.edges[0], row) is not None
 
 
@@ -429,7 +429,8 @@ def test_no_bytes_follow_from_other_waits_but_where_micro_batches_reduce_gradien
     space, runs = space_of(Chain(), (X_BD,), dp=2, tp=2), Microbatches(4, 4, reduce_each=reduce_each)
     memory, waiting = MemoryModel(space, runs), space.waiting_for({"all_gather": 0.5})
     use = memory_use(memory, whole(space), {})
-    assert (memory.on(waiting).parts is memory.parts) == (not reduce_each)
+    assert (node_parts(memory.on(waiting), 0) is node_parts(memory, 0)) == (not reduce_each)
     for other in (memory.on(waiting), MemoryModel(waiting, runs)):
         assert memory_use(other, whole(space), {}) == use
-    assert memory.on(replace(space, imbalance=2.0)).parts is not memory.parts, "its edges have other numbers"
+    uneven = memory.on(replace(space, imbalance=2.0))
+    assert node_parts(uneven, 0) is not node_parts(memory, 0), "its edges have other numbers"

@@ -25,11 +25,11 @@ from autopar.costs.memory.moments import (
     REDUCING,
     MemoryRow,
     Moment,
+    Role,
     moment_of,
 )
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import edge_bytes, node_bytes
-from autopar.costs.memory.tensor_bytes import TensorBytes
+from autopar.costs.memory.resident_parts import edge_bytes, edge_parts, node_bytes
 from autopar.costs.pricing import message_sizes as messages
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.costs.space.build import build_space
@@ -179,12 +179,16 @@ def split_samples(space: Space, choices: list[int], weight: int) -> None:
     choices[edge.target] = wanted
 
 
+def _by_role(memory: MemoryModel, edge: TensorEdge) -> dict[Role, np.ndarray]:
+    return {part.role: part.modes[0] for part in edge_parts(memory, edge)}
+
+
 def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
     space, choices, number = _stored({"dp": 2}, "S(0)", saved=False)
     (edge,) = (w for w in space.edges if w.source == number)
     memory = MemoryModel(space)
-    arrays, again = memory.edge(edge), memory.weights.gathered_again(edge)
-    assert arrays is not None and again is not None
+    arrays, again = memory.edge(edge), _by_role(memory, edge)[Role.GATHERED_AGAIN]
+    assert arrays is not None
     found = {}
     for target in (choices[edge.target], whole(space)[edge.target]):
         choices[edge.target] = target
@@ -205,9 +209,9 @@ def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_lay
         memory = MemoryModel(space)
         (edge,) = (w for w in space.edges if w.source == number)
         ends = choices[edge.source], choices[edge.target]
-        arrays, gathered, unreduced = memory.edge(edge), memory.weights.gathered(edge), memory.weights.unreduced(edge)
-        assert arrays is not None and gathered is not None and unreduced is not None
-        used[saved] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
+        arrays, found = memory.edge(edge), _by_role(memory, edge)
+        assert arrays is not None
+        used[saved] = int(arrays[0][ends]), int(found[Role.GATHERED][ends]), int(found[Role.UNREDUCED][ends])
         assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
     assert used == {False: (0, size, size), True: (size, 0, size)}
 
@@ -219,7 +223,7 @@ def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone
     """Check the bytes of a gradient's copy for sending; it is padded if rows do not divide over ranks."""
     with mock.patch.object(messages, "LARGE", large):
         space = space_of(nn.Linear(8, rows, bias=False), (torch.randn(4, 8),), SLOW_DEVICES, dp=2)
-        weights = MemoryModel(space).weights
+        memory = MemoryModel(space)
         (edge,) = (w for w in space.edges if w.tensor.requires_grad and space.is_weight(w.source))
         stored = next(
             n for n, s in enumerate(space.decisions[edge.source].candidates.strategies) if str(s.outputs[0]) == "S(0)"
@@ -227,10 +231,9 @@ def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone
         used = next(
             n for n, s in enumerate(space.decisions[edge.target].candidates.strategies) if str(s.inputs[1]) == "R"
         )
-        last_made, sent_off = weights.last_made(edge), weights.sent_off(edge)
-    assert last_made is not None and sent_off is not None
-    assert int(last_made[stored, used]) == rows * 8 * 4
-    assert int(sent_off[stored, used]) == copied * 8 * 4
+        found = _by_role(memory, edge)
+    assert int(found[Role.LAST_MADE][stored, used]) == rows * 8 * 4
+    assert int(found[Role.SENT_OFF][stored, used]) == copied * 8 * 4
 
 
 def test_of_every_pair_of_layouts_it_is_told_whether_a_weight_is_gathered_alone() -> None:
@@ -239,7 +242,7 @@ def test_of_every_pair_of_layouts_it_is_told_whether_a_weight_is_gathered_alone(
     hardware, model = replace(SLOW_DEVICES, links=links), nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
     with mock.patch.object(messages, "LARGE", 16 * 64 * 4):
         space = space_of(model, (torch.randn(8, 16),), hardware, dp=2, tp=4)
-        tensors, found = TensorBytes(space), list[float]()
+        tensors, found = MemoryModel(space), list[float]()
         for edge in space.edges:
             if space.is_weight(edge.source):
                 sources, targets = space.source_layouts(edge), space.target_layouts(edge)
@@ -297,8 +300,8 @@ def _moments(memory: MemoryModel) -> dict[int, list[int]]:
     """Kind of moment → the places that have one."""
     return {
         COMPUTING: list(range(len(memory.lifetimes.calls))),
-        GATHERING: list(memory.weights.last_gather.values()),
-        REDUCING: list(memory.weights.first_reduction.values()),
+        GATHERING: list(memory.lifetimes.last_gather.values()),
+        REDUCING: list(memory.lifetimes.first_reduction.values()),
     }
 
 

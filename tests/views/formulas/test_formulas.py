@@ -20,7 +20,7 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.plans.formula_names import is_rate, rate_name, rate_of
+from autopar.costs.plans.formula_names import MEMORY, is_rate, rate_name, rate_of
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.build import build_space
 from autopar.costs.space.space import Space
@@ -49,8 +49,10 @@ HARDWARE = {each.name: each for each in (SLOW_LINKS, replace(SLOW_DEVICES, **REA
 
 
 def formulated(found: Planned) -> Plan:
-    symbols, formulas = formulas_of(found.space, found.choices)
-    return replace(found.plan, symbols=symbols, formulas=formulas)
+    """The plan with formulas, without those of its peak: at other sizes another moment may be the fullest."""
+    symbols, formulas = formulas_of(found.space, found.choices, MemoryModel(found.space), {})
+    lasting = {name: text for name, text in formulas.items() if not name.startswith(MEMORY)}
+    return replace(found.plan, symbols=symbols, formulas=lasting)
 
 
 def space_at(family: str, hardware: Hardware, batch: int = 1, sequence: int = 1, dp: int = 2, tp: int = 2) -> Space:
@@ -388,7 +390,7 @@ def test_a_gradient_that_no_loss_sends_back_is_not_moved() -> None:
     whole[space.index["output:1"]] = [str(strategy) for strategy in split].index("S(0)")
     edges = [edge for edge in space.edges if edge.target == space.index["output:1"]]
     assert [t.collective for edge in edges for t in space.path(edge, whole).transfers] == ["all_gather"]
-    assert formulas_of(space, whole)[1]["all_gather"] == "0"
+    assert formulas_of(space, whole, MemoryModel(space), {})[1]["all_gather"] == "0"
 
 
 def test_a_linear_layer_does_two_operations_per_weight_and_row_and_twice_that_backward() -> None:

@@ -12,17 +12,18 @@ from autopar.costs.hardware.load import load
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.expressions import evaluate
+from autopar.costs.pricing.optimizer import Optimizer
 from autopar.views.formulas.local_sizes import LocalSizes
-from autopar.views.formulas.memory import memory_formulas
+from autopar.views.formulas.memory import SymbolicMemory, memory_formulas
 from autopar.views.formulas.repetition import Repetition, stacks_of
 from autopar.views.formulas.symbolic_shapes import symbolic_shapes
 from autopar.views.formulas.symbols import LAYERS
 from tests.views.formulas.test_formulas import space_at
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_every_part_of_any_choice_has_the_value_of_the_peak(family: str) -> None:
-    space, rng = space_at(family, load("h100")), random.Random(0)
+@pytest.mark.parametrize(("family", "optimizer"), [("llama", "adamw"), ("t5", "adamw"), ("llama", "adamw-8bit")])
+def test_every_part_of_any_choice_has_the_value_of_the_peak(family: str, optimizer: str) -> None:
+    space, rng = space_at(family, load("h100")).with_optimizer(Optimizer(optimizer)), random.Random(0)
     memory = MemoryModel(space, None, prefetch=1, offloads=True)
     stacks = stacks_of(space.program)
     shapes = symbolic_shapes(space, stacks)
@@ -34,7 +35,7 @@ def test_every_part_of_any_choice_has_the_value_of_the_peak(family: str) -> None
         choices = list(map(rng.choice, possible))
         modes = {segment: rng.choice(memory.lifetimes.modes) for segment in memory.lifetimes.segments}
         peak, use, _ = memory_use(memory, choices, modes)
-        formulas = memory_formulas(memory, choices, modes, sizes, repetition)
+        formulas = memory_formulas(SymbolicMemory(memory, choices, sizes), modes, repetition)
         found = {name.removeprefix("memory/"): evaluate(text, exact) for name, text in formulas.items()}
         assert found.pop("memory") == peak
         assert found == use.parts
