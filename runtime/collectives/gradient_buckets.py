@@ -114,7 +114,7 @@ class _ReduceGradients(torch.autograd.Function):
             return None, None, None, None, total
         reduced: list[Tensor | None] = [None] * 4
         for grad, piece in zip(found, total.split_with_sizes(sizes), strict=True):
-            reduced.append(piece.view(grad.shape))
+            reduced.append(piece if grad.ndim == 1 else piece.view(grad.shape))
         return tuple(reduced)
 
 
@@ -280,7 +280,7 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         mine = below_autograd(_c10d.reduce_scatter_tensor.default, message, "sum", size, ctx.axis.group)
         mine = started(mine, ctx.pending if later else None)
         for i, part, piece in zip(group, parts, mine.split([part.shape.numel() for part in parts]), strict=True):
-            found = piece.view(part.shape)
+            found = piece if len(part.shape) == 1 else piece.view(part.shape)
             scattered[i] = (part.received(found) if part.first else found).to(ctx.dtypes[i])
     return scattered
 
