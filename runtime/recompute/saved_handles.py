@@ -124,12 +124,12 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         if saving is None:
             return self.hold(x) if self.hold_saved is None else self.hold_saved(x)
         number, saving.num_saved = saving.num_saved, saving.num_saved + 1
-        frame = saving.frame
-        key = frame.maker_of(x)
+        frame, address = saving.frame, x.untyped_storage()._cdata
+        made = frame.makers.get(address)  # `maker_of`, without a call
         # A view of the same memory restores no tensor that is conjugated or negated.
-        if key is not None and not x.is_conj() and not x.is_neg():
-            return frame.claim(key, x)
-        if x.untyped_storage()._cdata in saving.entered or saving.role.saved:
+        if made is not None and made[0]() is not None and not x.is_conj() and not x.is_neg():
+            return frame.claim(made[1], x)
+        if address in saving.entered or saving.role.saved:
             return self.hold(x)
         claim = frame.claim((saving.node, "saved", number), x)
         saving.open.append((claim, x))
@@ -151,7 +151,7 @@ class Frame:
     def __init__(self) -> None:
         self._order: dict[fx.Node, RunCall] = {}
         """Calls that may run again."""
-        self._makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
+        self.makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
         self._given: dict[fx.Node, Any] = {}
         """Until the segment ends: everything that a second run could begin with."""
         self._claims: list[weakref.ref[_Claim]] = []
@@ -173,7 +173,7 @@ class Frame:
 
     def leave(self, saving: _Saving, result: Any) -> None:
         """Note what a call has made."""
-        makers = self._makers
+        makers = self.makers
         for position, x in enumerate((result,) if isinstance(result, Tensor) else tensors_of(result)):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
@@ -187,7 +187,7 @@ class Frame:
 
     def maker_of(self, x: Tensor) -> Key | None:
         """Return the key of the segment's result of which the tensor is a view; None if there is none."""
-        made = self._makers.get(x.untyped_storage()._cdata)
+        made = self.makers.get(x.untyped_storage()._cdata)
         return made[1] if made is not None and made[0]() is not None else None
 
     def claim(self, key: Key, x: Tensor) -> _Claim:
@@ -217,7 +217,7 @@ class Frame:
         }
         self._given.clear()
         if not whole:
-            self._makers.clear()
+            self.makers.clear()
 
     def meet(self, claim: _Claim) -> Tensor:
         """Return the tensor behind a claim; the first one in a backward runs the segment again."""
