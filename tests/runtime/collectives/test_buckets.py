@@ -90,7 +90,7 @@ def _events() -> list[str]:
     weights = _weights()
     started, waited = gradient_buckets._all_reduce_in_place, Pending.wait
     gradient_buckets._all_reduce_in_place = lambda *args: (log.append("start"), started(*args))[1]
-    Pending.wait = lambda pending: (log.append("wait"), waited(pending))[1]
+    Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
     try:
         with use_mesh(line):
             inside = (*reduce_gradients("x", *weights[:2]), *reduce_gradients("x", *weights[2:]))
