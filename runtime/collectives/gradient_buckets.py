@@ -18,7 +18,16 @@ from autopar.ir.program.operators.derivatives import called_directly, differenti
 from autopar.runtime.collectives.direct import applied, below_autograd
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
 from autopar.runtime.collectives.layout_moves import waited_for
-from autopar.runtime.collectives.left_running import Pending, Wait, applied_inside, behind_wait, started, wait_for_all
+from autopar.runtime.collectives.left_running import (
+    SHARED,
+    Pending,
+    Wait,
+    applied_inside,
+    behind_wait,
+    is_shared_behind,
+    reductions_of_steps,
+    started,
+)
 from autopar.runtime.collectives.mesh_axes import OPEN_RECORDS, Axis, axis_of, count
 from autopar.runtime.collectives.packed_messages import Part, joined, packed, sent
 from autopar.runtime.collectives.regather import Regather
@@ -38,12 +47,21 @@ def reduce_gradients(
     where = axis_of(axis)
     if where.size == 1 or not torch.is_grad_enabled():
         return parameters
+    of_steps, bucket = reductions_of_steps(parameters), (axis, in_place, reduce, *map(id, parameters))
+    before = () if of_steps is None else of_steps.get(bucket, ())
+    if before and is_shared_behind(before[0], parameters[0]):
+        return before
     for parameter in parameters:
         if not parameter.requires_grad:
             break
     else:
-        pending, behind = behind_wait(parameters, where)
-        return applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, *behind)
+        pending, behind = behind_wait(parameters, where, shared=of_steps is not None)
+        reduced = applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, before, *behind)
+        if of_steps is not None:
+            node: Any = reduced[0].grad_fn
+            node._set_sequence_nr(SHARED + node._sequence_nr())
+            of_steps[bucket] = reduced
+        return reduced
     learning = _learning(parameters)
     if not learning:
         return parameters
@@ -74,19 +92,21 @@ class _ReduceGradients(torch.autograd.Function):
         pending: Pending | None,
         in_place: bool,
         reduce: torch.dtype | None,
+        before: tuple[Tensor, ...],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.pending, ctx.in_place, ctx.reduce = axis, pending, in_place, reduce
-        ctx.reductions = []  # inner reductions, which gradients come from: the backward waits for them
-        return parameters
+        ctx.reductions = Pending(pending)  # inner buckets that gradients come from: the backward waits for them
+        # No views: steps may share them, as those of `Wait`.
+        return before or (parameters if pending is None else tuple([x.detach() for x in parameters]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             return differentiated_once(_ReduceGradients.backward, ctx, grads)
-        if ctx.reductions:
-            wait_for_all(ctx.reductions)
+        if ctx.reductions.results:
+            ctx.reductions.wait()
         first = grads[0]
         found: list[Tensor] = []
         sizes: list[int] = []
@@ -96,7 +116,7 @@ class _ReduceGradients(torch.autograd.Function):
             found.append(grad)
             sizes.append(grad.numel())
         if len(found) < len(grads):
-            return None, None, None, None, *_reduced_by_dtype(ctx, grads)
+            return None, None, None, None, None, *_reduced_by_dtype(ctx, grads)
         dtype, pending, axis = found[0].dtype, ctx.pending, ctx.axis
         reduce, writes = ctx.reduce or dtype, pending is not None and not ctx.in_place
         one = found[0].to(reduce, copy=writes).contiguous() if len(found) == 1 else None  # is a message as it is
@@ -109,12 +129,12 @@ class _ReduceGradients(torch.autograd.Function):
         else:  # nobody else holds the message
             with torch._C._AutoDispatchBelowAutograd():
                 total = _all_reduce_in_place(own, "sum", axis.group)
-            pending.results += (total,)
+            pending.results[id(total)] = total
         if one is not None:
-            return None, None, None, None, total
-        reduced: list[Tensor | None] = [None] * 4
+            return None, None, None, None, None, total
+        reduced: list[Tensor | None] = [None] * 5
         for grad, piece in zip(found, total.split_with_sizes(sizes), strict=True):
-            reduced.append(piece.view(grad.shape))
+            reduced.append(piece if grad.ndim == 1 else piece.view(grad.shape))
         return tuple(reduced)
 
 
@@ -122,7 +142,7 @@ def _reduced_by_dtype(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
     """Return the sums of gradients, in one message for each dtype."""
     reduced: list[Tensor | None] = [None] * len(grads)
     for group in by_dtype(grads).values():
-        for i, each in zip(group, _ReduceGradients.backward(ctx, *group.values())[4:], strict=True):
+        for i, each in zip(group, _ReduceGradients.backward(ctx, *group.values())[5:], strict=True):
             reduced[i] = each
     return reduced
 
@@ -280,7 +300,7 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         mine = below_autograd(_c10d.reduce_scatter_tensor.default, message, "sum", size, ctx.axis.group)
         mine = started(mine, ctx.pending if later else None)
         for i, part, piece in zip(group, parts, mine.split([part.shape.numel() for part in parts]), strict=True):
-            found = piece.view(part.shape)
+            found = piece if len(part.shape) == 1 else piece.view(part.shape)
             scattered[i] = (part.received(found) if part.first else found).to(ctx.dtypes[i])
     return scattered
 

@@ -34,6 +34,7 @@ from autopar.runtime.collectives.mesh_axes import Axis
 GRAD_FN = operator.attrgetter("grad_fn")
 _wait = torch.ops._c10d_functional.wait_tensor.default._op
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
+SHARED = 2**62  # added for nodes that steps share: their order is the same whichever step has made them
 QUIET = frozenset(
     (
         *("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0"),
@@ -44,55 +45,67 @@ QUIET = frozenset(
 
 
 class Pending:
-    """Collectives that the inner backward has started and the outer one waits for.
+    """Collectives that inner backwards have started and the outer one waits for.
 
     The oldest are waited for sooner where others are running, so that what they send is freed.
     """
 
-    running: ClassVar[list[Pending]] = []
-    results: tuple[Tensor, ...] = ()
+    running: ClassVar[dict[int, Pending]] = {}
+
+    def __init__(self, outer: Pending | None = None) -> None:
+        self.results: dict[int, Tensor] = {}
+        """Results by `id`."""
+        self.is_shared = True
+        """True if steps may share the node that waits.
+
+        They may not once a node of one step hands it what that has started: autograd adds up what two calls of a model
+        hand to one node, before that node waits.
+        """
+        self._outer = outer
+
+    def belong_to_one_step(self) -> None:
+        """Let no other step use the nodes that wait for these collectives, and for those behind them."""
+        pending: Pending | None = self
+        while pending is not None:
+            pending.is_shared, pending = False, pending._outer
 
     def started(self, result: Tensor) -> None:
-        """Remember a collective to wait for."""
-        if self not in self.running:
-            self.running.append(self)
-        self.results += (result,)
+        """Remember a collective to wait for, whose message is freed by that."""
+        self.results[id(result)], self.running[id(result)] = result, self
         while len(self.running) > MOST_RUNNING:
-            self.running[0].wait()
+            oldest = next(iter(self.running))
+            waited_for(self.running.pop(oldest).results.pop(oldest))
 
     def wait(self) -> None:
         """Wait for all of them; nothing the second time."""
-        wait_for_all((self,))
-
-
-def wait_for_all(reductions: Iterable[Pending]) -> None:
-    """Wait for the collectives of several; called in every backward, so without a call for each."""
-    running = Pending.running
-    with torch._C._AutoDispatchBelowAutograd():
-        for each in reductions:
-            if each in running:
-                running.remove(each)
-            for result in each.results:
+        with torch._C._AutoDispatchBelowAutograd():
+            for number, result in self.results.items():
+                self.running.pop(number, None)
                 _wait(result)
-            each.results = ()
+        self.results.clear()
 
 
-def behind_wait(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pending | None, Sequence[Tensor]]:
-    """Return the parameters behind the outer function; as they are where a collective may not be left running.
+def behind_wait(
+    parameters: Sequence[Tensor], axis: Axis, shared: bool = False
+) -> tuple[Pending | None, Sequence[Tensor]]:
+    """Return the parameters behind the outer function, and what it waits for; None where a collective may not be left
+    running.
 
-    So they are, too, if they come from one node that waits itself for its `reductions`, as that of stored parts does.
+    Parameters stay as they are if they come from one node that waits itself, as that of stored parts does. `shared`:
+    whether steps share what takes them.
     """
     if torch.compiler.is_dynamo_compiling() or not isinstance(axis.rank, int):  # or simulated
         return None, parameters
-    pending = Pending()
     first: Any = parameters[0].grad_fn
     reductions = getattr(first, "reductions", None)
     if reductions is not None and all(map(operator.is_, map(GRAD_FN, parameters), repeat(first))):
         if first._sequence_nr() >= PREFERRED:  # an inner node that now waits, too: it takes its turn
-            first._set_sequence_nr(first._sequence_nr() - PREFERRED)
-        reductions.append(pending)
-        return pending, parameters
-    behind = applied_eagerly(Wait, [pending], *parameters)
+            first._set_sequence_nr(first._sequence_nr() % SHARED)
+        if not shared:
+            reductions.belong_to_one_step()
+        return reductions, parameters
+    pending = Pending()
+    behind = applied_eagerly(Wait, pending, *parameters)
     # Gradients that came through another bucket are reduced here, too: per layer, not all at the end.
     node: Any = behind[0].grad_fn
     taken, stays = False, True
@@ -106,6 +119,29 @@ def behind_wait(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pending | Non
     elif stays:
         node._set_sequence_nr(LAST)
     return pending, behind
+
+
+def share_reductions(parameters: Iterable[Tensor]) -> None:
+    """Let buckets of these parameters, which outlive a step, be reduced by the same nodes in every step."""
+    for each in parameters:
+        each.reduced = {}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def reductions_of_steps(parameters: Sequence[Tensor]) -> dict[Any, tuple[Tensor, ...]] | None:
+    """Return bucket → its outputs in steps before, of buckets that begin as this one; None if parameters do not
+    outlive a step.
+    """
+    found = None if torch.compiler.is_dynamo_compiling() else getattr(parameters[0], "reduced", None)
+    if found is None or not all(map(operator.is_, map(GRAD_FN, parameters), repeat(parameters[0].grad_fn))):
+        return None
+    return found
+
+
+def is_shared_behind(output: Tensor, parameter: Tensor) -> bool:
+    """Return whether steps share the node of an output of a bucket, and the node that waits for it now."""
+    node: Any = output.grad_fn
+    waiting: Any = parameter.grad_fn
+    return node.reductions.is_shared and node.pending is waiting.reductions
 
 
 def _leaves_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -169,17 +205,18 @@ def applied_inside(
 @called_directly
 class Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, reductions: list[Pending], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reductions: Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.reductions = reductions
-        # A leaf gives its `grad_dtype` to an output that it is itself: autograd would cast gradients before the wait.
-        return tuple([x.view_as(x) if x.is_leaf and x.grad_dtype != x.dtype else x for x in parameters])
+        # Not the leaves themselves, which give their `grad_dtype` to outputs: gradients would be cast before the wait.
+        # No views either: steps share them, and between steps an optimizer writes into what they are of.
+        return tuple([x.detach() for x in parameters])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             return differentiated_once(Wait.backward, ctx, grads)
-        wait_for_all(ctx.reductions)
+        ctx.reductions.wait()
         return None, *grads
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
@@ -108,8 +109,18 @@ class MovedGradients:
         while self._to_start:
             self._start(self._to_start.popleft())
         values, gradients = _taken(self._others)
-        roots: list[GradientEdge | Tensor] = [*[edge for edge, _ in self._results], *values]
-        gradients = [*[gradient for _, gradient in self._results], *gradients]
+        roots: list[GradientEdge | Tensor] = [*values]
+        behind: dict[Any, Any] = {edge.node: edge.node.next_functions for edge, _ in self._results}
+        for node in behind:
+            node.reductions.wait()
+        for edge, gradient in self._results:
+            before, number = behind[edge.node][edge.output_nr]
+            leaf = getattr(before, "variable", None)
+            if leaf is not None and _may_take(leaf, gradient):
+                leaf.grad = gradient  # autograd would copy what is also held here
+            else:
+                roots.append(GradientEdge(before, number))
+                gradients.append(gradient)
         self._results.clear()
         if roots:
             _run_backward(roots, gradients, ())
@@ -125,6 +136,12 @@ def _run_backward(
     return _engine_run_backward(  # pyright: ignore[reportReturnType]
         tuple(roots), tuple(gradients), False, False, tuple(edges), allow_unreachable=True, accumulate_grad=not edges
     )
+
+
+def _may_take(leaf: Tensor, gradient: Tensor) -> bool:
+    """Return whether autograd would do no more with a leaf's gradient than to put it, or a copy, into `.grad`."""
+    is_alike = gradient.dtype == leaf.dtype and gradient.stride() == leaf.stride()
+    return is_alike and leaf.grad is None and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def _has_come(gradients: weakref.ref[MovedGradients], number: int, leaf: Tensor) -> None:

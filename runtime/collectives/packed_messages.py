@@ -77,7 +77,7 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Te
     """
     flat, is_cast = [], False
     for each in tensors:
-        flat.append(each.reshape(-1))
+        flat.append(each if each.ndim == 1 else each.reshape(-1))
         is_cast = is_cast or each.dtype != dtype
     if len(flat) == 1:
         return flat[0].to(dtype, copy=writes)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.collectives.gathering import InFlight, Recipe, issued
+from autopar.runtime.collectives.left_running import SHARED
 
 NEVER = -1
 """The number of no backward: torch gives those from 0 on."""
@@ -175,15 +176,17 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
             cls.in_order = before
 
     @staticmethod
-    def hold(x: Tensor) -> object:
+    def hold(x: Tensor, since: int = 0) -> object:
         """Return the object to save for a tensor, as an open `Regather` block would save it.
 
-        `given_back` turns it into the tensor, once.
+        `given_back` turns it into the tensor, once. A tensor whose node of autograd is older than the sequence number
+        `since` is held with its graph: whoever holds it has no part in that.
         """
         if Regather.current is not None:
             return Regather.current._pack(x)
+        node: Any = x.grad_fn
         # A call's own output, with its graph, would hold the node that holds it.
-        return x.detach() if x.grad_fn is not None else x
+        return x if node is None or node._sequence_nr() % SHARED < since else x.detach()
 
     @staticmethod
     def given_back(saved: object) -> Tensor:

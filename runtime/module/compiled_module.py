@@ -24,6 +24,7 @@ from autopar.runtime.module.executable import Executable, Surroundings
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.local_batch import GIVEN_WHOLE, Given
 from autopar.runtime.module.loss_scale import scale_of
+from autopar.runtime.module.parameters import SharedParts
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
@@ -77,6 +78,7 @@ class ParallelModule(StoredModule[Executable]):
         super().__init__(tree, mesh, prepare, capture, random_state, Exception, given, returned)
         self._num_microbatches = num_microbatches
         self._stages: dict[Executable, Stage] = {}
+        self._shared: dict[Executable, SharedParts] = {}
         self._called: list[_Call] | None = None
         self._recorder: Recorder | None = None
         self._graph_is_required = False
@@ -227,6 +229,10 @@ class ParallelModule(StoredModule[Executable]):
         """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._shared.clear()  # they hold the values that parameters had
+        return super()._apply(fn, recurse)
+
     def _note_calls(self) -> contextlib.AbstractContextManager[list[_Call]]:
         return noting([], self, "_called")
 
@@ -234,7 +240,8 @@ class ParallelModule(StoredModule[Executable]):
         """Return the executable for these inputs, and the values that its graph takes."""
         arguments = self._arguments(args, kwargs)
         executable = self._prepared(arguments, arguments)
-        given = {**executable.constants, **executable.weights_of(self, waits=True), **executable.buffers_of(self)}
+        shared = self._shared.get(executable) or self._shared.setdefault(executable, SharedParts())
+        given = {**executable.constants, **executable.weights_of(self, shared), **executable.buffers_of(self)}
         given.update(executable.inputs_of(arguments))
         return executable, [given[name] for name in executable.local.placeholders]
 

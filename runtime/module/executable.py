@@ -24,7 +24,7 @@ from autopar.runtime.collectives.mesh_axes import Axis, axes_on, gathering_group
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import Randomness, put_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
-from autopar.runtime.module.parameters import local_parts
+from autopar.runtime.module.parameters import SharedParts, local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
 from autopar.runtime.numbers.leaves import leaves_of
 from autopar.runtime.outputs.sums import axes_of_sums
@@ -149,10 +149,10 @@ class Executable:
         returns_constants = any(isinstance(each, StaticTensor) for each in program.input_values)
         return cls(program, plan, local, mesh, *of_graph, mesh.device_type, bool(buckets), returns_constants)
 
-    def weights_of(self, root: nn.Module, waits: bool = False) -> dict[str, torch.Tensor]:
+    def weights_of(self, root: nn.Module, shared: SharedParts | None = None) -> dict[str, torch.Tensor]:
         """Return placeholder → this rank's part of each parameter that `root` stores, in the autograd graph.
 
-        If it `waits`, one node waits for the reductions of all gradients, at the end of the backward.
+        If they are `shared`, one node waits for the reductions of all gradients, at the end of the backward.
         """
         stored: list[torch.Tensor] = []
         for parameter in self.parameters:  # in every step, so without a call for each
@@ -164,9 +164,8 @@ class Executable:
             if found.is_meta or found.dtype != parameter.dtype:
                 parameter.check(found, self.mesh.device_type)
             stored.append(found)
-        parts = local_parts(
-            stored, [parameter.local_shape for parameter in self.parameters], waits and self.moves_weights
-        )
+        shapes = [parameter.local_shape for parameter in self.parameters]
+        parts = local_parts(stored, shapes, shared, self.moves_weights)
         return {parameter.placeholder: part for parameter, part in zip(self.parameters, parts, strict=True)}
 
     def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
@@ -19,7 +20,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
 from autopar.ir.sharding.layout import Layout
 from autopar.runtime.collectives.direct import applied_eagerly
-from autopar.runtime.collectives.left_running import LAST, Pending, Wait, run_at_once, wait_for_all
+from autopar.runtime.collectives.left_running import LAST, Pending, Wait, run_at_once, share_reductions
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)
@@ -167,26 +168,94 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any
     return found
 
 
+class SharedParts:
+    """The rank's parts of parameters in the autograd graph, which steps share while parameters stay where they are.
+
+    Their nodes save nothing, so that any number of backwards may use them. If a node of one step hands them what it has
+    started, each step has nodes of its own (`Pending.is_shared`), and the parts get a new place in the graph.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[object] | None = None
+        self._taken: dict[int, torch.Tensor] = {}
+        self._reductions = Pending()
+
+    def of(self, parameters: Sequence[torch.Tensor], waits: bool) -> dict[int, torch.Tensor]:
+        """Return the part of each parameter, by its `id`, but for those whose gradients a hook takes one by one.
+
+        If it `waits`, its backward waits for the reductions of gradients.
+        """
+        places = _places(parameters)
+        if places is None:
+            return _taken_together(parameters, Pending() if waits else None, {})
+        stay = places == self._places
+        if not stay or not self._reductions.is_shared:
+            self._reductions = Pending()
+            before = self._taken if stay else {}
+            self._taken = _taken_together(parameters, self._reductions if waits else None, before)
+            self._places = places
+            if not stay:
+                share_reductions(self._taken.values())
+        return self._taken
+
+
+def _places(parameters: Sequence[torch.Tensor]) -> list[object] | None:
+    """Return where the values of parameters that learn are; None if steps may not share nodes of autograd."""
+    if torch._C._are_functorch_transforms_active() or local_tensor_mode() is not None:
+        return None
+    places: list[object] = []
+    for p in parameters:
+        if not p.requires_grad:
+            continue
+        if p._post_accumulate_grad_hooks:
+            return None
+        local = p._local_tensor if isinstance(p, DTensor) else p
+        places.append((id(p), id(local), local.data_ptr(), local.shape, local.stride()))
+    if parameters and parameters[0].is_cuda:  # nodes run on the stream on which they were made
+        places.append(torch.cuda.current_stream())
+    return places
+
+
+def _taken_together(
+    parameters: Sequence[torch.Tensor], reductions: Pending | None, before: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Return the parts that come from one node of autograd, or two, by the `id` of their parameter.
+
+    Parts that were taken `before` are the same tensors, with a new place in the graph.
+    """
+    together = [p for p in parameters if p.requires_grad and not p._post_accumulate_grad_hooks]
+    stored = [p for p in together if isinstance(p, DTensor)]
+    plain = [p for p in together if not isinstance(p, DTensor)] if reductions is not None else ()
+    taken: dict[int, torch.Tensor] = {}
+    if stored:
+        parts = [before[id(p)] for p in stored] if before else [p._local_tensor.detach() for p in stored]
+        taken.update(zip(map(id, stored), applied_eagerly(_LocalParts, reductions, parts, *stored), strict=True))
+    if plain:
+        taken.update(zip(map(id, plain), applied_eagerly(Wait, reductions, *plain), strict=True))
+    if reductions is not None:
+        for group in (stored, plain):
+            if group:
+                node: Any = taken[id(group[0])].grad_fn
+                node._set_sequence_nr(LAST)
+    return taken
+
+
 def local_parts(
-    parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]], waits: bool
+    parameters: Sequence[torch.Tensor],
+    local_shapes: Sequence[tuple[int, ...]],
+    shared: SharedParts | None,
+    waits: bool,
 ) -> list[torch.Tensor]:
     """Return the rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
 
     What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph, but for
-    those whose gradients a hook takes one by one. If it `waits`, its backward waits for the reductions of gradients;
-    then plain parameters, too, come from one node.
+    those whose gradients a hook takes one by one. If parts are `shared` and it `waits`, its backward waits for the
+    reductions of gradients; then plain parameters, too, come from one node.
     """
     enabled = torch.is_grad_enabled()
-    together = [p for p in parameters if enabled and p.requires_grad and not p._post_accumulate_grad_hooks]
-    stored = [p for p in together if isinstance(p, DTensor)]
-    plain = [p for p in together if not isinstance(p, DTensor)] if waits else ()
     taken: dict[int, torch.Tensor] = {}
-    for function, reductions, group in ((_LocalParts, [] if waits else None, stored), (Wait, [], plain)):
-        if group:
-            of_group = applied_eagerly(function, reductions, *group)
-            taken.update(zip(map(id, group), of_group, strict=True))
-            if waits:
-                of_group[0].grad_fn._set_sequence_nr(LAST)
+    if enabled:
+        taken = _taken_together(parameters, None, {}) if shared is None else shared.of(parameters, waits)
     parts = []
     for p, shape in zip(parameters, local_shapes, strict=True):
         if id(p) in taken:
@@ -203,7 +272,7 @@ def local_parts(
 
 def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the rank's padded part, whose gradient reaches the parameter as soon as it is there."""
-    (part,) = _LocalParts.apply(None, parameter)
+    (part,) = _LocalParts.apply(None, [parameter._local_tensor.detach()], parameter)
     run_at_once(part.grad_fn)
     if part.shape == shape:
         return part
@@ -223,16 +292,19 @@ class _LocalParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, reductions: list[Pending] | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, reductions: Pending | None, parts: Sequence[torch.Tensor], *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.parameters, ctx.stored = parameters, [p._local_tensor for p in parameters]
         ctx.reductions = reductions
-        return tuple([part.detach() for part in ctx.stored])
+        return tuple(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        wait_for_all(ctx.reductions or ())
+        if ctx.reductions is not None:
+            ctx.reductions.wait()
         found: list[DTensor | None] = [None] * len(grads)
         given: set[tuple[int, int]] = set()
         for i, (grad, p) in enumerate(zip(grads, ctx.parameters, strict=True)):
@@ -262,7 +334,7 @@ class _LocalParts(torch.autograd.Function):
                     continue
             # Same as `DTensor()`, in half the time: its `__init__` does nothing.
             found[i] = DTensor.__new__(DTensor, grad, p._spec, requires_grad=False)
-        return None, *found
+        return None, None, *found
 
 
 def _is_executed(node: Any) -> bool:

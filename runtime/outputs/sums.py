@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.costs.space.returned import summed_in
 from autopar.ir.sharding.layout import Layout, P
 from autopar.ir.sharding.mesh import joined_name
 from autopar.runtime.collectives.layout_moves import all_reduce_in_flight, waited_for
@@ -41,22 +42,25 @@ class Sums:
             names = self._mesh.mesh_dim_names or ()
             name = _axis_name(layout, names, self._mesh.shape)
             self._axes[layout] = axes_on(self._mesh, join_axes(self._mesh, [name]))[name] if name else None
-        return Arriving(part.detach(), self._axes[layout])
+        return Arriving(part, self._axes[layout])
 
 
 class Arriving:
-    """A sum on its way, in double precision, until `arrived` has waited for it."""
+    """A sum on its way until `arrived` has waited for it."""
 
     def __init__(self, part: Tensor, axis: Axis | None) -> None:
-        self._value = part
+        self._dtype = part.dtype
         self._buffer: Tensor | None = None
-        if axis is not None:
-            self._buffer = all_reduce_in_flight(part.double(), axis)
+        if axis is None:
+            self._value = part.detach()
+        else:
+            dtype = summed_in(part.dtype)
+            self._buffer = all_reduce_in_flight(part if part.dtype == dtype else part.detach().to(dtype), axis)
 
     def arrived(self) -> Tensor:
         """Return the sum once it is there, in the dtype of the parts."""
         if self._buffer is not None:
-            self._value, self._buffer = waited_for(self._buffer).to(self._value.dtype), None
+            self._value, self._buffer = waited_for(self._buffer).to(self._dtype), None
         return self._value
 
     def __del__(self) -> None:

@@ -91,7 +91,8 @@ class _Unread(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, shape: torch.Size, reading: Reading, start: Tensor | None) -> Tensor:
         ctx.reading = reading
         made = Tensor._make_wrapper_subclass(Unread, shape, dtype=part.dtype, device=part.device)
-        made._part, made._reading, made._plain, made._start = part.detach(), reading, None, start
+        made._part = part.detach() if start is None else part
+        made._reading, made._plain, made._start = reading, None, start
         return made
 
     @staticmethod

@@ -32,6 +32,7 @@ from autopar.runtime.recompute.marks import CHANGED, Mark
 from autopar.runtime.recompute.on_host import Handle, Pending
 from autopar.runtime.recompute.prepared_calls import RunCall, tensors_of
 
+next_node = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 Key = tuple[fx.Node, str, int]
 """(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
 
@@ -67,6 +68,8 @@ class _Saving:
     role: Mark
     entered: set[int]
     """The storages of its inputs."""
+    since: int
+    """The sequence number of the first node of autograd that the call may make."""
     num_saved: int = 0
     open: list[tuple[_Claim, Tensor]] = field(default_factory=list)
     """Claims whose tensor is known when the call has returned: one of its outputs, or its own."""
@@ -91,14 +94,14 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         self._weights[_address(result)] = frame
         return result
 
-    def hold(self, x: Tensor) -> object:
-        """Return the object to save for a tensor that no call of the current segment has made."""
+    def hold(self, x: Tensor, since: int = 0) -> object:
+        """Return the object to save for a tensor that no call of the current segment has made (`Regather.hold`)."""
         if self._weights:
             frame = self._weights.get(_address(x))
             key = frame.maker_of(x) if frame is not None else None
             if frame is not None and key is not None:
                 return frame.claim(key, x)
-        return Regather.hold(x)
+        return Regather.hold(x, since)
 
     def run(self, frame: Frame, step: RunCall, role: Mark, values: dict[fx.Node, Any]) -> Any:
         """Run a call of a segment for the first time."""
@@ -108,7 +111,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
             for x in (value,) if isinstance(value, Tensor) else tensors_of(value):
                 if isinstance(x, Tensor):
                     entered.add(x.untyped_storage()._cdata)
-        saving = self._saving = _Saving(frame, step.node, role, entered)
+        saving = self._saving = _Saving(frame, step.node, role, entered, next_node())
         if not role.saved:
             frame.enter(step, given)
         try:
@@ -124,13 +127,13 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         if saving is None:
             return self.hold(x) if self.hold_saved is None else self.hold_saved(x)
         number, saving.num_saved = saving.num_saved, saving.num_saved + 1
-        frame = saving.frame
-        key = frame.maker_of(x)
+        frame, address = saving.frame, x.untyped_storage()._cdata
+        made = frame.makers.get(address)  # `maker_of`, without a call
         # A view of the same memory restores no tensor that is conjugated or negated.
-        if key is not None and not x.is_conj() and not x.is_neg():
-            return frame.claim(key, x)
-        if x.untyped_storage()._cdata in saving.entered or saving.role.saved:
-            return self.hold(x)
+        if made is not None and made[0]() is not None and not x.is_conj() and not x.is_neg():
+            return frame.claim(made[1], x)
+        if address in saving.entered or saving.role.saved:
+            return self.hold(x, saving.since)
         claim = frame.claim((saving.node, "saved", number), x)
         saving.open.append((claim, x))
         return claim
@@ -151,7 +154,7 @@ class Frame:
     def __init__(self) -> None:
         self._order: dict[fx.Node, RunCall] = {}
         """Calls that may run again."""
-        self._makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
+        self.makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
         self._given: dict[fx.Node, Any] = {}
         """Until the segment ends: everything that a second run could begin with."""
         self._claims: list[weakref.ref[_Claim]] = []
@@ -159,6 +162,7 @@ class Frame:
         self._generators: dict[fx.Node, dict[str, Tensor]] = {}
         self._again: dict[Key, Tensor | Travelling] = {}
         self._open: Counter[Key] = Counter()
+        self._since = next_node()
         self._axes = current_axes()
         self._randomness = randomness()
 
@@ -173,7 +177,7 @@ class Frame:
 
     def leave(self, saving: _Saving, result: Any) -> None:
         """Note what a call has made."""
-        makers = self._makers
+        makers = self.makers
         for position, x in enumerate((result,) if isinstance(result, Tensor) else tensors_of(result)):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
@@ -187,7 +191,7 @@ class Frame:
 
     def maker_of(self, x: Tensor) -> Key | None:
         """Return the key of the segment's result of which the tensor is a view; None if there is none."""
-        made = self._makers.get(x.untyped_storage()._cdata)
+        made = self.makers.get(x.untyped_storage()._cdata)
         return made[1] if made is not None and made[0]() is not None else None
 
     def claim(self, key: Key, x: Tensor) -> _Claim:
@@ -200,7 +204,7 @@ class Frame:
         self._claims = [each for each in self._claims if each() is not None]
         return [claim.key for claim in [each() for each in self._claims] if claim is not None]
 
-    def close(self, hold: Callable[[Tensor], object], whole: bool = False) -> None:
+    def close(self, hold: Callable[[Tensor, int], object], whole: bool = False) -> None:
         """End the first run: hold only the inputs of the second one (of all calls, if `whole`)."""
         again = set(self._order) if whole else {node for node, _, _ in self._claimed()}
         begins: set[fx.Node] = set()
@@ -211,13 +215,13 @@ class Frame:
         self._order = {node: step for node, step in self._order.items() if node in again}
         self._generators = {node: state for node, state in self._generators.items() if node in again}
         self._held = {
-            node: _Held.of(value, hold, node.meta.get(CHANGED, False))
+            node: _Held.of(value, hold(value, self._since), node.meta.get(CHANGED, False))
             for node, value in self._given.items()
             if node in begins
         }
         self._given.clear()
         if not whole:
-            self._makers.clear()
+            self.makers.clear()
 
     def meet(self, claim: _Claim) -> Tensor:
         """Return the tensor behind a claim; the first one in a backward runs the segment again."""
@@ -286,7 +290,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor that a second run begins with, without its graph."""
+    """A tensor that a second run begins with, without the graph of the segment."""
 
     what: object
     version: int | None
@@ -295,9 +299,9 @@ class _Held:
     device_type: str
 
     @classmethod
-    def of(cls, x: Tensor, hold: Callable[[Tensor], object], changed: bool) -> _Held:
+    def of(cls, x: Tensor, what: object, changed: bool) -> _Held:
         version = None if changed else 0 if x.is_inference() else x._version
-        return cls(hold(x.detach()), version, x.requires_grad, x.device.type)
+        return cls(what, version, x.requires_grad, x.device.type)
 
     def value(self) -> Tensor:
         if self.version is None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import fx
 
 from autopar.costs.hardware.collectives import Transfer, transfer_seconds
@@ -30,7 +31,6 @@ from autopar.ir.sharding.mesh import Mesh, joined_name
 from autopar.strategies.roles import RoledProgram, Value
 
 Outputs = Literal["plain", "dtensor", "full"]
-SUM_BYTES = 8  # bytes of a summed loss, float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,11 @@ class Returned:
         return self.outputs == "dtensor" or (self.outputs == "plain" and _returns_loss(program))
 
 
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which ranks sum their parts of a loss: its own, or float64 if that is half precision."""
+    return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float64
+
+
 AS_PLANNED, WHOLE = Returned("dtensor"), Returned("full")
 
 
@@ -76,18 +81,18 @@ def output_candidates(
     A loss may stay partial: its gradient does not depend on the sum, which the runtime overlaps with the backward.
     """
     if not info.shape and info.requires_grad:
-        return _loss_candidates(mesh, hardware)
+        return _loss_candidates(mesh, hardware, summed_in(info.dtype).itemsize)
     return layout_candidates(split_layouts(info, mesh) if free and info.shape else (wanted or replicated(mesh.ndim),))
 
 
 @functools.lru_cache(maxsize=256)
-def _loss_candidates(mesh: Mesh, hardware: Hardware) -> Candidates:
-    """Return every layout of I and P, with the sum that makes it whole: once per step, in float64."""
+def _loss_candidates(mesh: Mesh, hardware: Hardware, num_bytes: int) -> Candidates:
+    """Return every layout of I and P, with the sum of so many bytes that makes it whole, once per step."""
     layouts = tuple(map(Layout, itertools.product(*((I, P) if size > 1 else (I,) for size in mesh.sizes))))
     candidates, strategies = layout_candidates(layouts), []
     for layout, strategy in zip(layouts, candidates.strategies, strict=True):
         partial = [axis for axis, placement in enumerate(layout) if placement is P]
-        sums = (Transfer("all_reduce", joined_name(mesh.names, partial), SUM_BYTES, ahead=True),) if partial else ()
+        sums = (Transfer("all_reduce", joined_name(mesh.names, partial), num_bytes, ahead=True),) if partial else ()
         waits = tuple(transfer_seconds(each, mesh, hardware) for each in sums)
         strategies.append(replace(strategy, transfers=sums, waits=waits))
     seconds = np.array([sum(each.waits, 0.0) for each in strategies])

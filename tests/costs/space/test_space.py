@@ -133,11 +133,12 @@ def test_outputs_come_back_split_only_where_they_need_not_be_whole() -> None:
     assert layouts(build_space(program, mesh, SLOW_LINKS, returned=WHOLE), "output:0") == ["I"]
 
 
-def test_a_loss_may_stay_partial_and_every_other_scalar_comes_back_whole() -> None:
-    space = space_of(TwoLinears(), (X_BD,))
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 4), (torch.float64, 8), (torch.bfloat16, 8)])
+def test_a_loss_may_stay_partial_and_every_other_scalar_comes_back_whole(dtype: torch.dtype, num_bytes: int) -> None:
+    space = space_of(TwoLinears().to(dtype), (X_BD.to(dtype),))
     assert layouts(space, "output:0") == ["I", "P"]
     whole, partial = space.decisions[space.index["output:0"]].candidates.strategies
-    assert not whole.transfers and [each.num_bytes for each in partial.transfers] == [8]
+    assert not whole.transfers and [each.num_bytes for each in partial.transfers] == [num_bytes]
     without_gradient = TwoLinears().requires_grad_(False)
     assert layouts(space_of(without_gradient, (X_BD,)), "output:0") == ["I"]
 

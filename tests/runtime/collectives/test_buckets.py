@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.costs.space.parameter_buckets import MOST_RUNNING
-from autopar.runtime.collectives import gradient_buckets, left_running
+from autopar.runtime.collectives import gradient_buckets
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.left_running import Pending
 from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
@@ -88,9 +88,9 @@ def _events() -> list[str]:
     line = mesh((2,), ("x",))
     log: list[str] = []
     weights = _weights()
-    started, waited = gradient_buckets._all_reduce_in_place, left_running.wait_for_all
+    started, waited = gradient_buckets._all_reduce_in_place, Pending.wait
     gradient_buckets._all_reduce_in_place = lambda *args: (log.append("start"), started(*args))[1]
-    left_running.wait_for_all = lambda reductions: (log.append("wait"), waited(reductions))[1]
+    Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
     try:
         with use_mesh(line):
             inside = (*reduce_gradients("x", *weights[:2]), *reduce_gradients("x", *weights[2:]))
@@ -101,7 +101,7 @@ def _events() -> list[str]:
                 x.grad_fn.register_hook(_recorded(f"layer {number}", log))
             x.sum().backward()
     finally:
-        gradient_buckets._all_reduce_in_place, left_running.wait_for_all = started, waited
+        gradient_buckets._all_reduce_in_place, Pending.wait = started, waited
     return log
 
 

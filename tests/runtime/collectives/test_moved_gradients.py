@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.collectives.moved_gradients import MovedGradients
+from benchmarks.step_counts import Operations
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.fake_mesh import fake_mesh
 
@@ -60,6 +61,21 @@ def test_a_leaf_without_a_gradient_holds_nothing_up(ranks: Ranks) -> None:
     for started, gradients in ranks.run(_reduced_in_order, [[2, 1, 0]] * 2, 2):
         assert started == [0, 0, 12, 8]
         assert [len(each) for each in gradients] == [2, 3]
+
+
+def test_a_parameter_takes_its_gradient_as_it_was_reduced_and_adds_a_second_one_to_it() -> None:
+    weights = [torch.zeros(size, requires_grad=True) for size in SIZES]
+    with fake_mesh({"x": 2}) as devices, use_mesh(devices):
+        for step in range(2):
+            moved = reduce_gradients("x", *weights)
+            leaves = [each.detach().requires_grad_() for each in moved]
+            gradients = MovedGradients(moved, leaves, first_uses=(0, 1, 2))
+            gradients.start_in_next_backward()
+            torch.cat(leaves).sum().backward()
+            with Operations() as operations:
+                gradients.finish()
+            assert operations.kernels.total() == step * len(weights)
+    assert [each.grad.tolist() for each in weights if each.grad is not None] == [[2.0] * size for size in SIZES]
 
 
 def _alive() -> bool:

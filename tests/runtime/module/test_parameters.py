@@ -98,6 +98,7 @@ def test_the_node_of_stored_parts_waits_for_every_reduction(
                 visited[node.name()].append(node)
                 left += [before for before, _ in node.next_functions]
     (stored,) = visited["_LocalPartsBackward"]
-    assert "WaitBackward" not in visited and len(stored.reductions) == len(visited[outermost]) > 0
-    inner = [each.reductions for each in visited.get("_ReduceGradientsBackward", ())]
-    assert sum(map(len, inner)) == (len(visited["_GatherParametersBackward"]) if inner else 0)
+    assert "WaitBackward" not in visited and visited[outermost]
+    assert all(each.pending is stored.reductions for each in visited[outermost])
+    if inner := {each.reductions for each in visited.get("_ReduceGradientsBackward", ())}:
+        assert inner == {each.pending for each in visited["_GatherParametersBackward"]}

@@ -134,10 +134,10 @@ def watched() -> Iterator[dict[int, weakref.ref[torch.UntypedStorage]]]:
     found: dict[int, weakref.ref[torch.UntypedStorage]] = {}
     hold = Regather.hold
 
-    def note(x: Tensor) -> object:
+    def note(x: Tensor, since: int = 0) -> object:
         storage = x.untyped_storage()
         found[storage._cdata] = weakref.ref(storage)
-        return hold(x)
+        return hold(x, since)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Regather, "hold", staticmethod(note))
