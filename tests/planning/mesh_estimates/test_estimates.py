@@ -410,3 +410,17 @@ def test_losses_in_tiles_are_estimated_where_logits_are_a_part_of_the_limit(
 ) -> None:
     estimates, _ = estimates_of(memory)
     assert len(list(estimates._programs(Candidate(Mesh({"dp": 4}), 1)))) == num_programs
+
+
+def test_a_candidate_is_bounded_by_its_own_micro_batches() -> None:
+    """Tensor parallelism leaves a stage's devices more micro-batches than a sample for each would."""
+    estimates, _ = estimates_of(None)
+    subject = estimates.subject
+    first, mesh = subject.meshes[0], next(each for each in subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    few, many = Candidate(mesh, 4), Candidate(mesh, 16)
+    least = (subject.at_least(*few) + subject.at_least(*many)) / 2
+    estimates.found[Candidate(first, 1)] = Estimate(first, 1, least, num_bytes=0.0, schedule=None)
+    with mock.patch.object(estimates, "estimate", return_value=None) as estimated:
+        estimates._try(few)
+        estimates._try(many)
+    assert [call.args[0] for call in estimated.call_args_list] == [many]
